@@ -7,12 +7,12 @@
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, routing::any};
-use causeway_certs::{Access, Ca, CallerTokens, Confirmed, NodeName, Store, TrustDomain};
+use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, StaticTokens, Store, TrustDomain};
 use causeway_edge::Edge;
 use causeway_edge::config::{Port, Secret};
 use causeway_gateway::Gateway;
-use causeway_gateway::config::{Callers, Front, Kind, Listen};
-use causeway_gateway::proxy::authorize::{Act, Ask, Authorize, Verdict};
+use causeway_gateway::config::{ClientAuth, ListenAddr, Listener, ListenerProtocol};
+use causeway_gateway::proxy::authz::{Action, Authorize, AuthzDecision, AuthzRequest};
 use hyper::Method;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -27,15 +27,15 @@ struct ByGroup;
 
 impl Authorize for ByGroup {
     // Must not wait. Whoever has to ask somebody else returns `Verdict::Ask` with a future.
-    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let is_in = |group: &str| ask.caller.groups.iter().any(|one| one == group);
         // An upgrade is a GET too, but what comes behind it is more than reading.
-        let reads = ask.act == Act::Request && ask.method == Method::GET;
+        let reads = ask.act == Action::Request && ask.method == Method::GET;
         if is_in("ops") || is_in("readers") && reads {
-            return Verdict::Allow;
+            return AuthzDecision::Allow;
         }
         let (caller, method, to) = (ask.caller, ask.method, ask.destination);
-        Verdict::Deny(format!("{caller} may not {method} {} at {to}", ask.path).into())
+        AuthzDecision::Deny(format!("{caller} may not {method} {} at {to}", ask.path).into())
     }
 }
 
@@ -47,8 +47,8 @@ async fn main() -> Result {
     let mut tasks = JoinSet::new();
 
     // What `causeway caller token` does: the file gets hashes, the callers keep the tokens.
-    let (reader, first) = CallerTokens::generate("prometheus", &["readers".into()])?;
-    let (operator, second) = CallerTokens::generate("alice", &["ops".into()])?;
+    let (reader, first) = StaticTokens::generate("prometheus", &["readers".into()])?;
+    let (operator, second) = StaticTokens::generate("alice", &["ops".into()])?;
     std::fs::write(
         folder.path().join("callers"),
         format!("{first}\n{second}\n"),
@@ -74,13 +74,13 @@ async fn road(
     tasks: &mut JoinSet<Result>,
 ) -> Result<SocketAddr> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
-    let store = Store::open(folder.join("gateway"), Access::Create)?;
+    let store = Store::open(folder.join("gateway"), OpenMode::Create)?;
     store.save_ca(&Ca::create(&TrustDomain::parse("embedded.example")?)?)?;
-    let mut front = Front::new("http", Kind::Http, Listen::Tcp(loopback));
-    front.callers = Callers {
+    let mut front = Listener::new("http", ListenerProtocol::Http, ListenAddr::Tcp(loopback));
+    front.callers = ClientAuth {
         own_ca: false,
         tokens: Some(folder.join("callers")),
-        ..Callers::default()
+        ..ClientAuth::default()
     };
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),
@@ -112,7 +112,7 @@ async fn road(
     let name = NodeName::parse("edge-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Confirmed::default())?;
+        .create(&name, Duration::from_mins(5), NodeAttributes::default())?;
     let mut config = causeway_edge::Config {
         data_dir: folder.join("edge"),
         gateways: vec![addresses.tunnel.to_string()],

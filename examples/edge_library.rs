@@ -7,11 +7,11 @@
 use std::{error::Error, net::SocketAddr, path::Path, time::Duration};
 
 use axum::{Router, routing::get};
-use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
+use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use causeway_edge::config::{Port, Secret};
-use causeway_edge::{Config, Edge, state::Reader};
+use causeway_edge::{Config, Edge, status::StatusReader};
 use causeway_gateway::Gateway;
-use causeway_gateway::config::{Front, Kind, Listen};
+use causeway_gateway::config::{ListenAddr, Listener, ListenerProtocol};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
@@ -74,7 +74,7 @@ async fn main() -> Result {
 }
 
 /// What the edge says of itself; the same as JSON is at `/status` of its admin listener.
-fn show(when: &str, edge: &Reader) {
+fn show(when: &str, edge: &StatusReader) {
     let status = edge.status();
     println!("{when}: {} is {}", status.node, status.state);
     for tunnel in &status.tunnels {
@@ -95,15 +95,15 @@ fn gateway(
     tasks: &mut JoinSet<Result>,
 ) -> Result<(SocketAddr, SocketAddr, String)> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
-    let store = Store::open(folder.join("gateway"), Access::Create)?;
+    let store = Store::open(folder.join("gateway"), OpenMode::Create)?;
     store.save_ca(&Ca::create(&TrustDomain::parse("embedded.example")?)?)?;
     let name = NodeName::parse("sensor-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Confirmed::default())?;
-    let front = Front {
+        .create(&name, Duration::from_mins(5), NodeAttributes::default())?;
+    let front = Listener {
         anonymous: true,
-        ..Front::new("http", Kind::Http, Listen::Tcp(loopback))
+        ..Listener::new("http", ListenerProtocol::Http, ListenAddr::Tcp(loopback))
     };
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),

@@ -6,10 +6,10 @@
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, routing::get};
-use causeway_certs::{Access, Ca, Confirmed, JoinToken, NodeName, Store, TrustDomain};
+use causeway_certs::{Ca, JoinToken, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use causeway_edge::config::{Port, Secret};
-use causeway_edge::{Edge, state::Reader};
-use causeway_gateway::config::{Front, Kind, Listen};
+use causeway_edge::{Edge, status::StatusReader};
+use causeway_gateway::config::{ListenAddr, Listener, ListenerProtocol};
 use causeway_gateway::{Bound, Gateway};
 use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, ServerName, pem::PemObject};
@@ -30,13 +30,13 @@ async fn main() -> Result {
     let mut tasks: JoinSet<Result> = JoinSet::new();
 
     // What `causeway ca init` and `causeway token create` do.
-    let store = Store::open(folder.path().join("gateway"), Access::Create)?;
+    let store = Store::open(folder.path().join("gateway"), OpenMode::Create)?;
     let ca = Ca::create(&TrustDomain::parse("embedded.example")?)?;
     store.save_ca(&ca)?;
     let name = NodeName::parse("edge-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Confirmed::default())?;
+        .create(&name, Duration::from_mins(5), NodeAttributes::default())?;
 
     let gateway = gateway(folder.path())?;
     let addresses = gateway.addresses();
@@ -79,7 +79,11 @@ fn gateway(folder: &Path) -> Result<Bound> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),
-        fronts: vec![Front::new("https", Kind::Https, Listen::Tcp(loopback))],
+        fronts: vec![Listener::new(
+            "https",
+            ListenerProtocol::Https,
+            ListenAddr::Tcp(loopback),
+        )],
         ..Default::default()
     };
     config.tunnel.listen = loopback;
@@ -110,7 +114,7 @@ fn edge(
     config
 }
 
-async fn connected(edge: &Reader) {
+async fn connected(edge: &StatusReader) {
     while edge.status().state != "connected" {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

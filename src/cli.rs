@@ -4,10 +4,10 @@
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
 mod ca;
+mod config_flags;
 mod edge;
 #[cfg(feature = "k8s")]
 mod k8s;
-mod keys;
 mod token;
 
 use std::net::{IpAddr, SocketAddr};
@@ -17,14 +17,16 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use ca::{
-    Ca, CaBackup, CaCaller, CaImport, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
+    Ca, CaBackup, CaClient, CaImport, CaInit, OperatorCaArgs, Rotate, RotateArgs, RotatePrepare,
 };
-pub(crate) use edge::{EdgeAdd, EdgeLeave, EdgeNamed, EdgeOrder, EdgePins, EdgeRevoke, EdgeUnpin};
+pub(crate) use config_flags::ConfigFlags;
+pub(crate) use edge::{
+    EdgeAdd, EdgeCommand, EdgeLeave, EdgeNameArg, EdgePins, EdgeRevoke, EdgeUnpin,
+};
 #[cfg(feature = "k8s")]
 pub(crate) use k8s::{CaSecret, EgressConfig, K8s};
-pub(crate) use keys::Keys;
 use token::label;
-pub(crate) use token::{ConfirmedArgs, Listing, Token, TokenCreate, TokenList, TokenRevoke};
+pub(crate) use token::{ListFormat, NodeAttributeArgs, Token, TokenCreate, TokenList, TokenRevoke};
 
 /// Reach what runs behind NAT at the edge as if it stood next to you.
 #[derive(Debug, Parser)]
@@ -37,7 +39,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Run a gateway: the cloud side, where callers and edges arrive
-    Gateway(Run<causeway_gateway::config::Config>),
+    Gateway(RunArgs<causeway_gateway::config::Config>),
     /// Run an edge: the agent on a node, which dials the gateway; or give up its identity; or, beside a gateway, say which edges are welcome
     Edge(Edge),
     /// Run a gateway, two edges and their apps in one process
@@ -54,7 +56,7 @@ pub(crate) enum Command {
     Token(Token),
     /// Make tokens by which callers are known
     #[command(subcommand)]
-    Caller(Caller),
+    Caller(ClientCommand),
     /// Describe the configuration files
     #[command(subcommand)]
     Config(Config),
@@ -84,13 +86,13 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Reference {
         /// Whose.
-        side: Side,
+        side: ConfigKind,
     },
 }
 
 /// Run with a configuration.
 #[derive(Debug, Args)]
-pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
+pub(crate) struct RunArgs<C: schemars::JsonSchema + Send + Sync + 'static> {
     /// YAML file; flags win over CAUSEWAY_… variables, and those over the file
     #[arg(long, value_name = "FILE", env = "CAUSEWAY_CONFIG")]
     pub(crate) config: Option<PathBuf>,
@@ -98,7 +100,7 @@ pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
     #[arg(long)]
     pub(crate) check_config: bool,
     #[command(flatten)]
-    pub(crate) keys: Keys<C>,
+    pub(crate) keys: ConfigFlags<C>,
 }
 
 /// Runs, unless there is something to say of edges.
@@ -106,12 +108,12 @@ pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Edge {
     #[command(subcommand)]
-    pub(crate) order: Option<EdgeOrder>,
+    pub(crate) order: Option<EdgeCommand>,
     /// Replace this node's identity by the token of --join or --join-file, even though gateways accept it; the old one is kept aside
     #[arg(long)]
     pub(crate) rejoin: bool,
     #[command(flatten)]
-    pub(crate) run: Run<causeway_edge::config::Config>,
+    pub(crate) run: RunArgs<causeway_edge::config::Config>,
 }
 
 #[derive(Debug, Args)]
@@ -269,13 +271,13 @@ pub(crate) struct PolicyTest {
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum Caller {
+pub(crate) enum ClientCommand {
     /// Make a bearer token; the file keeps its hash, the token is shown once
-    Token(CallerToken),
+    Token(ClientTokenArgs),
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct CallerToken {
+pub(crate) struct ClientTokenArgs {
     /// Name of the caller
     #[arg(long)]
     pub(crate) name: String,
@@ -292,12 +294,12 @@ pub(crate) enum Config {
     /// Print the JSON Schema of a configuration file, for editors that complete and check YAML
     Schema {
         /// The process that reads the file
-        side: Side,
+        side: ConfigKind,
     },
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Side {
+pub(crate) enum ConfigKind {
     /// The configuration of `gateway`
     Gateway,
     /// The configuration of `edge`

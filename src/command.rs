@@ -3,28 +3,28 @@
 //! `prepare` reads the configuration before the runtime stands, because telemetry needs
 //! it, and because a fault in it must cost nothing.
 
-mod admin;
+mod admin_client;
 mod bootstrap;
 mod ca;
-mod caller;
-mod cluster;
-mod data;
+mod ca_rotate;
+mod client_token;
+mod data_dir;
 mod demo;
 mod edge;
-mod files;
+mod edges;
 mod gateway;
 mod health;
 #[cfg(feature = "k8s")]
 mod k8s;
+mod kubernetes;
 mod man;
 mod manifests;
-mod nodes;
 mod operator;
 mod pins;
 mod policy;
-mod private;
+mod private_file;
 mod reload;
-mod rotate;
+mod rlimit;
 mod status;
 mod token;
 
@@ -36,9 +36,9 @@ use std::process::ExitCode;
 use causeway_config::Log;
 use clap::CommandFactory;
 
-use crate::cli::{self, Cli, Command, Run, Side};
+use crate::cli::{self, Cli, Command, ConfigKind, RunArgs};
+use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, RejectedConfig, keys};
 use crate::output::{self, errln, outln};
-use crate::settings::{self, Key, Refused, Settings, Sources, keys};
 use crate::telemetry;
 
 /// The variables by which other programs are told of a proxy.
@@ -50,7 +50,7 @@ const PROXY: &[(&str, &str)] = &[
 ];
 
 /// What is left to do once the configuration is known.
-pub(crate) struct Job {
+pub(crate) struct PreparedCommand {
     pub(crate) log: Log,
     /// Settings of the log at the start.
     pub(crate) warnings: Vec<String>,
@@ -59,7 +59,7 @@ pub(crate) struct Job {
     pub(crate) work: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
 }
 
-impl Job {
+impl PreparedCommand {
     fn new(log: Log, work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         Self {
             log,
@@ -97,7 +97,7 @@ fn runs(command: &Command) -> bool {
 }
 
 /// Reads what the command needs. `None` if it has done all there is to do.
-pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
+pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand>> {
     if !runs(&command) {
         warn_of_unknown_variables();
     }
@@ -105,7 +105,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Gateway(run) => match configure(run, &[], gateway::check)? {
             Some((config, sources, warnings)) => {
                 let (log, audit) = (config.log.clone(), config.audit_log.0.clone());
-                Job::new(log, gateway::run(config, sources))
+                PreparedCommand::new(log, gateway::run(config, sources))
                     .audited(audit)
                     .warning(warnings)
             }
@@ -113,22 +113,23 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         },
         Command::Edge(cli::Edge {
             order: Some(order), ..
-        }) => Job::brief(nodes::run(order)),
+        }) => PreparedCommand::brief(edges::run(order)),
         Command::Edge(cli::Edge { run, rejoin, .. }) => match configure(run, PROXY, edge::check)? {
             Some((config, sources, warnings)) => {
-                Job::new(config.log.clone(), edge::run(config, sources, rejoin)).warning(warnings)
+                PreparedCommand::new(config.log.clone(), edge::run(config, sources, rejoin))
+                    .warning(warnings)
             }
             None => return Ok(None),
         },
-        Command::Demo(demo) => Job::brief(demo::run(demo)),
-        Command::Status(status) => Job::brief(status::run(status)),
-        Command::Health(health) => Job::brief(health::run(health)),
-        Command::Reload(reload) => Job::brief(reload::run(reload)),
+        Command::Demo(demo) => PreparedCommand::brief(demo::run(demo)),
+        Command::Status(status) => PreparedCommand::brief(status::run(status)),
+        Command::Health(health) => PreparedCommand::brief(health::run(health)),
+        Command::Reload(reload) => PreparedCommand::brief(reload::run(reload)),
         // Files in, files out: no runtime is needed.
         Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
-        Command::Ca(order) => Job::brief(ca::run(order)),
+        Command::Ca(order) => PreparedCommand::brief(ca::run(order)),
         Command::Token(token) => return token::run(token).map(|()| None),
-        Command::Caller(caller) => return caller::run(caller).map(|()| None),
+        Command::Caller(caller) => return client_token::run(caller).map(|()| None),
         #[cfg(feature = "k8s")]
         Command::K8s(order) => return k8s::run(order).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
@@ -140,19 +141,19 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
 }
 
 /// Prints the JSON Schema of a configuration.
-fn schema(side: Side) -> anyhow::Result<()> {
+fn schema(side: ConfigKind) -> anyhow::Result<()> {
     let text = match side {
-        Side::Gateway => settings::json_schema::<causeway_gateway::config::Config>(),
-        Side::Edge => settings::json_schema::<causeway_edge::config::Config>(),
+        ConfigKind::Gateway => config_loader::json_schema::<causeway_gateway::config::Config>(),
+        ConfigKind::Edge => config_loader::json_schema::<causeway_edge::config::Config>(),
     };
     output::write(format_args!("{text}"))
 }
 
 /// Prints the reference of all keys of a configuration.
-fn reference(side: Side) -> anyhow::Result<()> {
+fn reference(side: ConfigKind) -> anyhow::Result<()> {
     let text = match side {
-        Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
-        Side::Edge => settings::reference::<causeway_edge::config::Config>(),
+        ConfigKind::Gateway => config_loader::reference::<causeway_gateway::config::Config>(),
+        ConfigKind::Edge => config_loader::reference::<causeway_edge::config::Config>(),
     };
     output::write(format_args!("{text}"))
 }
@@ -198,12 +199,12 @@ fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
 }
 
 /// The configuration with where it came from, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
-fn configure<C: Settings + Send + Sync + 'static>(
-    run: Run<C>,
+fn configure<C: ProcessConfig + Send + Sync + 'static>(
+    run: RunArgs<C>,
     fallbacks: &'static [(&'static str, &'static str)],
     check: impl FnOnce(&C) -> anyhow::Result<()>,
-) -> anyhow::Result<Option<(C, Sources, Vec<String>)>> {
-    let sources = Sources {
+) -> anyhow::Result<Option<(C, ConfigSources, Vec<String>)>> {
+    let sources = ConfigSources {
         file: run.config,
         environment: environment(),
         flags: run.keys.given,
@@ -215,22 +216,22 @@ fn configure<C: Settings + Send + Sync + 'static>(
             errln!("warning: {warning}");
         }
         // People read this one.
-        let loaded = settings::load_with_files::<C>(&sources);
-        let config = loaded.map_err(|refused| Refused::from(refused.faults))?;
+        let loaded = config_loader::load_with_files::<C>(&sources);
+        let config = loaded.map_err(|refused| RejectedConfig::from(refused.faults))?;
         telemetry::wanted(config.as_ref())?;
         check(&config).map_err(refused)?;
         outln!("the configuration is sound")?;
         return Ok(None);
     }
-    let config = settings::load::<C>(&sources)?;
+    let config = config_loader::load::<C>(&sources)?;
     Ok(Some((config, sources, warnings)))
 }
 
 /// Returns an error in a file that a configuration names as a fault of that configuration.
-fn refused(error: anyhow::Error) -> Refused {
+fn refused(error: anyhow::Error) -> RejectedConfig {
     error
         .downcast()
-        .unwrap_or_else(|error| Refused::from(vec![explain(&error)]))
+        .unwrap_or_else(|error| RejectedConfig::from(vec![explain(&error)]))
 }
 
 fn environment() -> Vec<(String, String)> {
@@ -240,7 +241,7 @@ fn environment() -> Vec<(String, String)> {
 }
 
 /// Returns a sentence for each variable that a process of this configuration does not read.
-fn unknown_variables<C: Settings>(sources: &Sources) -> Vec<String> {
+fn unknown_variables<C: ProcessConfig>(sources: &ConfigSources) -> Vec<String> {
     let own = keys::<C>().into_iter().filter(|key| key.settable);
     let known: Vec<_> = own.map(|key| key.variable()).chain(of_commands()).collect();
     let file = sources
@@ -249,7 +250,7 @@ fn unknown_variables<C: Settings>(sources: &Sources) -> Vec<String> {
         .and_then(|file| fs::read_to_string(file).ok());
     let flags = sources.flags.iter().flat_map(|(_, texts)| texts);
     let texts: Vec<&str> = flags.chain(file.as_ref()).map(String::as_str).collect();
-    settings::unknown(&sources.environment, &known, &texts)
+    config_loader::unknown(&sources.environment, &known, &texts)
 }
 
 /// Returns the variables that flags of commands are taken from, other than keys.
@@ -276,10 +277,10 @@ fn warn_of_unknown_variables() {
         return;
     }
     let mut known = of_commands();
-    let mut add = |keys: Vec<Key>| known.extend(keys.iter().map(Key::variable));
+    let mut add = |keys: Vec<ConfigKey>| known.extend(keys.iter().map(ConfigKey::variable));
     add(keys::<causeway_gateway::config::Config>());
     add(keys::<causeway_edge::config::Config>());
-    for warning in settings::unknown(&environment, &known, &[]) {
+    for warning in config_loader::unknown(&environment, &known, &[]) {
         errln!("warning: {warning}");
     }
 }

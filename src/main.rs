@@ -8,11 +8,11 @@
 
 mod cli;
 mod command;
-mod notify;
+mod config_loader;
 mod output;
 mod reload;
-mod settings;
 mod signal;
+mod systemd;
 mod telemetry;
 
 use std::process::ExitCode;
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are "errors" too, with exit code 0.
-            let printed = output::written(error.print());
+            let printed = output::ignore_broken_pipe(error.print());
             return match (error.use_stderr(), printed) {
                 (true, _) => ExitCode::from(2),
                 (false, Ok(())) => ExitCode::SUCCESS,
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     let Err(error) = done else {
         return ExitCode::SUCCESS;
     };
-    if let Some(refused) = error.downcast_ref::<settings::Refused>() {
+    if let Some(refused) = error.downcast_ref::<config_loader::RejectedConfig>() {
         for fault in &refused.faults {
             telemetry::report(refused.format, fault);
         }
@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     command::exit_code(&error)
 }
 
-fn run(job: command::Job) -> anyhow::Result<()> {
+fn run(job: command::PreparedCommand) -> anyhow::Result<()> {
     let _logs = telemetry::start(&job.log, job.audit.as_deref())?;
     for warning in &job.warnings {
         tracing::warn!("{warning}");

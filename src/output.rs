@@ -29,11 +29,12 @@ pub(crate) use {errln, outln};
 /// A reader that has gone is no failure: as with `| head -1`, it has what it wanted, and the command does the rest of
 /// its work. A device that is full is one.
 pub(crate) fn write(text: Arguments<'_>) -> anyhow::Result<()> {
-    written(write_to(&mut io::stdout().lock(), text)).context("cannot write to standard output")
+    ignore_broken_pipe(write_to(&mut io::stdout().lock(), text))
+        .context("cannot write to standard output")
 }
 
 /// Judges the outcome of a write to standard output.
-pub(crate) fn written(outcome: io::Result<()>) -> io::Result<()> {
+pub(crate) fn ignore_broken_pipe(outcome: io::Result<()>) -> io::Result<()> {
     match outcome {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         outcome => outcome,

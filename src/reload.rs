@@ -4,37 +4,37 @@
 //! everything as it was, and the log says where it is wrong; so does the next attempt, as long as the file is.
 //! `watch` knows the files, and when they have been written to their end.
 
-mod watch;
+mod file_watch;
 
-pub(crate) use watch::{Files, Noted};
+pub(crate) use file_watch::{FileHashes, WatchedFiles};
 
 use std::convert::Infallible;
 use std::sync::Arc;
 
-use causeway_config::Reloading;
+use causeway_config::ReloadReceiver;
 use tokio::signal::unix::Signal;
 use tokio::task::spawn_blocking;
 
 use crate::command::explain;
 
 /// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.
-pub(crate) type Reload = Arc<dyn Fn(&mut Noted) -> anyhow::Result<String> + Send + Sync>;
+pub(crate) type ReloadFn = Arc<dyn Fn(&mut FileHashes) -> anyhow::Result<String> + Send + Sync>;
 
 /// Who asks for it.
-pub(crate) struct Reasons {
+pub(crate) struct ReloadTriggers {
     /// SIGHUP, if somebody listens to it.
     pub(crate) hangup: Option<Signal>,
     /// The admin listener.
-    pub(crate) asked: Reloading,
+    pub(crate) asked: ReloadReceiver,
     /// Files that count, as they were when they were read.
-    pub(crate) files: Noted,
+    pub(crate) files: FileHashes,
 }
 
 /// Runs `live` to its end, and calls `reload` meanwhile whenever there is a reason.
-pub(crate) async fn beside<T>(
+pub(crate) async fn run_with_reload<T>(
     live: impl Future<Output = T>,
-    reasons: Reasons,
-    reload: Reload,
+    reasons: ReloadTriggers,
+    reload: ReloadFn,
 ) -> T {
     tokio::select! {
         outcome = live => outcome,
@@ -43,8 +43,8 @@ pub(crate) async fn beside<T>(
 }
 
 /// Calls `reload` whenever there is a reason. Never ends.
-async fn run(mut reasons: Reasons, reload: Reload) -> Infallible {
-    let mut files = Files::watch(std::mem::take(&mut reasons.files));
+async fn run(mut reasons: ReloadTriggers, reload: ReloadFn) -> Infallible {
+    let mut files = WatchedFiles::watch(std::mem::take(&mut reasons.files));
     loop {
         let (why, asked) = tokio::select! {
             () = hung_up(&mut reasons.hangup) => ("SIGHUP", None),
@@ -68,12 +68,12 @@ async fn run(mut reasons: Reasons, reload: Reload) -> Infallible {
 }
 
 /// One attempt. What is refused counts its own files beside those that are in force: whichever is mended is a reason.
-async fn attempt(reload: Reload, before: Noted) -> (Result<String, String>, Noted) {
+async fn attempt(reload: ReloadFn, before: FileHashes) -> (Result<String, String>, FileHashes) {
     let begun = before.clone();
     let attempt = spawn_blocking(move || {
         // What changes from here on is a reason of its own.
         let before = before.anew();
-        let mut noted = Noted::default();
+        let mut noted = FileHashes::default();
         match reload(&mut noted) {
             Ok(done) => (Ok(done), noted),
             Err(error) => (Err(explain(&error)), before.and(noted)),

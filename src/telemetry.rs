@@ -5,9 +5,9 @@
 //! Both logs are written by threads of their own: a disk that hangs, or a reader that is slow, holds nobody up. Lines that
 //! such a thread cannot keep up with are lost; the metrics count them, and the log says so.
 
-mod audit;
+mod audit_log;
 mod journal;
-mod lines;
+mod log_writer;
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -26,15 +26,15 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::output::errln;
-use audit::Audit;
-use journal::WithPriority;
-use lines::Lines;
+use audit_log::AuditLog;
+use journal::PriorityFormat;
+use log_writer::LogWriter;
 
 /// The logs of this process; dropping them writes what waits.
 pub(crate) struct Logs {
     // Dropped first: it may have something to say.
-    _audit: Option<Audit>,
-    _lines: Lines,
+    _audit: Option<AuditLog>,
+    _lines: LogWriter,
 }
 
 /// Starts logging for the rest of the process. The returned value is dropped last.
@@ -43,7 +43,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     let filter = wanted(log)?.add_directive(format!("{AUDIT}=off").parse()?);
     // It calls each try of an API that is away an error; whoever tries says so once.
     let filter = filter.add_directive("kube_client::client::builder=off".parse()?);
-    let stderr = Lines::to(std::io::stderr());
+    let stderr = LogWriter::to(std::io::stderr());
     // Its own complaints about a writer that fails would panic where standard error is what fails.
     let lines = fmt::layer()
         .log_internal_errors(false)
@@ -52,13 +52,13 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         LogFormat::Json if journal::is_stderr() => lines
             .json()
             .flatten_event(true)
-            .map_event_format(WithPriority)
+            .map_event_format(PriorityFormat)
             .boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
         LogFormat::Text if journal::is_stderr() => lines
             .with_ansi(false)
             .without_time()
-            .map_event_format(WithPriority)
+            .map_event_format(PriorityFormat)
             .boxed(),
         LogFormat::Text => {
             let colours = has_colours(
@@ -68,7 +68,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
             lines.with_ansi(colours).boxed()
         }
     };
-    let audit = audit.map(Audit::open).transpose()?;
+    let audit = audit.map(AuditLog::open).transpose()?;
     let audited = audit.as_ref().map(|audit| {
         fmt::layer()
             .log_internal_errors(false)
@@ -104,8 +104,8 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
 }
 
 /// Has the metrics count the lines that the logs lack.
-fn count_dropped(stderr: &Lines, audit: Option<&Audit>) {
-    let (dropped, lost) = (stderr.dropped(), audit.map(Audit::lost));
+fn count_dropped(stderr: &LogWriter, audit: Option<&AuditLog>) {
+    let (dropped, lost) = (stderr.dropped(), audit.map(AuditLog::lost));
     causeway_rt::count_dropped_log_lines(move || {
         let lost = lost.as_ref().map(|lost| ("audit", lost()));
         [("stderr", dropped.lines())]

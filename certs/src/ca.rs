@@ -1,7 +1,7 @@
 //! The certificate authority: a root, what it signs, and the root that takes its place one day.
 //!
 //! Owns the keys. Every certificate is built here from what the caller of a function states:
-//! of a request only the verified public key is taken (`CsrKey`), never its names, usages or its
+//! of a request only the verified public key is taken (`VerifiedPublicKey`), never its names, usages or its
 //! wish to be a CA. Each kind of leaf has an intermediate of its own (`root`) and an extended key usage
 //! of its own, so that neither a certificate nor a signer's key can stand in for another kind.
 //!
@@ -24,16 +24,16 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError};
-use crate::csr::CsrKey;
-use crate::identity::{self, Issuing};
-use crate::leaf::{Leaf, LeafError};
-use crate::name::{self, FrontName, GatewayName, NameError, NodeName, TrustDomain};
+use crate::csr::VerifiedPublicKey;
+use crate::identity::{self, IssuerPurpose};
+use crate::leaf::{LeafCertificate, LeafCertificateError};
+use crate::name::{self, GatewayName, ListenerName, NameError, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::{Fingerprint, Secret};
-pub use above::{Above, OperatorCa};
+pub use above::{CrossCertificate, OperatorCa};
 pub(crate) use file::CaFile;
 pub use live::LiveCa;
-use root::{Kind, Root};
+use root::{LeafProfile, Root};
 
 /// Why a root could not be made or read, or a certificate not be signed.
 #[derive(Debug, Error)]
@@ -60,7 +60,7 @@ pub enum CaError {
     Certificate(#[from] CertificateError),
     /// Our own new certificate and key do not go together.
     #[error(transparent)]
-    Leaf(#[from] LeafError),
+    Leaf(#[from] LeafCertificateError),
     /// rcgen refused.
     #[error("cannot sign: {0}")]
     Sign(#[from] rcgen::Error),
@@ -68,7 +68,7 @@ pub enum CaError {
 
 /// A certificate for a key that somebody else holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Issued {
+pub struct IssuedCertificate {
     /// The certificate.
     pub certificate: CertificateDer<'static>,
     /// Its last second of validity.
@@ -81,7 +81,7 @@ pub struct Issued {
     behind: Vec<CertificateDer<'static>>,
 }
 
-impl Issued {
+impl IssuedCertificate {
     /// Its serial number in hexadecimal.
     pub fn serial_hex(&self) -> String {
         crate::secret::hex(&self.serial)
@@ -97,7 +97,7 @@ impl Issued {
 /// What a root does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Stage {
+pub enum RootStage {
     /// It signs.
     Active,
     /// It is trusted, and will sign.
@@ -108,7 +108,7 @@ pub enum Stage {
 
 /// Whether a step of a rotation has been made now, or before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum RotationStep {
     /// Now.
     Made,
     /// Before.
@@ -117,15 +117,15 @@ pub enum Step {
 
 /// What tells a CA from what it was: which roots there are, what they do, and what is above them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct State {
+pub struct CaVersion {
     active: Fingerprint,
-    other: Option<(Stage, Fingerprint)>,
+    other: Option<(RootStage, Fingerprint)>,
 }
 
 /// A root with its key, and the one that comes or goes. `Debug` shows no key.
 pub struct Ca {
     active: Root,
-    other: Option<(Stage, Root)>,
+    other: Option<(RootStage, Root)>,
     /// It stands in for one that is not there.
     unbelieved: bool,
 }
@@ -145,9 +145,9 @@ impl std::fmt::Debug for Ca {
 }
 
 /// One that signs leaves which are believed.
-pub(crate) struct Anchor<'a> {
+pub(crate) struct TrustAnchor<'a> {
     /// What it signs; `None` signs everything.
-    pub(crate) purpose: Option<Issuing>,
+    pub(crate) purpose: Option<IssuerPurpose>,
     /// The root on which it hangs.
     pub(crate) root: Fingerprint,
     pub(crate) certificate: &'a CertificateDer<'static>,
@@ -197,7 +197,7 @@ impl Ca {
     }
 
     /// All roots that are trusted, the one that signs first.
-    pub fn roots(&self) -> Vec<(Stage, &CertificateDer<'static>)> {
+    pub fn roots(&self) -> Vec<(RootStage, &CertificateDer<'static>)> {
         self.all()
             .map(|(stage, root)| (stage, &root.own.certificate))
             .collect()
@@ -231,9 +231,9 @@ impl Ca {
     }
 
     /// Where it is the same, the CA is the same.
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> CaVersion {
         let other = self.other.as_ref();
-        State {
+        CaVersion {
             active: self.active.mark,
             other: other.map(|(stage, root)| (*stage, root.mark)),
         }
@@ -245,16 +245,16 @@ impl Ca {
         self.active.issuers().is_none()
     }
 
-    fn all(&self) -> impl Iterator<Item = (Stage, &Root)> {
+    fn all(&self) -> impl Iterator<Item = (RootStage, &Root)> {
         let other = self.other.iter().map(|(stage, root)| (*stage, root));
-        [(Stage::Active, &self.active)].into_iter().chain(other)
+        [(RootStage::Active, &self.active)].into_iter().chain(other)
     }
 
     /// Who signs leaves that are believed.
-    pub(crate) fn anchors(&self) -> Vec<Anchor<'_>> {
-        let of = |(_, root): (Stage, &'_ Root)| match root.issuers() {
+    pub(crate) fn anchors(&self) -> Vec<TrustAnchor<'_>> {
+        let of = |(_, root): (RootStage, &'_ Root)| match root.issuers() {
             None => vec![(None, root.fingerprint)],
-            Some(_) => Issuing::ALL
+            Some(_) => IssuerPurpose::ALL
                 .map(|purpose| (Some(purpose), root.fingerprint))
                 .into(),
         };
@@ -265,7 +265,7 @@ impl Ca {
         });
         let together = all.into_iter().zip(certificates);
         together
-            .map(|((purpose, root), signer)| Anchor {
+            .map(|((purpose, root), signer)| TrustAnchor {
                 purpose,
                 root,
                 certificate: &signer.certificate,
@@ -276,22 +276,24 @@ impl Ca {
     /// A certificate for an edge's key: this node, as a client, and nothing else.
     pub fn issue_edge(
         &self,
-        key: &CsrKey,
+        key: &VerifiedPublicKey,
         node: &NodeName,
         lifetime: Duration,
-    ) -> Result<Issued, CaError> {
-        let kind = Kind {
+    ) -> Result<IssuedCertificate, CaError> {
+        let kind = LeafProfile {
             common_name: node.as_str(),
             groups: None,
             uri: Some(identity::edge_uri(self.trust_domain(), node)),
             names: &[node.into()],
             lifetime,
         };
-        let mut chain = self.active.sign(Issuing::Edges, key.public_key(), kind)?;
+        let mut chain = self
+            .active
+            .sign(IssuerPurpose::Edges, key.public_key(), kind)?;
         let certificate = chain.remove(0);
         let facts = Certificate::read(&certificate)?;
         let not_after = UnixTime::since_unix_epoch(Duration::from_secs(facts.not_after));
-        Ok(Issued {
+        Ok(IssuedCertificate {
             certificate,
             not_after,
             serial: facts.serial,
@@ -306,24 +308,30 @@ impl Ca {
         &self,
         names: &[GatewayName],
         lifetime: Duration,
-    ) -> Result<Leaf, CaError> {
-        let kind = Kind {
+    ) -> Result<LeafCertificate, CaError> {
+        let kind = LeafProfile {
             common_name: "causeway gateway",
             groups: None,
             uri: Some(identity::gateway_uri(self.trust_domain())),
             names,
             lifetime,
         };
-        let roots = self.all().filter(|(stage, _)| *stage != Stage::Prepared);
+        let roots = self
+            .all()
+            .filter(|(stage, _)| *stage != RootStage::Prepared);
         let roots = roots.map(|(_, root)| root.own.certificate.clone());
         let behind = self.crossed().into_iter().chain(roots);
-        self.leaf(Issuing::Replicas, kind, behind)
+        self.leaf(IssuerPurpose::Replicas, kind, behind)
     }
 
     /// A leaf that a front shows to its callers under these names.
-    pub fn mint_front(&self, names: &[FrontName], lifetime: Duration) -> Result<Leaf, CaError> {
+    pub fn mint_front(
+        &self,
+        names: &[ListenerName],
+        lifetime: Duration,
+    ) -> Result<LeafCertificate, CaError> {
         let first = names.first().map(ToString::to_string);
-        let kind = Kind {
+        let kind = LeafProfile {
             common_name: first.as_deref().unwrap_or("causeway front"),
             groups: None,
             uri: None,
@@ -332,7 +340,7 @@ impl Ca {
         };
         let above = self.shown_above().iter().cloned();
         let behind = self.crossed().into_iter().chain(above);
-        self.leaf(Issuing::Fronts, kind, behind)
+        self.leaf(IssuerPurpose::Fronts, kind, behind)
     }
 
     /// A caller's certificate with its key. The groups stand in one organization, with commas.
@@ -341,45 +349,45 @@ impl Ca {
         name: &str,
         groups: &[String],
         lifetime: Duration,
-    ) -> Result<Leaf, CaError> {
+    ) -> Result<LeafCertificate, CaError> {
         name::check_caller(name)?;
         let groups = identity::join_groups(groups)?;
-        let kind = Kind {
+        let kind = LeafProfile {
             common_name: name,
             groups: Some(groups).filter(|groups| !groups.is_empty()),
             uri: Some(identity::caller_uri(self.trust_domain(), name)),
             names: &[],
             lifetime,
         };
-        self.leaf(Issuing::Callers, kind, None)
+        self.leaf(IssuerPurpose::Callers, kind, None)
     }
 
     /// What leads from the root that signs to the one before it, while that is trusted.
     fn crossed(&self) -> Option<CertificateDer<'static>> {
-        let retiring = matches!(self.other, Some((Stage::Retiring, _)));
+        let retiring = matches!(self.other, Some((RootStage::Retiring, _)));
         self.active.crossed.clone().filter(|_| retiring)
     }
 
     fn leaf(
         &self,
-        purpose: Issuing,
-        kind: Kind<'_>,
+        purpose: IssuerPurpose,
+        kind: LeafProfile<'_>,
         behind: impl IntoIterator<Item = CertificateDer<'static>>,
-    ) -> Result<Leaf, CaError> {
+    ) -> Result<LeafCertificate, CaError> {
         leaf(&self.active, purpose, kind, behind)
     }
 }
 
 fn leaf(
     root: &Root,
-    purpose: Issuing,
-    kind: Kind<'_>,
+    purpose: IssuerPurpose,
+    kind: LeafProfile<'_>,
     behind: impl IntoIterator<Item = CertificateDer<'static>>,
-) -> Result<Leaf, CaError> {
+) -> Result<LeafCertificate, CaError> {
     let key = KeyPair::generate()?;
     let mut chain = root.sign(purpose, &key, kind)?;
     chain.extend(behind);
-    Ok(Leaf::new(chain, key.serialize_der())?)
+    Ok(LeafCertificate::new(chain, key.serialize_der())?)
 }
 
 #[cfg(test)]

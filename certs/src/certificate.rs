@@ -4,7 +4,7 @@
 //! panics or believes: a certificate that reads well proves nothing until `verify` has checked who
 //! signed it.
 
-mod authority;
+mod ca_constraints;
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
-pub(crate) use authority::Authority;
+pub(crate) use ca_constraints::CaConstraints;
 
 /// How far the beginning of a certificate of ours lies before its issue, for clocks that run late.
 pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);

@@ -1,7 +1,7 @@
 //! Requests for certificates: made on the edge, checked on the gateway.
 //!
-//! The edge's key never leaves it: `EdgeKey` makes it and a request that proves its possession.
-//! `CsrKey` is what the gateway takes from a request: the public key, after its signature was
+//! The edge's key never leaves it: `PrivateKey` makes it and a request that proves its possession.
+//! `VerifiedPublicKey` is what the gateway takes from a request: the public key, after its signature was
 //! verified. Names, usages and CA:TRUE in a request are not even read, but where a cluster shows
 //! them to people: then the request must name its node, and nothing else at all.
 
@@ -12,8 +12,8 @@ use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
-use crate::cluster::ClusterSubject;
 use crate::identity::{edge_uri, gateway_uri};
+use crate::kubernetes_ca::SignerProfile;
 use crate::name::{HostName, NodeName, TrustDomain};
 use crate::secret::Secret;
 
@@ -66,9 +66,9 @@ pub enum CsrError {
 
 /// The public key of a request whose signature was verified.
 #[derive(Debug)]
-pub struct CsrKey(SubjectPublicKeyInfo);
+pub struct VerifiedPublicKey(SubjectPublicKeyInfo);
 
-impl CsrKey {
+impl VerifiedPublicKey {
     /// Takes the key out of a request in DER, if the sender holds it and it is strong enough.
     pub fn verify(der: &[u8]) -> Result<Self, CsrError> {
         if der.len() > MAX_REQUEST {
@@ -95,7 +95,7 @@ impl CsrKey {
         let (_, request) = X509CertificationRequest::from_der(der)
             .map_err(|error| CsrError::Malformed(error.to_string()))?;
         let uri = edge_uri(domain, node);
-        match other_than(&request.certification_request_info, &uri) {
+        match unexpected_extension(&request.certification_request_info, &uri) {
             None => Ok(key),
             Some(asks) => Err(CsrError::Asks { asks, uri }),
         }
@@ -104,7 +104,7 @@ impl CsrKey {
     /// The same of a request in which a signer of the cluster's own finds exactly this node as the subject.
     pub fn of_subject(
         der: &[u8],
-        subject: ClusterSubject,
+        subject: SignerProfile,
         node: &NodeName,
     ) -> Result<Self, CsrError> {
         let key = Self::verify(der)?;
@@ -138,7 +138,7 @@ pub fn asks_the_same(one: &[u8], other: &[u8]) -> bool {
 }
 
 /// What a request asks for, unless that is this one name.
-fn other_than(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
+fn unexpected_extension(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
     if request.subject.iter().next().is_some() {
         return Some(format!("has the subject \"{}\"", request.subject));
     }
@@ -187,15 +187,15 @@ fn check_strength(key: &x509_parser::x509::SubjectPublicKeyInfo<'_>) -> Result<(
 }
 
 /// The own key of an edge, or of a gateway whose certificate another system makes: P-256. `Debug` does not show it.
-pub struct EdgeKey(KeyPair);
+pub struct PrivateKey(KeyPair);
 
-impl std::fmt::Debug for EdgeKey {
+impl std::fmt::Debug for PrivateKey {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.write_str("EdgeKey(***)")
+        out.write_str("PrivateKey(***)")
     }
 }
 
-impl EdgeKey {
+impl PrivateKey {
     /// Makes a new key.
     pub fn generate() -> Result<Self, CsrError> {
         KeyPair::generate().map(Self).map_err(CsrError::Local)
@@ -226,7 +226,7 @@ impl EdgeKey {
     }
 
     /// The same as a signer of the cluster's own wants it.
-    pub fn request_as(&self, subject: ClusterSubject, node: &NodeName) -> Result<String, CsrError> {
+    pub fn request_as(&self, subject: SignerProfile, node: &NodeName) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         let mut name = rcgen::DistinguishedName::new();
         name.push(rcgen::DnType::OrganizationName, subject.organization());
@@ -288,10 +288,10 @@ mod tests {
 
     #[test]
     fn an_edges_request_is_accepted() {
-        let key = EdgeKey::generate().unwrap();
-        CsrKey::verify(&key.request().unwrap()).unwrap();
+        let key = PrivateKey::generate().unwrap();
+        VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
         assert_eq!(
-            EdgeKey::load(key.key_pem().expose()).unwrap().key_pem(),
+            PrivateKey::load(key.key_pem().expose()).unwrap().key_pem(),
             key.key_pem()
         );
     }
@@ -299,14 +299,14 @@ mod tests {
     #[test]
     fn the_other_strong_keys_are_accepted() {
         for algorithm in [&PKCS_ECDSA_P384_SHA384, &PKCS_ED25519, &PKCS_RSA_SHA256] {
-            CsrKey::verify(&request(algorithm)).unwrap();
+            VerifiedPublicKey::verify(&request(algorithm)).unwrap();
         }
     }
 
     #[test]
     fn requests_ask_the_same_if_key_and_subject_are_the_same() {
-        let [key, other] = [(); 2].map(|()| EdgeKey::generate().unwrap());
-        let of = |key: &EdgeKey, user| key.request_of_user(user).unwrap().into_bytes();
+        let [key, other] = [(); 2].map(|()| PrivateKey::generate().unwrap());
+        let of = |key: &PrivateKey, user| key.request_of_user(user).unwrap().into_bytes();
         let ours = of(&key, "gateway");
         assert!(asks_the_same(&ours, &of(&key, "gateway")));
         for another in [of(&key, "admin"), of(&other, "gateway"), Vec::new()] {
@@ -325,14 +325,14 @@ mod tests {
 
     #[test]
     fn a_request_for_a_cluster_names_its_node_and_nothing_else() {
-        let key = EdgeKey::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let pem = key.request_of(&td(), &edge_1()).unwrap();
         let der = pem_of(&pem);
-        CsrKey::of_edge(&der, &td(), &edge_1()).unwrap();
+        VerifiedPublicKey::of_edge(&der, &td(), &edge_1()).unwrap();
         let refused = |domain: &str, node: &str| {
             let domain = TrustDomain::parse(domain).unwrap();
             let node = NodeName::parse(node).unwrap();
-            CsrKey::of_edge(&der, &domain, &node)
+            VerifiedPublicKey::of_edge(&der, &domain, &node)
                 .unwrap_err()
                 .to_string()
         };
@@ -362,7 +362,7 @@ mod tests {
         let refused = |params: CertificateParams| {
             let key = KeyPair::generate().unwrap();
             let request = params.serialize_request(&key).unwrap();
-            let refused = CsrKey::of_edge(request.der(), &td(), &edge_1());
+            let refused = VerifiedPublicKey::of_edge(request.der(), &td(), &edge_1());
             refused.unwrap_err().to_string()
         };
         assert!(refused(bare()).contains("names nobody"));
@@ -388,21 +388,25 @@ mod tests {
 
     #[test]
     fn a_p521_key_is_refused_by_name() {
-        let refused = CsrKey::verify(&request(&rcgen::PKCS_ECDSA_P521_SHA512)).unwrap_err();
+        let refused =
+            VerifiedPublicKey::verify(&request(&rcgen::PKCS_ECDSA_P521_SHA512)).unwrap_err();
         assert!(matches!(refused, CsrError::Key(_)), "{refused}");
     }
 
     #[test]
     fn a_request_with_another_key_is_refused() {
         let mut der = request(&rcgen::PKCS_ECDSA_P256_SHA256);
-        let other = EdgeKey::generate().unwrap();
+        let other = PrivateKey::generate().unwrap();
         let (mine, theirs) = (point(&der), other.0.public_key_raw().to_vec());
         let at = der
             .windows(mine.len())
             .position(|window| window == mine)
             .unwrap();
         der[at..at + theirs.len()].copy_from_slice(&theirs);
-        assert!(matches!(CsrKey::verify(&der), Err(CsrError::Signature)));
+        assert!(matches!(
+            VerifiedPublicKey::verify(&der),
+            Err(CsrError::Signature)
+        ));
     }
 
     fn point(der: &[u8]) -> Vec<u8> {
@@ -417,15 +421,24 @@ mod tests {
 
     #[test]
     fn what_is_no_request_is_refused() {
-        assert!(matches!(CsrKey::verify(b""), Err(CsrError::Malformed(_))));
         assert!(matches!(
-            CsrKey::verify(&vec![0x30; 17_000]),
+            VerifiedPublicKey::verify(b""),
+            Err(CsrError::Malformed(_))
+        ));
+        assert!(matches!(
+            VerifiedPublicKey::verify(&vec![0x30; 17_000]),
             Err(CsrError::TooLarge(17_000))
         ));
         let mut long = request(&rcgen::PKCS_ECDSA_P256_SHA256);
         long.push(0);
-        assert!(matches!(CsrKey::verify(&long), Err(CsrError::Malformed(_))));
+        assert!(matches!(
+            VerifiedPublicKey::verify(&long),
+            Err(CsrError::Malformed(_))
+        ));
         let short = &request(&rcgen::PKCS_ECDSA_P256_SHA256)[..40];
-        assert!(matches!(CsrKey::verify(short), Err(CsrError::Malformed(_))));
+        assert!(matches!(
+            VerifiedPublicKey::verify(short),
+            Err(CsrError::Malformed(_))
+        ));
     }
 }

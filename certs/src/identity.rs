@@ -18,7 +18,7 @@ const GROUP_SEPARATOR: char = ',';
 
 /// For what an intermediate of ours signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Issuing {
+pub enum IssuerPurpose {
     /// Edges, as clients of the tunnel port.
     Edges,
     /// What fronts show to callers.
@@ -29,12 +29,12 @@ pub enum Issuing {
     Callers,
 }
 
-impl Issuing {
+impl IssuerPurpose {
     /// All of them, in the order in which a root keeps them.
     pub const ALL: [Self; 4] = [Self::Edges, Self::Fronts, Self::Replicas, Self::Callers];
 }
 
-impl fmt::Display for Issuing {
+impl fmt::Display for IssuerPurpose {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Edges => "edges",
@@ -224,15 +224,19 @@ pub(crate) fn caller_uri(domain: &TrustDomain, name: &str) -> String {
     format!("spiffe://{domain}/caller/{name}")
 }
 
-pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: Issuing) -> String {
+pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: IssuerPurpose) -> String {
     format!("spiffe://{domain}/issuer/{purpose}")
 }
 
 /// For what an intermediate signs, by its one URI.
-pub(crate) fn issuing_of(intermediate: &Certificate, domain: &TrustDomain) -> Option<Issuing> {
+pub(crate) fn issuer_purpose(
+    intermediate: &Certificate,
+    domain: &TrustDomain,
+) -> Option<IssuerPurpose> {
     let uri = one_identity(intermediate).ok()?;
-    let is = |purpose: &Issuing| intermediate.authority && issuer_uri(domain, *purpose) == uri;
-    Issuing::ALL.into_iter().find(is)
+    let is =
+        |purpose: &IssuerPurpose| intermediate.authority && issuer_uri(domain, *purpose) == uri;
+    IssuerPurpose::ALL.into_iter().find(is)
 }
 
 pub(crate) fn root_uri(domain: &TrustDomain) -> String {

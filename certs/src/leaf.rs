@@ -19,7 +19,7 @@ use crate::verify::provider;
 
 /// Why a chain and a key make no leaf.
 #[derive(Debug, Error)]
-pub enum LeafError {
+pub enum LeafCertificateError {
     /// The text is not PEM of the expected kind.
     #[error("unreadable {part}: {why}")]
     Pem {
@@ -58,7 +58,7 @@ pub enum Role {
 
 /// A chain, the leaf first, and its key. Cheap to clone; `Debug` does not show the key.
 #[derive(Clone)]
-pub struct Leaf {
+pub struct LeafCertificate {
     certified: Arc<CertifiedKey>,
     key: Arc<PrivateKeyDer<'static>>,
     not_before: u64,
@@ -66,35 +66,35 @@ pub struct Leaf {
 }
 
 /// The same chain and the same key.
-impl PartialEq for Leaf {
+impl PartialEq for LeafCertificate {
     fn eq(&self, other: &Self) -> bool {
         self.certified.cert == other.certified.cert && self.key == other.key
     }
 }
 
-impl fmt::Debug for Leaf {
+impl fmt::Debug for LeafCertificate {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("Leaf")
+        out.debug_struct("LeafCertificate")
             .field("not_after", &self.not_after)
             .finish_non_exhaustive()
     }
 }
 
-impl Leaf {
+impl LeafCertificate {
     pub(crate) fn new(
         chain: Vec<CertificateDer<'static>>,
         pkcs8: Vec<u8>,
-    ) -> Result<Self, LeafError> {
+    ) -> Result<Self, LeafCertificateError> {
         Self::with_key(chain, PrivatePkcs8KeyDer::from(pkcs8).into())
     }
 
     /// Reads a chain and a key, for instance an operator's own certificate for a front.
-    pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafError> {
-        let chain = pem::certificates(chain_pem).map_err(|why| LeafError::Pem {
+    pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafCertificateError> {
+        let chain = pem::certificates(chain_pem).map_err(|why| LeafCertificateError::Pem {
             part: "certificate",
             why,
         })?;
-        let key = pem::private_key(key_pem).map_err(|why| LeafError::Pem {
+        let key = pem::private_key(key_pem).map_err(|why| LeafCertificateError::Pem {
             part: "private key",
             why,
         })?;
@@ -102,7 +102,11 @@ impl Leaf {
     }
 
     /// Reads a chain and a key for this role.
-    pub fn load_for(role: Role, chain_pem: &str, key_pem: &str) -> Result<Self, LeafError> {
+    pub fn load_for(
+        role: Role,
+        chain_pem: &str,
+        key_pem: &str,
+    ) -> Result<Self, LeafCertificateError> {
         let leaf = Self::load(chain_pem, key_pem)?;
         let facts = leaf.chain().first().map(Certificate::read).transpose()?;
         let facts = facts.unwrap_or_default();
@@ -113,16 +117,20 @@ impl Leaf {
         if may || facts.any_use {
             return Ok(leaf);
         }
-        Err(LeafError::Usage(usage))
+        Err(LeafCertificateError::Usage(usage))
     }
 
     /// Returns this leaf unless it must not replace `current`, the one in use: one that is valid now is not given up for one
     /// that has expired or is not valid yet. Where neither is valid the clock may be wrong, and the newer one is right.
-    pub fn replacing(self, current: Option<&Self>, now: UnixTime) -> Result<Self, LeafError> {
+    pub fn replacing(
+        self,
+        current: Option<&Self>,
+        now: UnixTime,
+    ) -> Result<Self, LeafCertificateError> {
         if self.is_valid_at(now) || current.is_none_or(|it| *it == self || !it.is_valid_at(now)) {
             return Ok(self);
         }
-        Err(LeafError::Period {
+        Err(LeafCertificateError::Period {
             from: date(self.not_before),
             to: date(self.not_after),
         })
@@ -135,7 +143,7 @@ impl Leaf {
     fn with_key(
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
-    ) -> Result<Self, LeafError> {
+    ) -> Result<Self, LeafCertificateError> {
         let first = chain
             .first()
             .ok_or(rustls::Error::NoCertificatesPresented)?;
@@ -190,14 +198,14 @@ impl Leaf {
 
     /// Always this leaf, for a configuration that never changes it.
     pub fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(Always(self.certified_key()))
+        Arc::new(SingleCertResolver(self.certified_key()))
     }
 }
 
 #[derive(Debug)]
-struct Always(Arc<CertifiedKey>);
+struct SingleCertResolver(Arc<CertifiedKey>);
 
-impl ResolvesServerCert for Always {
+impl ResolvesServerCert for SingleCertResolver {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         Some(Arc::clone(&self.0))
     }
@@ -208,7 +216,7 @@ mod tests {
     use super::*;
     use crate::{Ca, TrustDomain};
 
-    fn leaf() -> Leaf {
+    fn leaf() -> LeafCertificate {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         ca.mint_front(&[], Duration::from_mins(1)).unwrap()
     }
@@ -216,7 +224,7 @@ mod tests {
     #[test]
     fn a_leaf_reads_as_it_was_written() {
         let leaf = leaf();
-        let again = Leaf::load(&leaf.chain_pem(), leaf.key_pem().expose()).unwrap();
+        let again = LeafCertificate::load(&leaf.chain_pem(), leaf.key_pem().expose()).unwrap();
         assert_eq!(again.chain(), leaf.chain());
         assert_eq!(again.key_pem(), leaf.key_pem());
         assert_eq!(again.not_after(), leaf.not_after());
@@ -224,8 +232,8 @@ mod tests {
 
     #[test]
     fn a_key_of_another_leaf_is_refused() {
-        let refused = Leaf::load(&leaf().chain_pem(), leaf().key_pem().expose());
-        assert!(matches!(refused, Err(LeafError::Key(_))));
+        let refused = LeafCertificate::load(&leaf().chain_pem(), leaf().key_pem().expose());
+        assert!(matches!(refused, Err(LeafCertificateError::Key(_))));
     }
 
     #[test]
@@ -237,25 +245,26 @@ mod tests {
     fn a_leaf_is_read_for_its_role_alone() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let server = ca.mint_front(&[], Duration::from_mins(1)).unwrap();
-        let read =
-            |role, leaf: &Leaf| Leaf::load_for(role, &leaf.chain_pem(), leaf.key_pem().expose());
+        let read = |role, leaf: &LeafCertificate| {
+            LeafCertificate::load_for(role, &leaf.chain_pem(), leaf.key_pem().expose())
+        };
         read(Role::Server, &server).unwrap();
         let refused = read(Role::Client, &server).unwrap_err();
         assert!(
-            matches!(refused, LeafError::Usage("clientAuth")),
+            matches!(refused, LeafCertificateError::Usage("clientAuth")),
             "{refused}"
         );
         let key = rcgen::KeyPair::generate().unwrap();
         let made = rcgen::CertificateParams::default()
             .self_signed(&key)
             .unwrap();
-        let any = Leaf::load(&made.pem(), &key.serialize_pem()).unwrap();
+        let any = LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap();
         read(Role::Client, &any).unwrap();
     }
 
     #[test]
     fn a_valid_leaf_is_replaced_by_valid_ones_alone() {
-        let ending = |not_before, not_after| Leaf {
+        let ending = |not_before, not_after| LeafCertificate {
             not_before,
             not_after,
             ..leaf()

@@ -17,12 +17,12 @@ pub mod ca;
 pub mod csr;
 pub mod leaf;
 
-pub mod caller;
+pub mod bearer_tokens;
 pub mod token;
 
-pub mod cluster;
-pub mod edge;
-pub mod given;
+pub mod edge_identity;
+pub mod external;
+pub mod kubernetes_ca;
 
 pub mod resolver;
 pub mod verify;
@@ -31,23 +31,30 @@ pub mod store;
 
 mod pem;
 
-pub use ca::{Above, Ca, CaError, Issued, LiveCa, OperatorCa, Stage, Step};
-pub use caller::{CallerToken, CallerTokens};
+pub use bearer_tokens::{StaticToken, StaticTokens};
+pub use ca::{
+    Ca, CaError, CrossCertificate, IssuedCertificate, LiveCa, OperatorCa, RootStage, RotationStep,
+};
 pub use certificate::Certificate;
-pub use cluster::{ClusterSubject, ClusterTrust, Vouched};
-pub use csr::{CsrError, CsrKey, EdgeKey};
-pub use edge::EdgeIdentity;
-pub use identity::{Identity, Issuing};
-pub use leaf::{Leaf, LeafError, Role};
-pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, NodePattern, TrustDomain};
+pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
+pub use edge_identity::EdgeIdentity;
+pub use identity::{Identity, IssuerPurpose};
+pub use kubernetes_ca::{ClusterCa, SignerProfile, VerifiedNodeCertificate};
+pub use leaf::{LeafCertificate, LeafCertificateError, Role};
+pub use name::{
+    GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern, TrustDomain,
+};
 pub use pem::{certificates, encode_chain};
-pub use resolver::{FrontResolver, LiveLeaf};
+pub use resolver::{ReloadableCert, SniCertResolver};
 pub use secret::{Fingerprint, Secret};
 pub use store::{
-    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pending, Pin, PinTable, Pins,
-    ReleasedClaim, Requested, Revocation, Shared, Store, StoreError, TakenUp,
+    Backup, DirLock, ImportOutcome, NodeRecord, NodeStore, NodeUpdate, OpenMode, PendingCsr, Pin,
+    PinTable, Pins, ReleasedClaim, Requested, Revocation, SharedCa, Store, StoreError,
 };
-pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
+pub use token::{
+    JoinToken, NodeAttributes, NodeStatus, TokenError, TokenRecord, TokenRejected, TokenStore,
+};
 pub use verify::{
-    FrontTrust, NotAGateway, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider,
+    ListenerClientTrust, NotAGateway, PeerRejected, Purpose, TrustStore, UnexpectedCa, check_peer,
+    install_provider,
 };

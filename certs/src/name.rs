@@ -206,12 +206,12 @@ impl NodePattern {
             return self.0 == node;
         }
         let mut labels = self.0.split('.').zip(node.split('.'));
-        labels.all(|(pattern, label)| fits(pattern, label))
+        labels.all(|(pattern, label)| matches(pattern, label))
     }
 }
 
 /// Whether a label fits a pattern of one.
-fn fits(pattern: &str, label: &str) -> bool {
+fn matches(pattern: &str, label: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = label.strip_prefix(parts.next().unwrap_or_default()) else {
         return false;
@@ -273,7 +273,7 @@ pub enum HostName {
 /// A name or address under which edges dial the gateway.
 pub type GatewayName = HostName;
 /// A name or address under which callers reach a front.
-pub type FrontName = HostName;
+pub type ListenerName = HostName;
 
 impl HostName {
     /// An address, if it reads as one, else a DNS name.

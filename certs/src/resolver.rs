@@ -1,10 +1,10 @@
 //! Which leaf a server shows, decided by SNI within the handshake.
 //!
-//! `FrontResolver` mints a leaf for a node's name on demand and keeps it in a bounded cache; only
+//! `SniCertResolver` mints a leaf for a node's name on demand and keeps it in a bounded cache; only
 //! names that the gateway knows are minted, so a stranger cannot make it sign without end. Callers
 //! that ask for the same name at once wait for one signature (about 50 µs).
-//! A caller that dialled a node's address and asks for no name finds that address in its leaf (`FrontResolver::at`).
-//! `LiveLeaf` shows one leaf that can be swapped for its successor without a new configuration.
+//! A caller that dialled a node's address and asks for no name finds that address in its leaf (`SniCertResolver::at`).
+//! `ReloadableCert` shows one leaf that can be swapped for its successor without a new configuration.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -16,9 +16,9 @@ use moka::sync::Cache;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use crate::ca::{Ca, CaError, LiveCa, State};
-use crate::leaf::Leaf;
-use crate::name::{FrontName, HostName, NodeName};
+use crate::ca::{Ca, CaError, CaVersion, LiveCa};
+use crate::leaf::LeafCertificate;
+use crate::name::{HostName, ListenerName, NodeName};
 
 /// How long a minted leaf is valid.
 const LIFETIME: Duration = Duration::from_hours(24 * 7);
@@ -28,11 +28,11 @@ const SHOWN: Duration = Duration::from_hours(24 * 7 / 2);
 const MAX_LEAVES: u64 = 20_000;
 
 /// Says whether a name, in lower case, is one of a node.
-pub type Known = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+pub type IsKnownName = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// What a leaf is for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Shown {
+enum CertTarget {
     /// The front itself.
     Front,
     /// A node, by its name.
@@ -42,33 +42,33 @@ enum Shown {
 }
 
 /// The leaves of a front.
-pub struct FrontResolver {
+pub struct SniCertResolver {
     ca: LiveCa,
-    names: Vec<FrontName>,
-    known: Known,
+    names: Vec<ListenerName>,
+    known: IsKnownName,
     /// By what signs and what comes behind, and by what for.
-    leaves: Cache<(State, Shown), Arc<CertifiedKey>>,
+    leaves: Cache<(CaVersion, CertTarget), Arc<CertifiedKey>>,
 }
 
-impl fmt::Debug for FrontResolver {
+impl fmt::Debug for SniCertResolver {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("FrontResolver")
+        out.debug_struct("SniCertResolver")
             .field("names", &self.names)
             .finish_non_exhaustive()
     }
 }
 
-impl FrontResolver {
+impl SniCertResolver {
     /// A resolver that shows a leaf for `names` to whoever asks for no known node. Fails if not
     /// even that can be minted.
-    pub fn new(ca: LiveCa, names: Vec<FrontName>, known: Known) -> Result<Self, CaError> {
+    pub fn new(ca: LiveCa, names: Vec<ListenerName>, known: IsKnownName) -> Result<Self, CaError> {
         let leaves = Cache::builder()
             .max_capacity(MAX_LEAVES)
             .time_to_live(SHOWN)
             .build();
         let now = ca.get();
         let own = now.mint_front(&names, LIFETIME)?.certified_key();
-        leaves.insert((now.state(), Shown::Front), own);
+        leaves.insert((now.state(), CertTarget::Front), own);
         Ok(Self {
             ca,
             names,
@@ -79,12 +79,12 @@ impl FrontResolver {
 
     /// The leaf for an SNI, or for none.
     pub fn leaf(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
-        self.shown(&self.asked(server_name).unwrap_or(Shown::Front))
+        self.shown(&self.asked(server_name).unwrap_or(CertTarget::Front))
     }
 
     /// Returns whether a certificate bears this server name: that of a known node, or one of the listener's own.
     pub fn recognizes(&self, server_name: &str) -> bool {
-        let own = |name: &FrontName| match name {
+        let own = |name: &ListenerName| match name {
             HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
             HostName::Ip(_) => false,
         };
@@ -94,18 +94,18 @@ impl FrontResolver {
     /// The same leaves for a caller that has dialled this address, which is the node's: it stands in the leaf of
     /// whoever asks for no known node.
     pub fn at(self: &Arc<Self>, node: NodeName, address: IpAddr) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(AtAddress {
+        Arc::new(AddressCertResolver {
             leaves: self.clone(),
-            shown: Shown::Address(node, address.to_canonical()),
+            shown: CertTarget::Address(node, address.to_canonical()),
         })
     }
 
-    fn asked(&self, server_name: Option<&str>) -> Option<Shown> {
+    fn asked(&self, server_name: Option<&str>) -> Option<CertTarget> {
         let node = NodeName::parse(server_name?).ok()?;
-        (self.known)(node.as_str()).then_some(Shown::Node(node))
+        (self.known)(node.as_str()).then_some(CertTarget::Node(node))
     }
 
-    fn shown(&self, shown: &Shown) -> Option<Arc<CertifiedKey>> {
+    fn shown(&self, shown: &CertTarget) -> Option<Arc<CertifiedKey>> {
         let ca = self.ca.get();
         let minted = self
             .leaves
@@ -115,14 +115,14 @@ impl FrontResolver {
             .ok()
     }
 
-    fn mint(&self, ca: &Ca, shown: &Shown) -> Result<Arc<CertifiedKey>, CaError> {
+    fn mint(&self, ca: &Ca, shown: &CertTarget) -> Result<Arc<CertifiedKey>, CaError> {
         let leaf = match shown {
-            Shown::Node(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
-            Shown::Address(node, address) => {
+            CertTarget::Node(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
+            CertTarget::Address(node, address) => {
                 let names = [HostName::from(node), HostName::Ip(*address)];
                 ca.mint_front(&names, LIFETIME)?
             }
-            Shown::Front => ca.mint_front(&self.names, LIFETIME)?,
+            CertTarget::Front => ca.mint_front(&self.names, LIFETIME)?,
         };
         Ok(leaf.certified_key())
     }
@@ -130,19 +130,19 @@ impl FrontResolver {
 
 /// The leaves of a front, for one address.
 #[derive(Debug)]
-struct AtAddress {
-    leaves: Arc<FrontResolver>,
-    shown: Shown,
+struct AddressCertResolver {
+    leaves: Arc<SniCertResolver>,
+    shown: CertTarget,
 }
 
-impl ResolvesServerCert for AtAddress {
+impl ResolvesServerCert for AddressCertResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let asked = self.leaves.asked(hello.server_name());
         self.leaves.shown(asked.as_ref().unwrap_or(&self.shown))
     }
 }
 
-impl ResolvesServerCert for FrontResolver {
+impl ResolvesServerCert for SniCertResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.leaf(hello.server_name())
     }
@@ -150,26 +150,26 @@ impl ResolvesServerCert for FrontResolver {
 
 /// One leaf that can be replaced while it is in use.
 #[derive(Debug)]
-pub struct LiveLeaf(ArcSwap<Leaf>);
+pub struct ReloadableCert(ArcSwap<LeafCertificate>);
 
-impl LiveLeaf {
+impl ReloadableCert {
     /// Shows `leaf` until another is swapped in.
-    pub fn new(leaf: Leaf) -> Self {
+    pub fn new(leaf: LeafCertificate) -> Self {
         Self(ArcSwap::from_pointee(leaf))
     }
 
     /// New handshakes get this one; finished ones keep what they saw.
-    pub fn swap(&self, leaf: Leaf) {
+    pub fn swap(&self, leaf: LeafCertificate) {
         self.0.store(Arc::new(leaf));
     }
 
     /// The leaf shown now.
-    pub fn get(&self) -> Arc<Leaf> {
+    pub fn get(&self) -> Arc<LeafCertificate> {
         self.0.load_full()
     }
 }
 
-impl ResolvesServerCert for LiveLeaf {
+impl ResolvesServerCert for ReloadableCert {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         Some(self.0.load().certified_key())
     }
@@ -181,10 +181,10 @@ mod tests {
     use crate::TrustDomain;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    fn resolver(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> FrontResolver {
+    fn resolver(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> SniCertResolver {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let names = vec![FrontName::parse("127.0.0.1").unwrap()];
-        FrontResolver::new(LiveCa::new(ca), names, Arc::new(known)).unwrap()
+        let names = vec![ListenerName::parse("127.0.0.1").unwrap()];
+        SniCertResolver::new(LiveCa::new(ca), names, Arc::new(known)).unwrap()
     }
 
     #[test]
@@ -213,9 +213,9 @@ mod tests {
     #[test]
     fn names_of_nodes_and_of_the_listener_are_recognized() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let names = ["gw.example", "127.0.0.1"].map(|name| FrontName::parse(name).unwrap());
+        let names = ["gw.example", "127.0.0.1"].map(|name| ListenerName::parse(name).unwrap());
         let known = Arc::new(|name: &str| name == "edge-1");
-        let resolver = FrontResolver::new(LiveCa::new(ca), names.into(), known).unwrap();
+        let resolver = SniCertResolver::new(LiveCa::new(ca), names.into(), known).unwrap();
         for (name, recognized) in [
             ("edge-1", true),
             ("EDGE-1", true),
@@ -234,7 +234,7 @@ mod tests {
         let resolver = resolver(|_| false);
         let at = |text: &str| {
             let node = NodeName::parse("edge-1").unwrap();
-            let leaf = resolver.shown(&Shown::Address(node, text.parse().unwrap()));
+            let leaf = resolver.shown(&CertTarget::Address(node, text.parse().unwrap()));
             leaf.unwrap()
         };
         assert!(Arc::ptr_eq(&at("10.0.0.1"), &at("10.0.0.1")));
@@ -273,7 +273,7 @@ mod tests {
     fn a_live_leaf_is_swapped_in_place() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let mint = || ca.mint_front(&[], LIFETIME).unwrap();
-        let live = LiveLeaf::new(mint());
+        let live = ReloadableCert::new(mint());
         let old = live.get();
         live.swap(mint());
         assert_ne!(live.get().chain(), old.chain());

@@ -6,13 +6,13 @@
 //! Never repairs: a file that does not read is named, and the process stops. How a file is read
 //! and written is `dir`'s; every call here blocks on the disk.
 
-mod authority;
+mod atomic_file;
 mod backup;
-mod dir;
-mod owner;
-mod pending;
+mod ca;
+mod file_owner;
+mod pending_csr;
 mod pins;
-mod shared;
+mod shared_ca;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -22,19 +22,19 @@ use std::time::SystemTime;
 use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
+pub use atomic_file::StoreError;
+pub(crate) use atomic_file::{Dir, Lock};
 pub use backup::Backup;
-pub use dir::StoreError;
-pub(crate) use dir::{Dir, Lock};
-pub use owner::open_private;
-pub use pending::{Pending, Requested};
+pub use file_owner::open_private;
+pub use pending_csr::{PendingCsr, Requested};
 pub use pins::{Pin, PinTable, Pins};
-pub use shared::{Shared, TakenUp};
+pub use shared_ca::{ImportOutcome, SharedCa};
 
-use crate::ca::Issued;
-use crate::edge::{EdgeFile, EdgeIdentity};
+use crate::ca::IssuedCertificate;
+use crate::edge_identity::{EdgeFile, EdgeIdentity};
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
-use crate::token::Confirmed;
+use crate::token::NodeAttributes;
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
@@ -53,7 +53,7 @@ const EDGE_SIZE: usize = 8 * 1024;
 
 /// Whether a data directory may be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
+pub enum OpenMode {
     /// Make it where there is none.
     Create,
     /// It must be there.
@@ -62,12 +62,12 @@ pub enum Access {
 
 /// The right to live on a data directory; dropping it gives it back.
 #[derive(Debug)]
-pub struct Claim {
+pub struct DirLock {
     lock: Lock,
     dir: Dir,
 }
 
-impl Claim {
+impl DirLock {
     /// Gives the directory back, and tells from then on whether another process has claimed it.
     pub fn release(self) -> ReleasedClaim {
         ReleasedClaim {
@@ -99,10 +99,10 @@ pub struct Store {
 
 impl Store {
     /// Opens the directory and checks its version.
-    pub fn open(path: impl AsRef<Path>, access: Access) -> Result<Self, StoreError> {
+    pub fn open(path: impl AsRef<Path>, access: OpenMode) -> Result<Self, StoreError> {
         let dir = match access {
-            Access::Create => Dir::create(path.as_ref())?,
-            Access::Existing => Dir::existing(path.as_ref())?,
+            OpenMode::Create => Dir::create(path.as_ref())?,
+            OpenMode::Existing => Dir::existing(path.as_ref())?,
         };
         match (dir.read(VERSION_FILE)?, access) {
             (Some(version), _) if version.trim() == VERSION => {}
@@ -113,13 +113,13 @@ impl Store {
                 );
                 return Err(dir.corrupt(VERSION_FILE, why));
             }
-            (None, Access::Create) => {
+            (None, OpenMode::Create) => {
                 let _lock = dir.lock()?;
                 dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
             }
             // A CA that was copied from another gateway, as for several of them: of this version, or it cannot be read.
-            (None, Access::Existing) if dir.path(authority::CA).exists() => {}
-            (None, Access::Existing) => {
+            (None, OpenMode::Existing) if dir.path(ca::CA).exists() => {}
+            (None, OpenMode::Existing) => {
                 return Err(StoreError::Missing {
                     path: dir.path(VERSION_FILE),
                 });
@@ -133,7 +133,7 @@ impl Store {
     /// Whether a gateway has it, or is going to: there is a CA, or what a gateway makes when it starts.
     pub fn is_of_a_gateway(&self) -> bool {
         let there = |name: &str| self.dir.path(name).exists();
-        there(TICKETS) || there(authority::CA) || there(authority::ROOTS)
+        there(TICKETS) || there(ca::CA) || there(ca::ROOTS)
     }
 
     /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
@@ -150,8 +150,8 @@ impl Store {
     }
 
     /// The enrolled nodes.
-    pub fn nodes(&self) -> Nodes {
-        Nodes {
+    pub fn nodes(&self) -> NodeStore {
+        NodeStore {
             dir: self.dir.clone(),
         }
     }
@@ -168,9 +168,9 @@ impl Store {
 
     /// Takes the directory for this process, which is going to live on it. Commands that only change a file
     /// need no claim.
-    pub fn claim(&self) -> Result<Claim, StoreError> {
+    pub fn claim(&self) -> Result<DirLock, StoreError> {
         let (lock, dir) = (self.dir.claim()?, self.dir.clone());
-        Ok(Claim { lock, dir })
+        Ok(DirLock { lock, dir })
     }
 
     /// Makes sure that an edge's identity can be kept, before a token is given for it.
@@ -320,20 +320,20 @@ pub struct NodeRecord {
 
 /// What is to be noted of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum NodeChange {
+pub enum NodeUpdate {
     /// It has come by a certificate of another system, and nobody has let it join; what is known already stays.
     Arrived {
         /// When, in Unix seconds.
         at: u64,
     },
     /// Its next certificate, which is not noted of a node that is revoked.
-    Renewed(Issued),
+    Renewed(IssuedCertificate),
     /// It has joined anew, since its cluster says who it is; what a token has confirmed stays.
     Joined {
         /// Certificates from before, in Unix seconds, are not its own any more.
         at: u64,
         /// Its certificate, which is not noted of a node that is revoked.
-        issued: Issued,
+        issued: IssuedCertificate,
     },
 }
 
@@ -355,7 +355,7 @@ impl NodeRecord {
     }
 
     /// Its certificate is this one, unless it is revoked.
-    fn note(&mut self, issued: &Issued) {
+    fn note(&mut self, issued: &IssuedCertificate) {
         if self.revoked.is_none() {
             self.serial = issued.serial_hex();
             self.root = Some(issued.root);
@@ -376,17 +376,17 @@ pub struct Revocation {
 
 /// The enrolled nodes of one data directory.
 #[derive(Debug, Clone)]
-pub struct Nodes {
+pub struct NodeStore {
     dir: Dir,
 }
 
-impl Nodes {
+impl NodeStore {
     /// Notes a node in place of what was known of it; one that is revoked stays so.
     pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
         self.put_all([record])
     }
 
-    /// As [`Nodes::put`] for many, which take the disk once: one by one, each would rewrite all before it.
+    /// As [`NodeStore::put`] for many, which take the disk once: one by one, each would rewrite all before it.
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
@@ -404,20 +404,20 @@ impl Nodes {
     /// that is not known.
     pub fn change(
         &self,
-        changes: &[(NodeName, NodeChange)],
+        changes: &[(NodeName, NodeUpdate)],
     ) -> Result<Vec<Option<NodeRecord>>, StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 let made = changes.iter().map(|(node, change)| match change {
-                    NodeChange::Arrived { at } => {
+                    NodeUpdate::Arrived { at } => {
                         let record = || NodeRecord::arrived(node, *at);
                         Some(nodes.entry(node.clone()).or_insert_with(record).clone())
                     }
-                    NodeChange::Renewed(issued) => nodes.get_mut(node).map(|record| {
+                    NodeUpdate::Renewed(issued) => nodes.get_mut(node).map(|record| {
                         record.note(issued);
                         record.clone()
                     }),
-                    NodeChange::Joined { at, issued } => {
+                    NodeUpdate::Joined { at, issued } => {
                         let record = || NodeRecord::arrived(node, *at);
                         let record = nodes.entry(node.clone()).or_insert_with(record);
                         if record.revoked.is_none() {
@@ -491,7 +491,7 @@ impl Nodes {
     pub fn confirm(
         &self,
         node: &NodeName,
-        confirmed: Confirmed,
+        confirmed: NodeAttributes,
         at: u64,
     ) -> Result<(), StoreError> {
         self.dir

@@ -1,11 +1,11 @@
 //! Join tokens: how a new edge shows that it may enrol: once as one node, or as one of so many that fit a pattern.
 //!
 //! `JoinToken` is what the operator hands over, `cwj1.<id>.<secret>.<sha256 of the CA>`: the last
-//! part lets the edge recognise the gateway before it has any root. `TokenBook` keeps the other
+//! part lets the edge recognise the gateway before it has any root. `TokenStore` keeps the other
 //! half, with a hash instead of the secret.
 //! The one rule: a token is spent on disk before anyone is told that it was good.
 
-mod book;
+mod store;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,8 +15,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
-pub(crate) use book::TOKENS;
-pub use book::{Standing, TokenBook, TokenRefused};
+pub(crate) use store::TOKENS;
+pub use store::{NodeStatus, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, Secret};
@@ -139,7 +139,7 @@ fn decode<const N: usize>(text: &str, part: &'static str) -> Result<[u8; N], Tok
 
 /// What joining by a token confirms of its node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Confirmed {
+pub struct NodeAttributes {
     /// Addresses that name the node to callers.
     pub addresses: Vec<IpAddr>,
     /// The pool that it belongs to.
@@ -175,7 +175,7 @@ pub struct TokenRecord {
     pub uses: u32,
     /// Who has joined with it.
     #[serde(default, deserialize_with = "joined")]
-    pub used: Vec<Joined>,
+    pub used: Vec<JoinRecord>,
     /// When it was revoked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<u64>,
@@ -187,7 +187,7 @@ pub struct TokenRecord {
 /// One node that joined with a token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Joined {
+pub struct JoinRecord {
     /// Which, where that was noted.
     pub node: Option<NodeName>,
     /// When, in Unix seconds.
@@ -199,16 +199,19 @@ fn once() -> u32 {
 }
 
 /// A token that was good once had only the time of that.
-fn joined<'de, D: Deserializer<'de>>(read: D) -> Result<Vec<Joined>, D::Error> {
+fn joined<'de, D: Deserializer<'de>>(read: D) -> Result<Vec<JoinRecord>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum Read {
-        All(Vec<Joined>),
+        All(Vec<JoinRecord>),
         One(Option<u64>),
     }
     Ok(match Read::deserialize(read)? {
         Read::All(all) => all,
-        Read::One(at) => at.map(|at| Joined { node: None, at }).into_iter().collect(),
+        Read::One(at) => at
+            .map(|at| JoinRecord { node: None, at })
+            .into_iter()
+            .collect(),
     })
 }
 

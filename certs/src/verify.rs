@@ -7,15 +7,15 @@
 //! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
 //! peer is, by the signature of one that signs in our name or by a foreign root's, which are never confused.
 
-mod any;
 mod client;
-mod hubs;
-mod known;
+mod insecure;
+mod issuers;
 mod peer;
+mod plain_server;
+mod pool_member;
 mod server;
-mod shown;
-mod site;
-mod tickets;
+mod session_tickets;
+mod yurthub;
 
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
@@ -27,21 +27,24 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, TrustAnchor};
 use thiserror::Error;
 
-pub use any::AcceptAny;
 pub use client::{
-    NotAGateway, WrongCa, control_client, join_client, pinned_root, tunnel_client, vouched_client,
+    NotAGateway, UnexpectedCa, control_client, csr_exchange_client, join_client, pinned_root,
+    tunnel_client,
 };
-pub use hubs::Hubs;
-pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
+pub use insecure::NoServerVerification;
+pub use peer::{
+    IsRevokedFn, PeerRejected, Purpose, VerifiedPeer, check_peer, none_revoked, verify_peer,
+};
+pub use plain_server::ServerOnlyTls;
+pub use pool_member::{IsMemberFn, PoolMemberRejected, PoolMemberTls};
 pub use server::{front_server, join_server, tunnel_server};
-pub use shown::Shown;
-pub use site::{IsMember, Site, SiteRefused};
-pub use tickets::TicketSecret;
+pub use session_tickets::TicketSecret;
+pub use yurthub::YurtHubServerTls;
 
 use crate::ca::Ca;
 use crate::name::TrustDomain;
 use crate::secret::Fingerprint;
-use known::Issuers;
+use issuers::Issuers;
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
 const ALPN_TUNNEL: &[u8] = b"rh2";
@@ -97,7 +100,7 @@ pub fn install_provider() {
 
 /// Whose client certificates a front accepts.
 #[derive(Debug, Clone, Default)]
-pub struct FrontTrust {
+pub struct ListenerClientTrust {
     /// Callers whose certificates our own CA issued.
     pub own: bool,
     /// Further roots, from the front's configuration.
@@ -108,7 +111,7 @@ pub struct FrontTrust {
 
 /// Whom an acceptor or a dialler believes: those who sign in our name, foreign roots, or both.
 #[derive(Debug, Clone)]
-pub struct Trust {
+pub struct TrustStore {
     domain: TrustDomain,
     /// Our roots, where only these are known: then a chain leads there.
     roots: Arc<RootCertStore>,
@@ -119,7 +122,7 @@ pub struct Trust {
     given: Option<Arc<[Fingerprint]>>,
 }
 
-impl Trust {
+impl TrustStore {
     /// What a CA signs, and nobody else: tunnels and joining, at a gateway.
     pub fn of(ca: &Ca) -> Result<Self, TrustError> {
         Ok(Self {
@@ -153,7 +156,7 @@ impl Trust {
     ) -> Result<Self, TrustError> {
         let trust = Self::below(roots, domain)?;
         Ok(Self {
-            given: Some(trust.roots.roots.iter().map(known_by).collect()),
+            given: Some(trust.roots.roots.iter().map(root_key).collect()),
             ..trust
         })
     }
@@ -164,7 +167,7 @@ impl Trust {
     }
 
     /// Whom a front's configuration names. Our roots among its foreign ones count as our own.
-    pub fn front(ca: &Ca, front: &FrontTrust) -> Result<Self, TrustError> {
+    pub fn front(ca: &Ca, front: &ListenerClientTrust) -> Result<Self, TrustError> {
         let ours = ca.roots();
         let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
         let (named, foreign): (Vec<_>, Vec<_>) = front.client_roots.iter().partition(is_ours);
@@ -208,7 +211,7 @@ impl Trust {
 }
 
 /// A root that another system brings is known by its name and key: renewed with the same key it is the same.
-fn known_by(root: &TrustAnchor<'_>) -> Fingerprint {
+fn root_key(root: &TrustAnchor<'_>) -> Fingerprint {
     Fingerprint::digest(&[&*root.subject, &*root.subject_public_key_info].concat())
 }
 
@@ -232,7 +235,7 @@ fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, T
 }
 
 /// The same below these.
-pub(crate) fn clients_below(
+pub(crate) fn client_verifier(
     roots: &[CertificateDer<'static>],
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
     if roots.is_empty() {

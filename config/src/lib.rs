@@ -5,18 +5,18 @@
 //! to read all of it anew.
 //! Knows neither YAML nor flags: the binary reads those, these types only parse text.
 
-mod fault;
-mod given;
-mod human;
-mod listen;
+mod address;
+mod error;
 mod log;
 mod reload;
 mod secret;
+mod specified;
+mod units;
 
-pub use fault::{Fault, Faults, Validate};
-pub use given::Given;
-pub use human::{HumanDuration, HumanNetworks, HumanSize, whole};
-pub use listen::{HumanAddress, Listen, Listeners, host_port};
+pub use address::{ListenAddr, ListenAddrs, SocketAddrStr, host_port};
+pub use error::{ConfigError, ConfigErrors, Validate};
 pub use log::{Log, LogFormat};
-pub use reload::{Outcome, Reload, Reloading, Reloads, reloads};
+pub use reload::{ReloadReceiver, ReloadRequest, ReloadResult, ReloadSender, reloads};
 pub use secret::Secret;
+pub use specified::Specified;
+pub use units::{ByteSize, DurationStr, IpNetList, canonical_network};

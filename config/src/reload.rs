@@ -3,31 +3,31 @@
 use tokio::sync::{mpsc, oneshot};
 
 /// What has been done, or everything that is wrong with the configuration, in words.
-pub type Outcome = Result<String, String>;
+pub type ReloadResult = Result<String, String>;
 
 /// Where to ask; by default nobody answers. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct Reloads(Option<mpsc::Sender<Reload>>);
+pub struct ReloadSender(Option<mpsc::Sender<ReloadRequest>>);
 
 /// Who is asked.
 #[derive(Debug)]
-pub struct Reloading(mpsc::Receiver<Reload>);
+pub struct ReloadReceiver(mpsc::Receiver<ReloadRequest>);
 
 /// One that asked, and waits.
 #[derive(Debug)]
-pub struct Reload(oneshot::Sender<Outcome>);
+pub struct ReloadRequest(oneshot::Sender<ReloadResult>);
 
 /// Both ends.
-pub fn reloads() -> (Reloads, Reloading) {
+pub fn reloads() -> (ReloadSender, ReloadReceiver) {
     let (ask, asked) = mpsc::channel(1);
-    (Reloads(Some(ask)), Reloading(asked))
+    (ReloadSender(Some(ask)), ReloadReceiver(asked))
 }
 
-impl Reloads {
+impl ReloadSender {
     /// Asks, and waits for the outcome. None where nobody can do it.
-    pub async fn ask(&self) -> Option<Outcome> {
+    pub async fn ask(&self) -> Option<ReloadResult> {
         let (answer, answered) = oneshot::channel();
-        self.0.as_ref()?.send(Reload(answer)).await.ok()?;
+        self.0.as_ref()?.send(ReloadRequest(answer)).await.ok()?;
         answered.await.ok()
     }
 
@@ -47,9 +47,9 @@ impl Reloads {
     }
 }
 
-impl Reloading {
+impl ReloadReceiver {
     /// The next that asks. Never, once nobody can ask any more.
-    pub async fn next(&mut self) -> Reload {
+    pub async fn next(&mut self) -> ReloadRequest {
         match self.0.recv().await {
             Some(asked) => asked,
             None => std::future::pending().await,
@@ -57,9 +57,9 @@ impl Reloading {
     }
 }
 
-impl Reload {
+impl ReloadRequest {
     /// Answers; whoever has gone meanwhile does not hear it.
-    pub fn answer(self, outcome: Outcome) {
+    pub fn answer(self, outcome: ReloadResult) {
         let _ = self.0.send(outcome);
     }
 }

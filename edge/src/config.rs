@@ -5,8 +5,8 @@
 //! does that); `validate` finds what no type can express, all of it at once.
 
 mod allow;
-mod ranges;
-mod reader;
+mod api_cache;
+mod port_ranges;
 mod validate;
 
 use std::collections::BTreeMap;
@@ -16,12 +16,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use allow::{Allow, AllowedHost, Port, Scheme};
-pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
-use causeway_config::{HumanAddress, HumanDuration, HumanSize};
-pub(crate) use ranges::Listable;
-pub use ranges::PortRange;
-pub use reader::{Hubs, Reader, Shown, Site};
+pub use allow::{Allow, AllowedHost, Port, Protocol};
+pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
+use causeway_config::{ByteSize, DurationStr, SocketAddrStr};
+pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
+pub(crate) use port_ranges::AnnouncedPortPolicy;
+pub use port_ranges::PortRange;
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -65,7 +65,7 @@ pub struct Config {
     pub pool: Option<String>,
     /// What this node reads of the cluster and keeps, for its own programs and its neighbours; nothing if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reader: Option<Reader>,
+    pub reader: Option<ApiCache>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
     /// Limits on what is served.
@@ -113,7 +113,7 @@ impl Config {
         let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
         let ports = self.ports.values().flat_map(of_port).flatten();
-        let given = identity.chain(self.reader.iter().flat_map(Reader::files));
+        let given = identity.chain(self.reader.iter().flat_map(ApiCache::files));
         given.cloned().chain(ports).collect()
     }
 }
@@ -173,7 +173,7 @@ impl AsRef<Log> for Config {
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
-    #[serde(with = "HumanAddress")]
+    #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
 }
 
@@ -190,7 +190,7 @@ impl Default for Admin {
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
-pub enum AtGateways {
+pub enum TunnelMode {
     /// At one, and at another one if that fails.
     #[default]
     One,
@@ -203,24 +203,24 @@ pub enum AtGateways {
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
     /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to, and at each gateway behind it where they say how many they are.
-    pub gateways: AtGateways,
+    pub gateways: TunnelMode,
     /// With `every`: how often the names are resolved anew.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub resolve_after: Duration,
     /// Tunnels at most, 16 or fewer; with `every`, at each gateway.
     pub max: usize,
     /// A further tunnel is dialled once a stream has moved this much.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub bulk_after: usize,
     /// It is closed when no stream has moved that much for this long.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub bulk_idle: Duration,
 }
 
 impl Default for Tunnels {
     fn default() -> Self {
         Self {
-            gateways: AtGateways::One,
+            gateways: TunnelMode::One,
             // A replica that comes is of use to nobody before its first edges are there; a name server lives on caches.
             resolve_after: Duration::from_secs(15),
             // One for bulk beside one for small requests; more measured no faster.
@@ -239,10 +239,10 @@ pub struct Limits {
     /// Streams of all tunnels; further ones get 503. Each has a connection to an app.
     pub streams: usize,
     /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits of an upload. Beyond it those that have stood still for longest are reset.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub stalled: usize,
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. Each holds up to 4 MiB of an app's answer there. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
     /// Fields in the head of an app's answer over HTTP/1.1; an answer with more is 502.
     pub headers: usize,
@@ -268,28 +268,28 @@ impl Default for Limits {
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A gateway's TCP handshake.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub tcp: Duration,
     /// A gateway's TLS handshake.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub tls: Duration,
     /// The gateway's hello.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub hello: Duration,
     /// A tunnel on which nothing was read for this long is closed and dialled anew.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub silence: Duration,
     /// An app's TCP and TLS handshake.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub dial: Duration,
     /// An app's answer to an upgrade.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub upgrade: Duration,
     /// An idle connection to an app is kept for this long.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub app_idle: Duration,
     /// What open streams get to end when the edge stops.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub drain: Duration,
 }
 
@@ -319,10 +319,10 @@ impl Default for Timeouts {
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
     /// At most, where the network is silent.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub silent_max: Duration,
     /// At most, where the gateway refused, or with `every` does not answer while another one does.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub refused_max: Duration,
 }
 

@@ -5,26 +5,26 @@
 //! or else somebody else makes it (`given`); `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
 //! wait; `changes` hears when the machine's network changed; `admin` tells all of it.
 
+pub(crate) mod connect_error;
 pub(crate) mod dial;
-pub(crate) mod gateways;
-pub(crate) mod given;
-pub(crate) mod held;
-pub(crate) mod trouble;
+pub(crate) mod external_certificate;
+pub(crate) mod gateway_list;
+pub(crate) mod identity_store;
 
-pub(crate) mod changes;
-pub(crate) mod link;
+pub(crate) mod network_monitor;
+pub(crate) mod tunnels;
 
-pub(crate) mod ask;
+pub(crate) mod csr_bootstrap;
 pub(crate) mod enrol;
+pub(crate) mod enrol_client;
 pub(crate) mod rejoin;
 pub(crate) mod renew;
-mod roots;
-pub(crate) mod vouch;
+mod trust_roots;
 
 pub(crate) mod admin;
+pub(crate) mod api_cache;
 pub(crate) mod evict;
-mod listen;
-pub(crate) mod reader;
+mod http_server;
 
 #[cfg(test)]
 mod tests {

@@ -7,19 +7,21 @@
 
 pub mod config;
 
-mod edge;
+mod server;
 
 mod proxy;
 
-pub mod state;
+pub mod status;
 
 mod control;
 
 mod metrics;
 
 pub use config::Config;
+pub use control::csr_bootstrap::{CsrClient, CsrRequestError, CsrStatus};
 pub use control::enrol::EnrolError;
-pub use control::rejoin::TokenFault;
-pub use control::vouch::{Answer, Cluster, NoAnswer};
-pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader, check, knows_gateway};
+pub use control::rejoin::TokenReadError;
 pub use proxy::TlsError;
+pub use server::{
+    Bound, Edge, Error, PendingReload, ReloadSummary, Reloader, check, knows_gateway,
+};

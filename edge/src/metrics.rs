@@ -3,12 +3,14 @@
 //! The way touches them through guards and single calls; no label is made anywhere else. A field that nothing
 //! touches is dead code and fails the build.
 
-mod reading;
+mod api_cache;
 
-use crate::state::ReaderStatus;
-use causeway_certs::Leaf;
+use crate::status::ApiCacheStatus;
+use api_cache::ApiCacheMetrics;
+use causeway_certs::LeafCertificate;
 use causeway_rt::Exposition;
-use causeway_tunnel::{Refusal, connection_limit::ConnectionLimit, server::Kind};
+use causeway_rt::connection_limit::ConnectionLimit;
+use causeway_tunnel::{RejectCode, edge_side::StreamKind};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{
@@ -19,16 +21,15 @@ use prometheus_client::{
     },
     registry::{Registry, Unit},
 };
-use reading::Reading;
 use std::{collections::BTreeMap, fmt, sync::OnceLock, time::Duration};
 
 /// How a stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum StreamOutcome {
     /// In order.
     Done,
     /// The edge refused it, or its app could not be asked.
-    Refused(Refusal),
+    Refused(RejectCode),
     /// The caller went away.
     CallerGone,
     /// The app broke off.
@@ -39,7 +40,7 @@ pub(crate) enum Ending {
     Evicted,
 }
 
-impl Ending {
+impl StreamOutcome {
     fn word(self) -> &'static str {
         match self {
             Self::Done => "done",
@@ -109,7 +110,7 @@ pub(crate) struct Metrics {
     renewals: Family<OutcomeLabel, Counter>,
     reloads: Family<OutcomeLabel, Counter>,
     last_reload_successful: Gauge,
-    reading: OnceLock<Reading>,
+    reading: OnceLock<ApiCacheMetrics>,
 }
 
 impl fmt::Debug for Metrics {
@@ -265,7 +266,7 @@ impl Metrics {
     }
 
     /// Counts a dial that ended, with the cause if it failed.
-    pub(crate) fn dialled(&self, failure: Option<Refusal>, took: Duration) {
+    pub(crate) fn dialled(&self, failure: Option<RejectCode>, took: Duration) {
         let outcome = if failure.is_none() {
             "connected"
         } else {
@@ -327,7 +328,7 @@ impl Metrics {
     }
 
     /// What these listeners show ends then.
-    pub(crate) fn listeners_end(&self, leaves: &BTreeMap<&'static str, Leaf>) {
+    pub(crate) fn listeners_end(&self, leaves: &BTreeMap<&'static str, LeafCertificate>) {
         for (listener, leaf) in leaves {
             let seconds = i64::try_from(leaf.not_after().as_secs()).unwrap_or(i64::MAX);
             let listener = ListenerLabel { listener };
@@ -354,61 +355,61 @@ impl Metrics {
     }
 
     /// Reading goes so now.
-    pub(crate) fn reads(&self, status: &ReaderStatus) {
-        self.reading.get_or_init(Reading::new).goes(status);
+    pub(crate) fn reads(&self, status: &ApiCacheStatus) {
+        self.reading.get_or_init(ApiCacheMetrics::new).goes(status);
     }
 
     /// Somebody else is read from.
     pub(crate) fn reads_elsewhere(&self) {
-        self.reading.get_or_init(Reading::new).changed();
+        self.reading.get_or_init(ApiCacheMetrics::new).changed();
     }
 
     /// A tunnel stands as long as the guard lives.
-    pub(crate) fn standing(&self) -> Standing {
+    pub(crate) fn standing(&self) -> TunnelGuard {
         self.tunnels.inc();
-        Standing(self.tunnels.clone())
+        TunnelGuard(self.tunnels.clone())
     }
 }
 
 /// A tunnel that stands.
 #[derive(Debug)]
-pub(crate) struct Standing(Gauge);
+pub(crate) struct TunnelGuard(Gauge);
 
-impl Drop for Standing {
+impl Drop for TunnelGuard {
     fn drop(&mut self) {
         self.0.dec();
     }
 }
 
 /// A stream that is served; what became of it is counted when the guard goes.
-pub(crate) struct Served<'a> {
+pub(crate) struct StreamGuard<'a> {
     metrics: &'a Metrics,
     kind: &'static str,
-    ending: Ending,
+    ending: StreamOutcome,
 }
 
-impl<'a> Served<'a> {
-    pub(crate) fn new(metrics: &'a Metrics, kind: &Kind) -> Self {
+impl<'a> StreamGuard<'a> {
+    pub(crate) fn new(metrics: &'a Metrics, kind: &StreamKind) -> Self {
         let kind = match kind {
-            Kind::Request => "request",
-            Kind::Upgrade(_) => "upgrade",
-            Kind::Tcp => "tcp",
+            StreamKind::Request => "request",
+            StreamKind::Upgrade(_) => "upgrade",
+            StreamKind::Tcp => "tcp",
         };
         metrics.open.get_or_create(&KindLabel { kind }).inc();
         Self {
             metrics,
             kind,
             // A stream whose task ends with the edge is dropped without a word.
-            ending: Ending::TunnelLost,
+            ending: StreamOutcome::TunnelLost,
         }
     }
 
-    pub(crate) fn end(&mut self, ending: Ending) {
+    pub(crate) fn end(&mut self, ending: StreamOutcome) {
         self.ending = ending;
     }
 }
 
-impl Drop for Served<'_> {
+impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
         let (kind, outcome) = (self.kind, self.ending.word());
         self.metrics.open.get_or_create(&KindLabel { kind }).dec();

@@ -10,107 +10,107 @@
 
 pub(crate) mod policy;
 
-pub(crate) mod target;
+pub(crate) mod dial;
 
-mod app;
-mod tls;
+mod upstream;
+mod upstream_tls;
 
 mod body;
-mod interim;
-mod kept;
+mod http1_pool;
+mod informational;
 
-mod shared;
+mod http2_pool;
 
 mod forward;
 mod upgrade;
 
 mod relay;
 
-pub(crate) use policy::{Own, Policy};
-pub use tls::TlsError;
+pub(crate) use policy::{LocalNode, Policy};
+pub use upstream_tls::TlsError;
 
 use crate::{
     config::Timeouts,
-    metrics::{Ending, Metrics, Served},
+    metrics::{Metrics, StreamGuard, StreamOutcome},
 };
-use app::App;
+use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
-    Receive, Refusal, StreamError, Target,
+    RejectCode, StreamError, StreamReceiver, Target,
     body::{PumpError, pump},
-    copy::Outcome,
-    error::Refused,
+    copy::CopyOutcome,
+    edge_side::{StreamKind, StreamRequest},
+    error::Rejected,
     eviction::Eviction,
-    request_target::{RestBuffer, TargetRest},
-    server::{Asked, Kind},
-    task::Tasks,
+    request_target::{OverflowBuffer, TargetOverflow},
 };
+use dial::Connected;
 use futures_util::future::OptionFuture;
 use http::{Request, Response};
-use interim::Interim;
-use kept::Kept;
+use http1_pool::ConnectionPool;
+use informational::InformationalQueue;
 use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
-use target::Connected;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
+use upstream::Upstream;
 
 /// What serves the streams of all tunnels.
-pub(crate) struct Way {
+pub(crate) struct Proxy {
     policy: Policy,
-    kept: Kept,
+    kept: ConnectionPool,
     timeouts: Timeouts,
     /// Fields of an answer at most.
     most_fields: usize,
     metrics: Arc<Metrics>,
-    exhaustion: target::ExhaustionLog,
+    exhaustion: dial::ExhaustionLog,
     /// The owner has put another configuration into force.
     replaced: CancellationToken,
     /// Owns what drives HTTP/2 connections to apps.
-    tasks: Arc<Tasks>,
+    tasks: Arc<TaskGroup>,
 }
 
 /// An app's answer.
-struct Answer {
+struct UpstreamResponse {
     head: Response<()>,
-    then: Then,
+    then: ResponseTail,
 }
 
 /// What follows the head.
-enum Then {
+enum ResponseTail {
     /// A body.
-    Body(Box<body::Body>),
+    Body(Box<body::ResponseBody>),
     /// Bytes both ways.
-    Bytes(Box<app::Replayed>, Receive),
+    Bytes(Box<upstream::Rewind>, StreamReceiver),
 }
 
 /// Why there is no answer.
 #[derive(Debug)]
-enum Failed {
+enum RequestError {
     /// The caller is told why.
-    Refused(Refused),
+    Refused(Rejected),
     /// The caller's own side failed: there is nobody to tell.
     Caller,
 }
 
-impl From<Refused> for Failed {
-    fn from(refused: Refused) -> Self {
+impl From<Rejected> for RequestError {
+    fn from(refused: Rejected) -> Self {
         Self::Refused(refused)
     }
 }
 
-impl Way {
+impl Proxy {
     pub(crate) fn new(
         policy: Policy,
         (timeouts, most_fields): (Timeouts, usize),
         metrics: Arc<Metrics>,
-        tasks: Arc<Tasks>,
+        tasks: Arc<TaskGroup>,
     ) -> Self {
         Self {
             policy,
-            kept: Kept::new(timeouts.app_idle),
+            kept: ConnectionPool::new(timeouts.app_idle),
             timeouts,
             most_fields,
             metrics,
-            exhaustion: target::ExhaustionLog::default(),
+            exhaustion: dial::ExhaustionLog::default(),
             replaced: CancellationToken::new(),
             tasks,
         }
@@ -129,8 +129,8 @@ impl Way {
 
     /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it, or the
     /// policy of the `newest` way refuses it.
-    pub(crate) async fn serve(&self, asked: Asked, newest: impl Fn() -> Arc<Self>) {
-        let mut served = Served::new(&self.metrics, &asked.kind);
+    pub(crate) async fn serve(&self, asked: StreamRequest, newest: impl Fn() -> Arc<Self>) {
+        let mut served = StreamGuard::new(&self.metrics, &asked.kind);
         let eviction = asked.body.eviction();
         let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::evicted));
         tokio::select! {
@@ -138,16 +138,16 @@ impl Way {
             () = self.serve_unless_evicted(asked, newest, &mut served) => return,
             Some(()) = evicted => {}
         }
-        served.end(Ending::Evicted);
+        served.end(StreamOutcome::Evicted);
     }
 
     async fn serve_unless_evicted(
         &self,
-        asked: Asked,
+        asked: StreamRequest,
         newest: impl Fn() -> Arc<Self>,
-        served: &mut Served<'_>,
+        served: &mut StreamGuard<'_>,
     ) {
-        let Asked {
+        let StreamRequest {
             kind,
             target,
             head,
@@ -155,7 +155,7 @@ impl Way {
             body,
             mut reply,
         } = asked;
-        let interim = Interim::default();
+        let interim = InformationalQueue::default();
         let withdrawal = reply.withdrawal();
         let app = self.policy.decide(&target, &kind);
         let stream = (app.clone().ok(), &target, &kind);
@@ -169,7 +169,7 @@ impl Way {
                 tokio::select! {
                     biased;
                     // The future that holds the app's connection is dropped here.
-                    _ = reply.reset() => return served.end(Ending::CallerGone),
+                    _ = reply.reset() => return served.end(StreamOutcome::CallerGone),
                     head = interim.next() => match head {
                         Some(head) => drop(reply.interim(head)),
                         None => break Err(endless(&target)),
@@ -184,16 +184,16 @@ impl Way {
             let _ = reply.interim(head);
         }
         match answer {
-            Err(Failed::Caller) => served.end(Ending::CallerGone),
-            Err(Failed::Refused(refused)) => {
+            Err(RequestError::Caller) => served.end(StreamOutcome::CallerGone),
+            Err(RequestError::Refused(refused)) => {
                 debug!(%target, reason = refused.refusal.word(), detail = %refused.detail, "stream refused");
-                served.end(Ending::Refused(refused.refusal));
+                served.end(StreamOutcome::Refused(refused.refusal));
                 reply.refuse(&refused);
             }
-            Ok(Answer { head, then }) => {
-                let end = matches!(&then, Then::Body(body) if body.is_end());
+            Ok(UpstreamResponse { head, then }) => {
+                let end = matches!(&then, ResponseTail::Body(body) if body.is_end());
                 let Ok(send) = reply.send(head, end) else {
-                    return served.end(Ending::CallerGone);
+                    return served.end(StreamOutcome::CallerGone);
                 };
                 let mut passing = pin!(self.pass(then, send, end));
                 tokio::select! {
@@ -202,7 +202,7 @@ impl Way {
                     refused = &mut refused_later => {
                         info!(%target, detail = %refused.detail, "a stream ended that the policy does not allow any more");
                         withdrawal.withdraw();
-                        served.end(Ending::Refused(refused.refusal));
+                        served.end(StreamOutcome::Refused(refused.refusal));
                     }
                 }
             }
@@ -212,10 +212,10 @@ impl Way {
     /// Waits until the owner puts a policy into force that refuses this stream or the address that it is connected to.
     async fn refused_later(
         &self,
-        (app, target, kind): (Option<Arc<App>>, &Target, &Kind),
+        (app, target, kind): (Option<Arc<Upstream>>, &Target, &StreamKind),
         connected: &Connected,
         newest: impl Fn() -> Arc<Self>,
-    ) -> Refused {
+    ) -> Rejected {
         let Some(app) = app else {
             return pending().await;
         };
@@ -240,10 +240,10 @@ impl Way {
     /// Whether a stream to this app, connected to this address if to any, could begin now.
     fn permits(
         &self,
-        (app, address): (&App, Option<SocketAddr>),
+        (app, address): (&Upstream, Option<SocketAddr>),
         target: &Target,
-        kind: &Kind,
-    ) -> Result<(), Refused> {
+        kind: &StreamKind,
+    ) -> Result<(), Rejected> {
         self.policy.decide(target, kind)?;
         match address {
             Some(address) if self.policy.check(app, address).is_none() => {
@@ -257,104 +257,112 @@ impl Way {
     /// request: this future is moved as a whole with each stream.
     async fn ask(
         &self,
-        app: Result<Arc<App>, Refused>,
-        kind: &Kind,
-        (mut head, (mut body, rest)): (Request<()>, (Receive, usize)),
-        (interim, connected): (&Interim, &Connected),
-    ) -> Result<Answer, Failed> {
+        app: Result<Arc<Upstream>, Rejected>,
+        kind: &StreamKind,
+        (mut head, (mut body, rest)): (Request<()>, (StreamReceiver, usize)),
+        (interim, connected): (&InformationalQueue, &Connected),
+    ) -> Result<UpstreamResponse, RequestError> {
         if rest > 0 {
             let rest = Box::pin(read_rest(&mut body, rest)).await?;
             head.extensions_mut().insert(rest);
         }
         let app = app?;
         match kind {
-            Kind::Request => {
+            StreamKind::Request => {
                 let progress = (interim, connected);
-                forward::ask(self, &app, (head, body), progress).await
+                forward::send_request(self, &app, (head, body), progress).await
             }
-            Kind::Upgrade(token) => {
+            StreamKind::Upgrade(token) => {
                 let asked = (head, body);
                 let progress = (interim, connected);
                 Box::pin(upgrade::ask(self, &app, token, asked, progress)).await
             }
-            Kind::Tcp => relay::ask(self, &app, body, connected).await,
+            StreamKind::Tcp => relay::ask(self, &app, body, connected).await,
         }
     }
 
     /// Passes what follows the head, until both ends are done.
-    async fn pass(&self, then: Then, mut send: causeway_tunnel::Send, ended: bool) -> Ending {
+    async fn pass(
+        &self,
+        then: ResponseTail,
+        mut send: causeway_tunnel::StreamSender,
+        ended: bool,
+    ) -> StreamOutcome {
         match then {
-            Then::Bytes(socket, receive) => relay::pass(*socket, send, receive).await,
-            Then::Body(mut body) => {
+            ResponseTail::Bytes(socket, receive) => relay::pass(*socket, send, receive).await,
+            ResponseTail::Body(mut body) => {
                 if !ended && let Err(error) = pump(&mut *body, &mut send, None).await {
                     return ending(&error);
                 }
                 // What holds the stream open must not wait for the app's connection to come to rest.
                 drop(send);
                 body.keep(&self.kept).await;
-                Ending::Done
+                StreamOutcome::Done
             }
         }
     }
 
     /// Closes idle connections to apps that have had their time.
     pub(crate) fn sweep(&self) {
-        self.kept.sweep();
+        self.kept.evict_expired();
     }
 }
 
-fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> Ending {
+fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
     match error {
         PumpError::Body(error) => {
             debug!(%error, "an app broke off its answer");
-            Ending::AppBroke
+            StreamOutcome::AppBroke
         }
-        PumpError::Stream(StreamError::Lost { .. }) => Ending::TunnelLost,
-        PumpError::Stream(StreamError::Evicted) => Ending::Evicted,
-        PumpError::Stream(_) | PumpError::Stalled(_) => Ending::CallerGone,
+        PumpError::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
+        PumpError::Stream(StreamError::Evicted) => StreamOutcome::Evicted,
+        PumpError::Stream(_) | PumpError::Stalled(_) => StreamOutcome::CallerGone,
     }
 }
 
-fn relayed(outcome: &Outcome) -> Ending {
+fn relayed(outcome: &CopyOutcome) -> StreamOutcome {
     match outcome {
-        Outcome::Clean => Ending::Done,
-        Outcome::Near(_) => Ending::AppBroke,
-        Outcome::Far(StreamError::Lost { .. }) => Ending::TunnelLost,
-        Outcome::Far(StreamError::Evicted) => Ending::Evicted,
-        Outcome::Far(_) => Ending::CallerGone,
+        CopyOutcome::Clean => StreamOutcome::Done,
+        CopyOutcome::Near(_) => StreamOutcome::AppBroke,
+        CopyOutcome::Far(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
+        CopyOutcome::Far(StreamError::Evicted) => StreamOutcome::Evicted,
+        CopyOutcome::Far(_) => StreamOutcome::CallerGone,
     }
 }
 
 /// Reads the rest of a request's target, which is the beginning of the stream.
-async fn read_rest(body: &mut Receive, length: usize) -> Result<TargetRest, Failed> {
-    let mut rest = RestBuffer::default();
+async fn read_rest(
+    body: &mut StreamReceiver,
+    length: usize,
+) -> Result<TargetOverflow, RequestError> {
+    let mut rest = OverflowBuffer::default();
     while rest.len() < length {
         let Some(chunk) = body.data().await else {
-            return Err(Failed::Caller);
+            return Err(RequestError::Caller);
         };
-        let chunk = chunk.map_err(|_| Failed::Caller)?;
+        let chunk = chunk.map_err(|_| RequestError::Caller)?;
         if rest.len() + chunk.len() > length {
             let detail = "the rest of the request's target does not end with a frame";
-            return Err(Refusal::Malformed.because(detail).into());
+            return Err(RejectCode::Malformed.because(detail).into());
         }
         if !rest.append(&chunk) {
             let detail =
                 "the requests with long targets need more memory than the edge has for them";
-            return Err(Refusal::Busy.because(detail).into());
+            return Err(RejectCode::Busy.because(detail).into());
         }
     }
     Ok(rest.finish())
 }
 
 /// The app answered, but not as it should.
-fn broken(app: &App, what: &str) -> Failed {
+fn broken(app: &Upstream, what: &str) -> RequestError {
     let detail = format!("{} {what}", app.sentence());
-    Refusal::TargetBroken.because(detail).into()
+    RejectCode::TargetBroken.because(detail).into()
 }
 
-fn endless(target: &causeway_tunnel::Target) -> Failed {
+fn endless(target: &causeway_tunnel::Target) -> RequestError {
     let detail = format!("{target} sent interim answers without end instead of an answer");
-    Refusal::TargetBroken.because(detail).into()
+    RejectCode::TargetBroken.because(detail).into()
 }
 
 #[cfg(test)]

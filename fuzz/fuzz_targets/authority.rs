@@ -8,7 +8,7 @@ use causeway_certs::NodeName;
 use causeway_gateway::{
     proxy::{
         request,
-        route::{self, Asked},
+        route::{self, RouteInput},
     },
     state::{Node, Nodes, NodesWriter},
 };
@@ -34,6 +34,13 @@ static NODES: LazyLock<Nodes> = LazyLock::new(|| {
     nodes.reader()
 });
 
+/// The bounds that a gateway has by default.
+const BOUNDS: request::Bounds = request::Bounds {
+    target: 65_536,
+    header_bytes: 65_536,
+    headers: 100,
+};
+
 fuzz_target!(|bytes: &[u8]| {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let [host, authority, sni] = [(); 3].map(|()| lines.next().unwrap_or_default());
@@ -41,16 +48,15 @@ fuzz_target!(|bytes: &[u8]| {
     let Some(request) = asked(host, authority) else {
         return;
     };
-    let Ok(named) =
-        request::check(&request, 65_536, 100).and_then(|()| request::authority(&request))
+    let Ok(named) = request::check(&request, BOUNDS).and_then(|()| request::authority(&request))
     else {
         return;
     };
-    let asked = Asked {
+    let asked = RouteInput {
         sni: std::str::from_utf8(sni).ok(),
         authority: named,
         port: Some(9100),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     let Ok(route) = route::of(&asked, &NODES) else {
         return;

@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use causeway_certs::{FrontName, NodeName};
+use causeway_certs::{ListenerName, NodeName};
 use libfuzzer_sys::fuzz_target;
 use rustls::server::Acceptor;
 use std::{
@@ -72,6 +72,6 @@ fuzz_target!(|bytes: &[u8]| {
     assert!(protocols <= left.len());
     if let Some(name) = hello.server_name() {
         assert!(name.is_ascii(), "{name:?}");
-        let _ = (NodeName::parse(name), FrontName::parse(name));
+        let _ = (NodeName::parse(name), ListenerName::parse(name));
     }
 });

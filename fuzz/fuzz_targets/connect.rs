@@ -3,7 +3,7 @@
 #![no_main]
 
 use bytes::Bytes;
-use causeway_gateway::{config::Kind, proxy::request};
+use causeway_gateway::{config::ListenerProtocol, proxy::request};
 use causeway_tunnel::{Target, target};
 use http::{Method, Request, Response};
 use http_body_util::Empty;
@@ -13,10 +13,17 @@ use libfuzzer_sys::fuzz_target;
 use std::convert::Infallible;
 use tokio::io::AsyncWriteExt;
 
+/// The bounds that a gateway has by default.
+const BOUNDS: request::Bounds = request::Bounds {
+    target: 65_536,
+    header_bytes: 65_536,
+    headers: 100,
+};
+
 async fn look(request: Request<Incoming>) -> Result<Response<Empty<Bytes>>, Infallible> {
     let connect = request.method() == Method::CONNECT;
-    let checked = request::check(&request, 65_536, 100)
-        .and_then(|()| request::kind(&request, Kind::Connect))
+    let checked = request::check(&request, BOUNDS)
+        .and_then(|()| request::kind(&request, ListenerProtocol::Connect))
         .and_then(|kind| Ok((kind, request::authority(&request)?)));
     if let Ok((kind, authority)) = checked {
         assert!(connect, "{kind:?}");

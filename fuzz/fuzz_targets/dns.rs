@@ -6,7 +6,7 @@ use causeway_certs::NodeName;
 use causeway_gateway::{
     Config,
     config::Dns,
-    control::dns::{Found, Over, Zones, answer},
+    control::dns::{QueryOutcome, Transport, Zones, answer},
     state::{Node, Nodes, NodesWriter},
 };
 use hickory_proto::op::{Message, MessageType, ResponseCode};
@@ -34,7 +34,7 @@ static TABLES: LazyLock<(Zones, Nodes)> = LazyLock::new(|| {
 
 fuzz_target!(|question: &[u8]| {
     let (zones, nodes) = &*TABLES;
-    for (over, limit) in [(Over::Udp, 1232), (Over::Tcp, 65_535)] {
+    for (over, limit) in [(Transport::Udp, 1232), (Transport::Tcp, 65_535)] {
         let (found, Some(bytes)) = answer(question, over, (zones, nodes)) else {
             continue;
         };
@@ -48,18 +48,18 @@ fuzz_target!(|question: &[u8]| {
         assert_eq!(said.message_type, MessageType::Response);
         assert!(!said.recursion_available);
         match found {
-            Found::Malformed => assert_eq!(
+            QueryOutcome::Malformed => assert_eq!(
                 (bytes.len(), said.response_code),
                 (12, ResponseCode::FormErr)
             ),
-            Found::Edge => {
+            QueryOutcome::Edge => {
                 assert!(said.authoritative && said.response_code == ResponseCode::NoError)
             }
-            Found::None => assert_eq!(said.response_code, ResponseCode::NXDomain),
-            Found::Refused => {
+            QueryOutcome::None => assert_eq!(said.response_code, ResponseCode::NXDomain),
+            QueryOutcome::Refused => {
                 assert!(said.answers.is_empty() && said.response_code != ResponseCode::NoError)
             }
-            Found::Elsewhere | Found::Zone => {}
+            QueryOutcome::Elsewhere | QueryOutcome::Zone => {}
         }
     }
 });

@@ -2,18 +2,22 @@
 
 #![no_main]
 
-use causeway_gateway::proxy::front::proxied;
+use causeway_gateway::proxy::listener::proxy_protocol;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     let mut left = bytes;
     let runtime = tokio::runtime::Builder::new_current_thread().build();
     let runtime = runtime.expect("a runtime without drivers needs nothing");
-    let Ok(said) = runtime.block_on(proxied::read(&mut left)) else {
+    let Ok(said) = runtime.block_on(proxy_protocol::read(&mut left)) else {
         return;
     };
     let told = usize::from(u16::from_be_bytes([bytes[14], bytes[15]]));
-    assert_eq!(bytes.len() - left.len(), 16 + told, "nothing behind it is read");
+    assert_eq!(
+        bytes.len() - left.len(),
+        16 + told,
+        "nothing behind it is read"
+    );
     if let Some(said) = said {
         assert_eq!(said.source.is_ipv4(), said.destination.is_ipv4());
     }

@@ -5,7 +5,9 @@
 #![no_main]
 
 use bytes::Bytes;
-use causeway_pool::{Answer, Limits, Pool, Resource, Source, follow};
+use causeway_pool::{
+    CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, reflect,
+};
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
 use http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt;
@@ -27,14 +29,16 @@ struct Says {
     asked: AtomicUsize,
 }
 
-impl Source for Says {
-    fn get(&self, _path_and_query: String) -> BoxFuture<'_, Result<Answer, String>> {
+impl ListWatch for Says {
+    fn get(&self, _path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
         let said = self.all.get(self.asked.fetch_add(1, Relaxed)).cloned();
-        let answer = said.ok_or_else(|| "away".to_owned()).map(|said| Answer {
-            status: StatusCode::OK,
-            headers: HeaderMap::new(),
-            body: stream::iter([Ok(said)]).boxed(),
-        });
+        let answer = said
+            .ok_or_else(|| "away".to_owned())
+            .map(|said| SourceResponse {
+                status: StatusCode::OK,
+                headers: HeaderMap::new(),
+                body: stream::iter([Ok(said)]).boxed(),
+            });
         Box::pin(async { answer })
     }
 }
@@ -43,19 +47,19 @@ fuzz_target!(|input: &[u8]| {
     let mut parts = input.splitn(3, |byte| *byte == 0xff);
     let mut part = || parts.next().unwrap_or_default();
     let (question, list, watch) = (part(), part(), part());
-    let resource: Resource = "v1/services".parse().expect("a resource");
-    let limits = Limits {
+    let resource: GroupVersionResource = "v1/services".parse().expect("a resource");
+    let limits = CacheLimits {
         cache: 1 << 16,
         window: 1 << 16,
     };
     RUNTIME.block_on(async {
-        let pool = Pool::new(&[resource], &limits);
+        let pool = WatchCache::new(&[resource], &limits);
         let store = &pool.stores()[0];
         let says = Says {
             all: [list, watch].map(Bytes::copy_from_slice),
             asked: AtomicUsize::default(),
         };
-        drop(follow(store, &says).await);
+        drop(reflect(store, &says).await);
         let synced = store.status().synced;
         let (path, accept) = asked(question);
         for (ours, path, accept) in [

@@ -2,8 +2,8 @@
 
 #![no_main]
 
-use causeway_certs::{CallerTokens, JoinToken};
-use causeway_gateway::{proxy::caller::jwt, state::KeySet};
+use causeway_certs::{JoinToken, StaticTokens};
+use causeway_gateway::{proxy::authn::jwt, state::KeySet};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
@@ -15,7 +15,7 @@ fuzz_target!(|text: &str| {
         let secret = said.expose().split('.').nth(2).unwrap_or_default();
         assert!(!format!("{token:?}").contains(secret));
     }
-    if let Ok(tokens) = CallerTokens::parse(text) {
+    if let Ok(tokens) = StaticTokens::parse(text) {
         assert!(tokens.len() <= text.lines().count());
         assert!(tokens.lookup(text).is_none(), "a hash is no token");
     }

@@ -4,16 +4,16 @@
 //! reference in the README. Neither files nor the environment are read here (the binary
 //! does that); `validate` finds what no type can express, all of it at once.
 
-mod app;
+mod api_cache;
 mod dns;
-mod front;
-mod identity;
 pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
+mod listener;
 pub mod policy;
-mod readers;
 pub(crate) mod redirect;
+mod tunnel_identity;
+mod upstream_tls;
 mod validate;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,24 +24,27 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use causeway_certs::NodeName;
-pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate, host_port};
-use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
-use causeway_tunnel::hello::Listed;
-
-pub use app::App;
-pub use dns::Dns;
-pub use front::{
-    Callers, Certificate, ErrorForm, ForwardingHeader, Front, Kind, Serial, TokenReview,
+use causeway_config::{ByteSize, DurationStr, SocketAddrStr, Specified};
+pub use causeway_config::{
+    ConfigError, ListenAddr, Log, LogFormat, ReloadSender, Validate, host_port,
 };
-pub use identity::Identity;
+use causeway_tunnel::control_stream::AnnouncedPorts;
+
+pub use api_cache::{AccessLevel, AccessRule, ApiCache};
+pub use dns::Dns;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
-    Advertise, Certificates, Found, Hosts, HostsFormat, Hubs, Kubernetes, Label, NodePorts, Ports,
-    is_restricted,
+    AdvertisedService, CoreDnsHosts, CsrSigning, DiscoveredEndpoints, HostsFormat, Kubernetes,
+    Label, NodePorts, PortList, YurtHub, is_restricted,
 };
-pub use readers::{Allow, Readers, Right};
+pub use listener::{
+    Certificate, ClientAuth, ErrorFormat, ForwardingHeader, Listener, ListenerProtocol, Serial,
+    TokenReview,
+};
 pub use redirect::Redirect;
+pub use tunnel_identity::Identity;
+pub use upstream_tls::UpstreamTls;
 
 /// The configuration of `causeway gateway`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -56,24 +59,24 @@ pub struct Config {
     /// Health, metrics and status.
     pub admin: Admin,
     /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
-    pub fronts: Vec<Front>,
+    pub fronts: Vec<Listener>,
     /// The DNS server that answers names of nodes; without this key there is none.
-    #[serde(skip_serializing_if = "Given::is_absent")]
-    pub dns: Given<Dns>,
+    #[serde(skip_serializing_if = "Specified::is_absent")]
+    pub dns: Specified<Dns>,
     /// Leads callers of the nodes' own addresses to fronts, by rules in this host's kernel. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub redirect: Option<Redirect>,
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
-    #[serde(skip_serializing_if = "Given::is_absent")]
-    pub policy: Given<PathBuf>,
+    #[serde(skip_serializing_if = "Specified::is_absent")]
+    pub policy: Specified<PathBuf>,
     /// Node ports to which this gateway itself speaks TLS, in place of the node's edge, whose port is then of scheme `tcp`: the key lies here alone.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub apps: BTreeMap<u16, App>,
+    pub apps: BTreeMap<u16, UpstreamTls>,
     /// The cluster whose nodes this gateway is for.
     pub kubernetes: Option<Kubernetes>,
     /// What edges may read of the cluster, for whoever asks on their nodes. Without this key: nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub readers: Option<Readers>,
+    pub readers: Option<ApiCache>,
     /// What is served at most.
     pub limits: Limits,
     /// How long is waited at most.
@@ -81,13 +84,13 @@ pub struct Config {
     /// Which streams get an access record: `all`, `failures` or `none`.
     pub access_log: AccessLog,
     /// File of the audit log, JSON lines: who was refused what, and who opened and closed which session. Appended to; may be moved away at any time.
-    #[serde(skip_serializing_if = "Given::is_absent")]
-    pub audit_log: Given<PathBuf>,
+    #[serde(skip_serializing_if = "Specified::is_absent")]
+    pub audit_log: Specified<PathBuf>,
     /// The log.
     pub log: Log,
     /// What edges are told of the node ports that the cluster lists: by [`Config::listing`], and by no file.
     #[serde(skip)]
-    pub listed: Option<Listed>,
+    pub listed: Option<AnnouncedPorts>,
 }
 
 impl Default for Config {
@@ -98,17 +101,17 @@ impl Default for Config {
             cores: 0,
             tunnel: Tunnel::default(),
             admin: Admin::default(),
-            fronts: vec![Front::https()],
-            dns: Given::default(),
+            fronts: vec![Listener::https()],
+            dns: Specified::default(),
             redirect: None,
-            policy: Given::default(),
+            policy: Specified::default(),
             apps: BTreeMap::new(),
             kubernetes: None,
             readers: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,
-            audit_log: Given::default(),
+            audit_log: Specified::default(),
             log: Log::default(),
             listed: None,
         }
@@ -118,7 +121,7 @@ impl Default for Config {
 impl Config {
     /// The files that it names: what they say counts as much as what it says itself.
     pub fn files(&self) -> Vec<PathBuf> {
-        let of_front = |front: &Front| {
+        let of_front = |front: &Listener| {
             let shown = front.certificate.iter();
             let shown = shown.flat_map(|files| [&files.chain, &files.key]);
             let callers = front.callers.client_ca.iter().chain(&front.callers.tokens);
@@ -132,7 +135,7 @@ impl Config {
         let fronts = self.fronts.iter().flat_map(of_front);
         let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
         let policy = self.policy.0.iter().chain(tunnel).cloned();
-        let apps = self.apps.values().flat_map(App::files).cloned();
+        let apps = self.apps.values().flat_map(UpstreamTls::files).cloned();
         let cluster = self.signer().into_iter().flat_map(|rules| &rules.client_ca);
         policy
             .chain(fronts)
@@ -153,7 +156,7 @@ impl AsRef<Log> for Config {
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnel {
     /// Address of the tunnel port.
-    #[serde(with = "HumanAddress")]
+    #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
     /// `host:port` by which edges reach this gateway; the hosts are also the names in its certificate.
     pub advertise: Vec<String>,
@@ -168,27 +171,27 @@ pub struct Tunnel {
     /// Certificates that another system makes and renews, the gateway's and all edges', in place of those of the own CA.
     pub identity: Option<Identity>,
     /// Bound of an edge's TLS handshake.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub handshake_timeout: Duration,
     /// Bound of the hello's answer.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub hello_timeout: Duration,
     /// A PING is sent when nothing was read, or nothing written, for this long.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub ping_after: Duration,
     /// A tunnel gets no new streams when nothing was read for this long after a PING.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub ping_timeout: Duration,
     /// A tunnel is closed when still nothing was read after this much more.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub close_after: Duration,
     /// Bytes that the open streams of one node may leave unread; windows shrink to keep it.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub memory: usize,
     /// Streams that one tunnel carries at once.
     pub max_streams_per_tunnel: usize,
     /// Life of an edge's certificate; edges renew after two thirds of it.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub edge_certificate_lifetime: Duration,
 }
 
@@ -233,11 +236,11 @@ impl Tunnel {
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
-    #[serde(with = "HumanAddress")]
+    #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
     /// Further address, of `/metrics` alone, for scrapers elsewhere: `IP:PORT` or `unix:/path`. It authenticates nobody either.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub metrics_listen: Option<Listen>,
+    pub metrics_listen: Option<ListenAddr>,
 }
 
 impl Default for Admin {
@@ -262,22 +265,22 @@ pub struct Limits {
     /// Clients' connections in all. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most; where no place is free, the oldest connection without an open stream is closed for a new one.
     pub connections: usize,
     /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub unread: usize,
     /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits in their windows. Beyond it those that have stood still for longest are reset.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub stalled: usize,
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
     /// Bytes of a request's target: path and query. What is longer gets 414.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub uri_bytes: usize,
     /// The same at listeners with `errors: kubernetes`, for `kubectl exec` with long arguments. 65,534 bytes is what a path, and a target over HTTP/2, can have at most; a query over HTTP/1.1 may be as long as this.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub kubernetes_uri_bytes: usize,
     /// Bytes of the fields of a request's head.
-    #[serde(with = "HumanSize")]
+    #[serde(with = "ByteSize")]
     pub header_bytes: usize,
     /// Fields in a request's head, and in the head of an answer at ports of `apps` over HTTP/1.1.
     pub headers: usize,
@@ -316,37 +319,37 @@ impl Default for Limits {
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A caller's TLS handshake.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub tls: Duration,
     /// A request's head, from its first byte or the connection's start.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub header: Duration,
     /// The edge's answer to CONNECT, which includes its dial to the target.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub open: Duration,
     /// The app's answer to an upgrade.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub upgrade_first_byte: Duration,
     /// The app's taking something of a request's body that waits.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub upload: Duration,
     /// A caller's taking something of an answer that waits; sessions have no such bound.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub download: Duration,
     /// A caller's connection without a request.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub idle_keepalive: Duration,
     /// What open streams get to end when the gateway stops.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub drain: Duration,
     /// An authorization asked of somebody else, and keys of an issuer of JWTs.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub authorize: Duration,
     /// A request to a node whose last tunnel ended, waiting for the next one: it waits until this long after that end, or after the gateway's start, and is answered 503 then. `0s` answers at once.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub reconnect: Duration,
     /// A gateway that has just started, until the edges that it had at its end are back: it is not ready (`/readyz`) before, and serves all the same. `0s` waits for none.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub edges: Duration,
 }
 

@@ -7,17 +7,17 @@
 //! callers of nodes' own addresses here; `address_conflicts` reports those that several nodes have, and
 //! `certificate_expiry` the certificates that end.
 
-pub(crate) mod announce;
-pub mod arrivals;
+pub(crate) mod broadcast;
+pub mod ca_rotation;
 pub mod enrol;
-pub mod expel;
-pub mod rotation;
+pub mod node_sync;
+pub mod startup_hold;
 
-pub mod admit;
-pub mod ledger;
-pub mod pins;
-pub mod pool;
+pub mod api_cache;
+pub mod node_records;
+pub mod pin_writer;
 pub mod signer;
+pub mod tunnel_listener;
 
 pub mod jwks;
 

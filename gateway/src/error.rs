@@ -3,7 +3,7 @@
 //! A [`Reason`] decides status, word and whether trying again helps, each by an exhaustive `match`: a new
 //! row breaks every place that must know it. Only `proxy::reply` turns an [`Error`] into bytes.
 
-use causeway_tunnel::{Refusal, StreamError};
+use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
 use std::{borrow::Cow, fmt, time::Duration};
 
@@ -283,7 +283,7 @@ impl Reason {
     }
 
     /// The error with the sentence that its caller reads.
-    pub fn says(self, detail: impl Into<Cow<'static, str>>) -> Error {
+    pub fn error(self, detail: impl Into<Cow<'static, str>>) -> Error {
         Error {
             reason: self,
             detail: detail.into(),
@@ -292,8 +292,8 @@ impl Reason {
         }
     }
 
-    /// As [`Reason::says`], with the cause for the log.
-    pub fn because(
+    /// As [`Reason::error`], with the cause for the log.
+    pub fn with_source(
         self,
         detail: impl Into<Cow<'static, str>>,
         cause: impl Into<BoxError>,
@@ -307,19 +307,19 @@ impl Reason {
     }
 }
 
-impl From<Refusal> for Reason {
-    fn from(refusal: Refusal) -> Self {
+impl From<RejectCode> for Reason {
+    fn from(refusal: RejectCode) -> Self {
         match refusal {
-            Refusal::Policy => Self::EdgePolicy,
-            Refusal::TargetRefused => Self::TargetRefused,
-            Refusal::TargetUnresolved => Self::TargetUnresolved,
-            Refusal::TargetUnreachable => Self::TargetUnreachable,
-            Refusal::ResolveTimeout => Self::ResolveTimeout,
-            Refusal::Exhausted => Self::Exhausted,
-            Refusal::TargetTimeout => Self::TargetTimeout,
-            Refusal::TargetBroken => Self::TargetBroken,
-            Refusal::Busy => Self::LimitReached,
-            Refusal::Malformed => Self::Malformed,
+            RejectCode::Policy => Self::EdgePolicy,
+            RejectCode::TargetRefused => Self::TargetRefused,
+            RejectCode::TargetUnresolved => Self::TargetUnresolved,
+            RejectCode::TargetUnreachable => Self::TargetUnreachable,
+            RejectCode::ResolveTimeout => Self::ResolveTimeout,
+            RejectCode::Exhausted => Self::Exhausted,
+            RejectCode::TargetTimeout => Self::TargetTimeout,
+            RejectCode::TargetBroken => Self::TargetBroken,
+            RejectCode::Busy => Self::LimitReached,
+            RejectCode::Malformed => Self::Malformed,
         }
     }
 }
@@ -350,22 +350,22 @@ impl Error {
     /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
     pub fn of_stream(node: &str, error: &StreamError) -> Self {
         match error {
-            error if error.is_eviction() => Reason::LimitReached.says(format!(
+            error if error.is_eviction() => Reason::LimitReached.error(format!(
                 "the stream to {node} was reset, because the bytes that waited in it were not taken"
             )),
-            error if error.is_withdrawn() => Reason::EdgePolicy.says(format!(
+            error if error.is_withdrawn() => Reason::EdgePolicy.error(format!(
                 "the policy of {node} was changed and does not allow the stream any more"
             )),
             StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
-                Reason::TargetBroken.says(format!("{node} broke the stream off: {error}"))
+                Reason::TargetBroken.error(format!("{node} broke the stream off: {error}"))
             }
             StreamError::Lost { .. } => {
-                Reason::TunnelLost.says(format!("{node} was lost in mid-stream: {error}"))
+                Reason::TunnelLost.error(format!("{node} was lost in mid-stream: {error}"))
             }
             StreamError::TooLarge => {
-                Reason::HeaderTooLarge.says(format!("the tunnel of {node}: {error}"))
+                Reason::HeaderTooLarge.error(format!("the tunnel of {node}: {error}"))
             }
-            StreamError::Busy => Reason::LimitReached.says(format!(
+            StreamError::Busy => Reason::LimitReached.error(format!(
                 "{node}'s tunnel has as many streams as it may have"
             )),
         }

@@ -5,21 +5,24 @@
 
 pub mod audit;
 pub mod config;
-pub mod core;
 pub mod error;
+mod log_throttle;
 pub mod metrics;
-mod seldom;
 pub mod state;
+pub mod worker;
 
 pub mod proxy;
 
 pub mod control;
 
-pub mod gateway;
+pub mod server;
 
 pub use config::Config;
 pub use error::{Error, Reason};
-pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover, check};
+pub use server::{
+    BindError, Bound, Gateway, ListenerDiff, PendingReload, ReloadSummary, Reloader, Watchdog,
+    check,
+};
 
 #[cfg(test)]
 mod tests {

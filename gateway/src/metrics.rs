@@ -5,21 +5,21 @@
 //! never a node's or a caller's name: what is known by node is in the admin API. Fields are private, so
 //! that a metric that nothing touches does not compile.
 
-mod cluster;
-mod front;
-mod latency;
-mod pool;
+mod api_cache;
+mod histogram;
+mod kubernetes;
+mod listener;
 
 #[cfg(test)]
 mod tests;
 
-use causeway_tunnel::connection_limit::{ConnectionLimit, Turned};
-use latency::Latency;
+use causeway_rt::connection_limit::{ConnectionLimit, RejectReason};
+use histogram::AtomicHistogram;
 
-pub use cluster::ClusterMetrics;
-pub use pool::ReaderGuard;
+pub use api_cache::ApiCacheConnectionGuard;
+pub use kubernetes::KubernetesMetrics;
 
-pub use front::{ConnectionGuard, FrontMetrics, StreamGuard, StreamOver};
+pub use listener::{ConnectionGuard, ListenerMetrics, StreamGuard, StreamOutcome};
 
 use causeway_rt::Exposition;
 use prometheus_client::{
@@ -35,8 +35,8 @@ const PREFIX: &str = "causeway_gateway";
 
 type Label = (&'static str, &'static str);
 /// Of a front: its name is the user's.
-type FrontLabel = (&'static str, String);
-type Seconds = Gauge<f64, AtomicU64>;
+type ListenerLabel = (&'static str, String);
+type SecondsGauge = Gauge<f64, AtomicU64>;
 
 macro_rules! declare {
     ($($(#[doc = $help:literal])+ $field:ident: $metric:ty,)+) => {
@@ -62,23 +62,23 @@ macro_rules! declare {
 
 declare! {
     /// Callers' connections that are open.
-    open_connections: Family<[FrontLabel; 1], Gauge>,
+    open_connections: Family<[ListenerLabel; 1], Gauge>,
     /// Callers' connections accepted.
-    connections: Family<[FrontLabel; 1], Counter>,
+    connections: Family<[ListenerLabel; 1], Counter>,
     /// TLS handshakes that failed, at fronts and at the tunnel port.
     handshakes_failed: Family<[Label; 2], Counter>,
     /// Streams that are open.
-    open_streams: Family<[FrontLabel; 1], Gauge>,
+    open_streams: Family<[ListenerLabel; 1], Gauge>,
     /// Streams that ended, by outcome: ok, or the reason of the failure.
-    streams: Family<[FrontLabel; 2], Counter>,
+    streams: Family<[ListenerLabel; 2], Counter>,
     /// Streams that ended, by class of the status that the caller saw.
-    responses: Family<[FrontLabel; 2], Counter>,
+    responses: Family<[ListenerLabel; 2], Counter>,
     /// Time from a stream's begin to its end.
-    stream_duration_seconds: Family<[FrontLabel; 1], Latency>,
+    stream_duration_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
     /// Time from a stream's begin to the first byte of its answer.
-    stream_first_byte_seconds: Family<[FrontLabel; 1], Latency>,
+    stream_first_byte_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
     /// Payload bytes of ended streams; up is from the caller to the app.
-    stream_bytes: Family<[FrontLabel; 2], Counter>,
+    stream_bytes: Family<[ListenerLabel; 2], Counter>,
     /// Streams served by another core than their node's.
     streams_crossed: Counter,
     /// Times that a limit was reached.
@@ -96,7 +96,7 @@ declare! {
     /// Enrolments and renewals of certificates.
     enrolments: Family<[Label; 2], Counter>,
     /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
-    tunnel_round_trip_seconds: Family<[Label; 1], Seconds>,
+    tunnel_round_trip_seconds: Family<[Label; 1], SecondsGauge>,
     /// Bytes that wait here, of answers for callers and of uploads for apps, when each was last looked at.
     unread_bytes: Gauge,
     /// Streams in which bytes wait that nobody takes, when they were last looked at.
@@ -132,13 +132,13 @@ declare! {
     /// Requests for certificates at the cluster's API, by what was done: approved, signed, left (as they are), failed.
     cluster_certificates: Family<[Label; 1], Counter>,
     /// Objects that are kept for edges to read, by resource.
-    pool_objects: Family<[FrontLabel; 1], Gauge>,
+    pool_objects: Family<[ListenerLabel; 1], Gauge>,
     /// The cluster's version of what is kept of each resource.
-    pool_version: Family<[FrontLabel; 1], Gauge>,
+    pool_version: Family<[ListenerLabel; 1], Gauge>,
     /// Since when what fills a resource is away, in Unix time; 0 while it is not.
-    pool_lost_timestamp_seconds: Family<[FrontLabel; 1], Gauge>,
+    pool_lost_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
     /// Watches that are open, by resource.
-    pool_watchers: Family<[FrontLabel; 1], Gauge>,
+    pool_watchers: Family<[ListenerLabel; 1], Gauge>,
     /// Connections by which edges read.
     pool_readers: Gauge,
     /// Connections by which edges may read at once (`readers.connections`).
@@ -146,7 +146,7 @@ declare! {
     /// Pools with a leader among the edges that are connected here.
     pool_leaders: Gauge,
     /// When certificates in use end, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
-    certificate_expiry_timestamp_seconds: Family<[FrontLabel; 1], Gauge>,
+    certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
 }
 
 /// The metrics of one gateway.
@@ -158,16 +158,16 @@ pub struct Metrics {
 
 /// Something that is open; dropping it closes the count.
 #[derive(Debug)]
-struct Open(Gauge);
+struct OpenGauge(Gauge);
 
-impl Open {
+impl OpenGauge {
     fn new(gauge: &Gauge) -> Self {
         gauge.inc();
         Self(gauge.clone())
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenGauge {
     fn drop(&mut self) {
         self.0.dec();
     }
@@ -176,7 +176,7 @@ impl Drop for Open {
 /// A registered tunnel, for as long as it is registered.
 #[derive(Debug)]
 pub struct TunnelGuard {
-    _open: Open,
+    _open: OpenGauge,
 }
 
 impl Metrics {
@@ -197,8 +197,8 @@ impl Metrics {
     }
 
     /// The handles of a front, by its configured name.
-    pub fn front(&self, name: &str) -> Arc<FrontMetrics> {
-        Arc::new(FrontMetrics::of(&self.declared, name))
+    pub fn front(&self, name: &str) -> Arc<ListenerMetrics> {
+        Arc::new(ListenerMetrics::of(&self.declared, name))
     }
 
     /// A TLS handshake failed.
@@ -241,7 +241,7 @@ impl Metrics {
             let labels = [("limit", name), ("outcome", turned.as_str())];
             let turned_away = &metrics.declared.connections_turned_away;
             turned_away.get_or_create(&labels).inc();
-            if turned == Turned::Refused {
+            if turned == RejectReason::Refused {
                 metrics.limit(name);
             }
         })
@@ -250,7 +250,7 @@ impl Metrics {
     /// A tunnel was registered.
     pub fn tunnel(&self) -> TunnelGuard {
         TunnelGuard {
-            _open: Open::new(&self.declared.tunnels),
+            _open: OpenGauge::new(&self.declared.tunnels),
         }
     }
 
@@ -328,9 +328,9 @@ impl Metrics {
     }
 
     /// What is counted of a cluster's nodes.
-    pub fn cluster(&self) -> ClusterMetrics {
+    pub fn cluster(&self) -> KubernetesMetrics {
         let lost = &self.declared.cluster_lost_timestamp_seconds;
-        ClusterMetrics::of(&self.declared.cluster_nodes, lost)
+        KubernetesMetrics::of(&self.declared.cluster_nodes, lost)
     }
 
     /// Sets the number of addresses that several nodes have.

@@ -7,69 +7,70 @@
 //! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
 //! decision that is somebody else's (`reviews` for one), or a key that is not here.
 
-pub mod front;
+pub mod listener;
 
-pub mod caller;
+pub mod authn;
 pub mod request;
 pub mod route;
 
-pub mod pods;
+pub mod pod_route;
 
-pub mod authorize;
+pub mod access_review;
+pub mod authz;
 pub mod limits;
 pub mod recheck;
-pub mod reviews;
 
+mod counted_body;
 pub mod forward;
 pub mod forwarding_headers;
+pub mod identity_headers;
 mod request_body;
-pub mod told;
-mod upload;
 
-mod held;
 pub mod relay;
 pub mod upgrade;
+mod upload_budget;
 
-pub mod app;
 pub mod direct;
+pub mod upstream;
 
-pub mod outgoing;
-pub mod reply;
+pub mod error_response;
+pub mod response_body;
 
-pub mod access;
-mod trace;
+pub mod access_log;
+mod trace_context;
 
 use crate::{
-    config::{ErrorForm, Timeouts},
-    core::CoreId,
+    config::{ErrorFormat, Timeouts},
     error::{Error, Reason},
     metrics::Metrics,
-    state::{Away, Nodes, Registry, TunnelId, registry::Picked},
+    state::{NodeUnavailable, Nodes, Registry, TunnelId, registry::SelectedTunnel},
+    worker::WorkerId,
 };
-use access::Record;
-use app::Apps;
-use authorize::{Act, Ask, Authorize, Destination};
-use caller::{Caller, jwt::Expired};
+use access_log::AccessRecord;
+use access_review::ReviewCache;
+use authn::{ClientIdentity, jwt::Expired};
+use authz::{Action, Authorize, AuthzRequest, Destination};
 use causeway_certs::NodeName;
-use causeway_tunnel::{headers, interim::Exchange, task::Tasks};
-use front::{Connection, Front};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::{headers, informational::ExchangeId};
+use error_response::ErrorProtocol;
 use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
-use limits::{Count, Limits};
-use outgoing::Outgoing;
-use pods::Pods;
-use recheck::{Allowed, OpenStreams};
-use reply::Protocol;
-use request::Kind;
+use limits::{Counter, Limits};
+use listener::{ClientConnection, Listener};
+use pod_route::PodLookup;
+use recheck::{GrantedAccess, OpenStreams};
+use request::StreamKind;
 use request_body::RequestBody;
-use reviews::Answers;
-use route::{Asked, Route};
+use response_body::ResponseBody;
+use route::{Route, RouteInput};
 use std::{pin::pin, sync::Arc, time::SystemTime};
+use upstream::UpstreamTlsPorts;
 
 /// What all fronts of a gateway share.
 #[derive(Debug)]
-pub struct Shared {
+pub struct ProxyState {
     /// The nodes that are known.
     pub nodes: Nodes,
     /// The tunnels that are here.
@@ -77,15 +78,15 @@ pub struct Shared {
     /// How many streams may be open.
     pub limits: Limits,
     /// Sessions that are dialled from here.
-    pub direct: Count,
+    pub direct: Counter,
     /// The streams that are open.
     pub streams: OpenStreams,
     /// Apps to which this gateway itself speaks TLS.
-    pub apps: Apps,
+    pub apps: UpstreamTlsPorts,
     /// Who knows where pods are, if anybody does.
-    pub pods: Option<Arc<dyn Pods>>,
+    pub pods: Option<Arc<dyn PodLookup>>,
     /// What the cluster's API says of callers, if there is one.
-    pub reviews: Option<Answers>,
+    pub reviews: Option<ReviewCache>,
     /// Who may do what.
     pub authorizer: Arc<dyn Authorize>,
     /// What is counted.
@@ -108,25 +109,25 @@ pub struct Shared {
 #[derive(Clone, Debug)]
 pub struct Proxy {
     /// What all fronts share.
-    pub shared: Arc<Shared>,
+    pub shared: Arc<ProxyState>,
     /// The front.
-    pub front: Arc<Front>,
+    pub front: Arc<Listener>,
     /// The core that serves the connection.
-    pub core: CoreId,
+    pub core: WorkerId,
     /// The owner of what outlives a request: request bodies, upgraded sessions.
-    pub tasks: Arc<Tasks>,
+    pub tasks: Arc<TaskGroup>,
 }
 
 impl Proxy {
     /// From a caller's request to an app's answer, or to the reply that says why there is none.
     pub async fn handle(
         &self,
-        connection: &Arc<Connection>,
+        connection: &Arc<ClientConnection>,
         request: Request<Incoming>,
-        exchange: Exchange,
-    ) -> Response<Outgoing> {
-        let record = Record::begin(self, connection, &request);
-        let protocol = Protocol::of(&request);
+        exchange: ExchangeId,
+    ) -> Response<ResponseBody> {
+        let record = AccessRecord::begin(self, connection, &request);
+        let protocol = ErrorProtocol::of(&request);
         let is_awaited = !request.body().is_end_stream()
             && headers::lists(request.headers(), &EXPECT, "100-continue");
         let is_http1 = request.version() != Version::HTTP_2;
@@ -140,9 +141,9 @@ impl Proxy {
             Ok(response) => response,
             Err(error) => {
                 let error = self.ended_by_drain(&record, error);
-                let reply = reply::of(&self.front, &record, (protocol, &error));
+                let reply = error_response::of(&self.front, &record, (protocol, &error));
                 if bodiless {
-                    return reply.map(|_| Outgoing::empty());
+                    return reply.map(|_| ResponseBody::empty());
                 }
                 reply
             }
@@ -150,7 +151,7 @@ impl Proxy {
     }
 
     /// Returns the error of a request that failed, which is of the drain if this gateway itself has closed the tunnel.
-    fn ended_by_drain(&self, record: &Record, error: Error) -> Error {
+    fn ended_by_drain(&self, record: &AccessRecord, error: Error) -> Error {
         if error.reason == Reason::TunnelLost && self.shared.registry.is_over() {
             record.failed(&error);
             return record.failure().unwrap_or(error);
@@ -161,8 +162,8 @@ impl Proxy {
     /// Returns how many bytes of a request's target this listener takes.
     pub(crate) fn most_target(&self) -> usize {
         match self.front.errors {
-            ErrorForm::Problem => self.shared.uri_bytes,
-            ErrorForm::Kubernetes => self.shared.kubernetes_uri_bytes,
+            ErrorFormat::Problem => self.shared.uri_bytes,
+            ErrorFormat::Kubernetes => self.shared.kubernetes_uri_bytes,
         }
     }
 
@@ -175,32 +176,32 @@ impl Proxy {
     }
 
     /// Returns the form of the listener's errors, and the longest target that it takes.
-    pub(crate) fn form(&self) -> (ErrorForm, usize) {
+    pub(crate) fn form(&self) -> (ErrorFormat, usize) {
         (self.front.errors, self.most_target())
     }
 
     async fn serve(
         &self,
-        connection: &Arc<Connection>,
+        connection: &Arc<ClientConnection>,
         request: Request<RequestBody>,
-        exchange: Exchange,
-        record: &Arc<Record>,
-    ) -> Result<Response<Outgoing>, Error> {
+        exchange: ExchangeId,
+        record: &Arc<AccessRecord>,
+    ) -> Result<Response<ResponseBody>, Error> {
         if self.front.is_over() {
             let why = "this front has another configuration by now; connect anew";
-            return Err(Reason::Draining.says(why));
+            return Err(Reason::Draining.error(why));
         }
         request::check(&request, self.bounds())?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);
-        if matches!(kind, Kind::Connect)
+        if matches!(kind, StreamKind::Connect)
             && let Some(target) = direct::target(&self.front.direct, &asked, &self.shared.nodes)
         {
             let caller = self.identify(connection, request.headers(), Some(target.port));
             let caller = caller.await?;
             record.caller(&caller);
-            record.allow(Allowed::new(Act::Connect, &request, connection));
-            let direct = direct::Direct {
+            record.allow(GrantedAccess::new(Action::Connect, &request, connection));
+            let direct = direct::DirectConnect {
                 proxy: self,
                 connection,
                 caller: &caller,
@@ -209,16 +210,18 @@ impl Proxy {
             };
             return Box::pin(direct::connect(direct, request)).await;
         }
-        let (caller, routed) = self.known(connection, request.headers(), &asked).await?;
+        let (caller, routed) = self
+            .resolve_and_authenticate(connection, request.headers(), &asked)
+            .await?;
         record.caller(&caller);
-        let route = pods::or_route(self, (&caller, &kind), &request, routed).await?;
+        let route = pod_route::or_route(self, (&caller, &kind), &request, routed).await?;
         record.route(&route);
         let act = match kind {
-            Kind::Plain => Act::Request,
-            Kind::Upgrade(_) => Act::Upgrade,
-            Kind::Connect => Act::Connect,
+            StreamKind::Plain => Action::Request,
+            StreamKind::Upgrade(_) => Action::Upgrade,
+            StreamKind::Connect => Action::Connect,
         };
-        let ask = Ask {
+        let ask = AuthzRequest {
             caller: &caller,
             from: connection.peer,
             destination: Destination::Node(&route),
@@ -226,12 +229,12 @@ impl Proxy {
             method: request.method(),
             path: request.uri().path(),
         };
-        record.allow(Allowed::new(act, &request, connection));
+        record.allow(GrantedAccess::new(act, &request, connection));
         self.authorize(&ask, record).await?;
-        let picked = self.pick(&route).await?;
+        let picked = self.select_tunnel(&route).await?;
         record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
         record.tunnel(picked.id);
-        let way = Way {
+        let way = StreamContext {
             proxy: self,
             connection,
             caller: &caller,
@@ -246,22 +249,24 @@ impl Proxy {
 
     /// Who calls, and where to. The route is looked up first, because who may come as nobody depends on the
     /// port that is really reached; but that a route is wrong is told to a known caller only.
-    pub(crate) async fn meet(
+    pub(crate) async fn authenticate_and_route(
         &self,
-        connection: &Connection,
+        connection: &ClientConnection,
         fields: &HeaderMap,
-        asked: &Asked<'_>,
-    ) -> Result<(Caller, Route), Error> {
-        let (caller, routed) = self.known(connection, fields, asked).await?;
+        asked: &RouteInput<'_>,
+    ) -> Result<(ClientIdentity, Route), Error> {
+        let (caller, routed) = self
+            .resolve_and_authenticate(connection, fields, asked)
+            .await?;
         Ok((caller, routed?))
     }
 
-    async fn known(
+    async fn resolve_and_authenticate(
         &self,
-        connection: &Connection,
+        connection: &ClientConnection,
         fields: &HeaderMap,
-        asked: &Asked<'_>,
-    ) -> Result<(Caller, Result<Route, Error>), Error> {
+        asked: &RouteInput<'_>,
+    ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
         let routed = route::of(asked, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
         let caller = self.identify(connection, fields, port).await?;
@@ -270,10 +275,10 @@ impl Proxy {
 
     async fn identify(
         &self,
-        connection: &Connection,
+        connection: &ClientConnection,
         fields: &HeaderMap,
         port: Option<u16>,
-    ) -> Result<Caller, Error> {
+    ) -> Result<ClientIdentity, Error> {
         self.identify_by(connection, (fields, Expired::Refused), port)
             .await
     }
@@ -281,35 +286,39 @@ impl Proxy {
     /// Says who calls, by a JWT that has expired too if that is so wanted.
     async fn identify_by(
         &self,
-        connection: &Connection,
+        connection: &ClientConnection,
         presented: (&HeaderMap, Expired<'_>),
         port: Option<u16>,
-    ) -> Result<Caller, Error> {
+    ) -> Result<ClientIdentity, Error> {
         let authentication = &self.front.authentication;
         let caller = authentication
             .identify(connection, presented, port, &self.shared)
             .await?;
         if !self.front.believes(caller.root) {
             let why = "certificate: the root on which it hangs is trusted no more";
-            return Err(Reason::Unauthenticated.says(why));
+            return Err(Reason::Unauthenticated.error(why));
         }
         caller.is_welcome(&self.front)?;
         Ok(caller)
     }
 
     /// Whether they may, which the record notes.
-    pub(crate) async fn authorize(&self, ask: &Ask<'_>, record: &Record) -> Result<(), Error> {
+    pub(crate) async fn authorize(
+        &self,
+        ask: &AuthzRequest<'_>,
+        record: &AccessRecord,
+    ) -> Result<(), Error> {
         let (authorizer, bound) = (&self.shared.authorizer, self.shared.timeouts.authorize);
-        let (by, decided) = authorize::check(authorizer.as_ref(), ask, bound).await;
+        let (by, decided) = authz::check(authorizer.as_ref(), ask, bound).await;
         if let Some(by) = by {
             record.decided(by);
         }
         decided?;
-        reviews::check(self, ask).await
+        access_review::check(self, ask).await
     }
 
     /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
-    pub(crate) async fn pick(&self, route: &Route) -> Result<Picked, Error> {
+    pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
         if self.shared.registry.core(&route.node) != self.core {
             self.shared.metrics.crossed();
         }
@@ -317,19 +326,19 @@ impl Proxy {
             .registry
             .pick_within(&route.node, self.shared.timeouts.reconnect)
             .await
-            .map_err(|away| explain(&route.node, &away))
+            .map_err(|away| unavailable_error(&route.node, &away))
     }
 }
 
 /// What the last steps of the way need: a stream is about to be opened.
 #[derive(Clone, Copy, Debug)]
-pub struct Way<'a> {
+pub struct StreamContext<'a> {
     /// The front and what it shares.
     pub proxy: &'a Proxy,
     /// The caller's connection.
-    pub connection: &'a Arc<Connection>,
+    pub connection: &'a Arc<ClientConnection>,
     /// Who calls.
-    pub caller: &'a Caller,
+    pub caller: &'a ClientIdentity,
     /// The node and port that it goes to.
     pub route: &'a Route,
     /// The tunnel that was picked.
@@ -337,48 +346,52 @@ pub struct Way<'a> {
     /// Its identity.
     pub id: TunnelId,
     /// The record of this stream.
-    pub record: &'a Arc<Record>,
+    pub record: &'a Arc<AccessRecord>,
     /// Exchange that interim answers belong to.
-    pub exchange: Exchange,
+    pub exchange: ExchangeId,
 }
 
-impl Way<'_> {
+impl StreamContext<'_> {
     /// The last step: opens the stream, or asks the app through one. Only the way of most requests is a part of this
     /// future, which is moved as a whole at each request; the larger ones are allocated.
     async fn open(
         self,
-        kind: Kind,
+        kind: StreamKind,
         request: Request<RequestBody>,
-    ) -> Result<Response<Outgoing>, Error> {
+    ) -> Result<Response<ResponseBody>, Error> {
         match (kind, self.proxy.shared.apps.of(self.route)) {
-            (Kind::Plain, None) => forward::run(self, request).await,
-            (Kind::Plain, Some(app)) => Box::pin(app::forward(self, &app, request)).await,
-            (Kind::Upgrade(token), None) => Box::pin(upgrade::run(self, request, &token)).await,
-            (Kind::Upgrade(token), Some(app)) => {
-                Box::pin(app::upgrade(self, &app, request, &token)).await
+            (StreamKind::Plain, None) => forward::run(self, request).await,
+            (StreamKind::Plain, Some(app)) => {
+                Box::pin(upstream::forward(self, &app, request)).await
             }
-            (Kind::Connect, _) => Box::pin(relay::connect(self, request)).await,
+            (StreamKind::Upgrade(token), None) => {
+                Box::pin(upgrade::run(self, request, &token)).await
+            }
+            (StreamKind::Upgrade(token), Some(app)) => {
+                Box::pin(upstream::upgrade(self, &app, request, &token)).await
+            }
+            (StreamKind::Connect, _) => Box::pin(relay::connect(self, request)).await,
         }
     }
 }
 
-fn explain(node: &NodeName, away: &Away) -> Error {
+fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
     match away {
-        Away::Never => Reason::NodeAway.says(format!(
+        NodeUnavailable::Never => Reason::NodeAway.error(format!(
             "{node} is not connected and was not seen since this gateway started"
         )),
-        Away::Last { seen, from } => {
+        NodeUnavailable::Last { seen, from } => {
             let ago = SystemTime::now().duration_since(*seen).unwrap_or_default();
-            Reason::NodeAway.says(format!(
+            Reason::NodeAway.error(format!(
                 "{node} is not connected since {}, {} s ago; its last tunnel came from {from}",
                 humantime::format_rfc3339_seconds(*seen),
                 ago.as_secs()
             ))
         }
-        Away::Suspect { from } => Reason::NodeAway.says(format!(
+        NodeUnavailable::Suspect { from } => Reason::NodeAway.error(format!(
             "{node} does not answer on its tunnel from {from}; the link is probably down"
         )),
-        Away::Draining => Reason::Draining.says(format!(
+        NodeUnavailable::Draining => Reason::Draining.error(format!(
             "{node} is leaving this gateway and takes no new streams here"
         )),
     }

@@ -1,19 +1,19 @@
 //! Tables: what control writes and the way of a request reads, without waiting.
 
 pub mod advertised;
-pub mod hubs;
-pub mod keys;
+pub mod api_cache_connections;
+pub mod jwks;
 pub mod nodes;
 pub mod pins;
 pub mod policy;
-pub mod readings;
 pub mod registry;
+pub mod yurthubs;
 
-pub use advertised::{Advertised, ListedPorts, Whereabouts};
-pub use hubs::{Hubs, PoolHubs};
-pub use keys::{KeySet, Keys, KeysWriter};
-pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
+pub use advertised::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints};
+pub use api_cache_connections::ApiCacheConnections;
+pub use jwks::{JwksCache, JwksWriter, KeySet};
+pub use nodes::{ClusterNode, Node, NodeLocation, Nodes, NodesWriter};
 pub use pins::{Pins, PinsWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
-pub use readings::Readings;
-pub use registry::{Admitted, Away, Edge, Registry, TunnelId};
+pub use registry::{NewTunnel, NodeUnavailable, Registry, TunnelId, TunnelInfo};
+pub use yurthubs::{NodePoolEndpoints, YurtHubEndpoints};

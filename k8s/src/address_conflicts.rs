@@ -2,7 +2,7 @@
 //!
 //! `state::nodes` says which addresses conflict; the gateway logs and counts them without a cluster as well.
 
-use crate::event_writer::{EventWriter, Warning};
+use crate::event_writer::{EventWriter, WarningEvent};
 use causeway_certs::NodeName;
 use causeway_gateway::state::{
     NodesWriter,
@@ -14,7 +14,7 @@ use std::{convert::Infallible, future::pending, net::IpAddr, time::Duration};
 use tokio::time::sleep;
 
 /// Time between two looks at a table that changes all the time.
-const PAUSE: Duration = Duration::from_secs(1);
+const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 /// Other nodes named in one event at most.
 const MAX_NAMES: usize = 10;
 
@@ -48,7 +48,7 @@ impl ConflictEvents {
                     .filter(|name| nodes.is_clusters_edge(name).is_some());
                 for member in members {
                     let note = note(*address, member, conflict);
-                    let warning = Warning {
+                    let warning = WarningEvent {
                         about: &reference(member),
                         reason: "AddressConflict",
                         action: "Routing",
@@ -58,7 +58,7 @@ impl ConflictEvents {
                 }
             }
             known = found;
-            sleep(PAUSE).await;
+            sleep(EVENT_INTERVAL).await;
             if changes.changed().await.is_err() {
                 return pending().await;
             }

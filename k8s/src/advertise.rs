@@ -8,13 +8,14 @@
 //!
 //! Never ends the process.
 
-use crate::{client::watch_said, replicas, trouble::Trouble};
+use crate::{client::watch_error_message, log_throttle::LogThrottle, replicas};
 use causeway_gateway::{
-    config::{self, Found, Reloads},
-    control::drain::Hold,
+    config::{self, DiscoveredEndpoints, ReloadSender},
+    control::drain::ReadinessBlock,
     state::NodesWriter,
 };
-use causeway_tunnel::{backoff::Backoff, target::Target};
+use causeway_rt::backoff::Backoff;
+use causeway_tunnel::target::Target;
 use futures_util::{StreamExt, TryStreamExt, future::OptionFuture};
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 use kube::{
@@ -35,34 +36,35 @@ const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_min
 const MOST: usize = 64;
 
 /// Keeps what edges are told in step with a Service.
-pub struct Advertise {
+pub struct ServiceWatcher {
     /// The cluster's API.
     pub client: Client,
     /// Which Service.
-    pub rules: config::Advertise,
+    pub rules: config::AdvertisedService,
     /// Where the gateway's configuration finds it.
-    pub found: watch::Sender<Found>,
+    pub found: watch::Sender<DiscoveredEndpoints>,
     /// By which it takes it up.
-    pub reloads: Reloads,
+    pub reloads: ReloadSender,
     /// The table of nodes.
     pub nodes: NodesWriter,
     /// Holds callers off, where nothing else says where the gateway is.
-    pub hold: Option<Hold>,
+    pub hold: Option<ReadinessBlock>,
 }
 
-impl Advertise {
+impl ServiceWatcher {
     /// Never ends.
     pub async fn run(mut self) -> Infallible {
         let (namespace, name) = self.rules.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
         let states = watch_object(api, name).default_backoff();
-        let mut states = pin!(states.map_err(|error| watch_said(&error)));
+        let mut states = pin!(states.map_err(|error| watch_error_message(&error)));
         let mut counts = replicas::follow(self.client.clone(), namespace, name);
         let mut changes = self.nodes.changes();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        let mut watching = Trouble::new("watching the Service of the tunnels");
-        let mut finding = Trouble::new("finding where edges reach this gateway");
-        let mut counting = Trouble::new("counting the gateways behind the Service of the tunnels");
+        let mut watching = LogThrottle::new("watching the Service of the tunnels");
+        let mut finding = LogThrottle::new("finding where edges reach this gateway");
+        let mut counting =
+            LogThrottle::new("counting the gateways behind the Service of the tunnels");
         let (mut service, mut count) = (None, None);
         loop {
             let again = match self.settle(service.as_ref(), count).await {
@@ -95,11 +97,15 @@ impl Advertise {
     }
 
     /// Has the gateway take up what the Service says, once that is known, and how many are behind it.
-    async fn settle(&mut self, service: Option<&There>, count: Option<u32>) -> Result<(), String> {
+    async fn settle(
+        &mut self,
+        service: Option<&ServiceState>,
+        count: Option<u32>,
+    ) -> Result<(), String> {
         let said = service.map(|service| self.addresses(service)).transpose();
         let before = self.found.borrow().clone();
         let known = said.clone().ok().flatten();
-        let found = Found {
+        let found = DiscoveredEndpoints {
             addresses: known.unwrap_or_else(|| before.addresses.clone()),
             replicas: count,
         };
@@ -113,15 +119,19 @@ impl Advertise {
     }
 
     /// Where edges reach the gateways, as this Service says it; or why it does not.
-    fn addresses(&self, service: &There) -> Result<Vec<String>, String> {
+    fn addresses(&self, service: &ServiceState) -> Result<Vec<String>, String> {
         let nodes = self.nodes.reader().outward();
         let found = service.as_ref().map_err(|why| (*why).to_owned());
         let found = found.and_then(|service| addresses(service, &self.rules.port, &nodes));
         found.map_err(|why| format!("Service {}: {why}", self.rules.service))
     }
 
-    async fn take_up(&self, found: Found, before: Found) -> Result<(), String> {
-        let Found {
+    async fn take_up(
+        &self,
+        found: DiscoveredEndpoints,
+        before: DiscoveredEndpoints,
+    ) -> Result<(), String> {
+        let DiscoveredEndpoints {
             addresses,
             replicas,
         } = &found;
@@ -147,12 +157,12 @@ impl Advertise {
 }
 
 /// The Service, or that there is none.
-type There = Result<Service, &'static str>;
+type ServiceState = Result<Service, &'static str>;
 
 fn heard(
     now: Result<Option<Service>, String>,
-    service: &mut Option<There>,
-    watching: &mut Trouble,
+    service: &mut Option<ServiceState>,
+    watching: &mut LogThrottle,
 ) {
     match now {
         Ok(now) => {

@@ -18,7 +18,7 @@ const SILENCE: Duration = Duration::from_mins(5);
 pub(crate) const WATCH_TIMEOUT: u32 = 120;
 
 /// The sentence that says what to do: what the API server says itself, where it says something.
-pub(crate) fn said(error: &kube::Error) -> String {
+pub(crate) fn error_message(error: &kube::Error) -> String {
     if let kube::Error::Api(status) = error {
         return status.message.clone();
     }
@@ -35,11 +35,11 @@ pub(crate) fn said(error: &kube::Error) -> String {
 }
 
 /// As [`said`], of a watch.
-pub(crate) fn watch_said(error: &watcher::Error) -> String {
+pub(crate) fn watch_error_message(error: &watcher::Error) -> String {
     match error {
         watcher::Error::InitialListFailed(cause)
         | watcher::Error::WatchStartFailed(cause)
-        | watcher::Error::WatchFailed(cause) => said(cause),
+        | watcher::Error::WatchFailed(cause) => error_message(cause),
         watcher::Error::WatchError(status) => status.message.clone(),
         watcher::Error::NoResourceVersion => error.to_string(),
     }

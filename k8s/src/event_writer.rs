@@ -3,7 +3,7 @@
 //! The event is named after what it says: whoever says the same of the same object finds it there, be it another gateway or
 //! this one after a restart.
 
-use crate::{client::said, trouble::Trouble};
+use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
     api::{core::v1::ObjectReference, events::v1::Event},
     apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
@@ -17,12 +17,12 @@ use tokio::time::timeout;
 /// Namespace of events on objects that have none.
 const NAMESPACE: &str = "default";
 /// As much of a note as fits into an event, in bytes.
-const NOTE: usize = 1000;
+const MAX_MESSAGE_BYTES: usize = 1000;
 /// How long the API may take to answer.
-const BOUND: Duration = Duration::from_secs(10);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A warning about an object.
-pub(crate) struct Warning<'a> {
+pub(crate) struct WarningEvent<'a> {
     /// The object.
     pub(crate) about: &'a ObjectReference,
     /// One word in camel case, as the API wants it.
@@ -37,7 +37,7 @@ pub(crate) struct Warning<'a> {
 pub(crate) struct EventWriter {
     events: Api<Event>,
     gateway: String,
-    writing: Trouble,
+    writing: LogThrottle,
 }
 
 impl EventWriter {
@@ -46,28 +46,30 @@ impl EventWriter {
         Self {
             events: Api::namespaced(client, NAMESPACE),
             gateway,
-            writing: Trouble::new(what),
+            writing: LogThrottle::new(what),
         }
     }
 
     /// Writes a warning, unless it is there already.
-    pub(crate) async fn warn(&mut self, warning: &Warning<'_>) {
+    pub(crate) async fn warn(&mut self, warning: &WarningEvent<'_>) {
         let event = self.event(warning);
         let parameters = PostParams::default();
-        let written = timeout(BOUND, self.events.create(&parameters, &event)).await;
+        let written = timeout(WRITE_TIMEOUT, self.events.create(&parameters, &event)).await;
         match written {
             Ok(Ok(_)) => self.writing.over(),
             Ok(Err(kube::Error::Api(status))) if status.is_already_exists() => self.writing.over(),
-            Ok(Err(error)) => self.writing.say(&said(&error)),
+            Ok(Err(error)) => self.writing.say(&error_message(&error)),
             Err(_) => self
                 .writing
                 .say("the cluster's API does not answer in time"),
         }
     }
 
-    fn event(&self, warning: &Warning<'_>) -> Event {
+    fn event(&self, warning: &WarningEvent<'_>) -> Event {
         let why = warning.note;
-        let end = (0..=NOTE).rev().find(|end| why.is_char_boundary(*end));
+        let end = (0..=MAX_MESSAGE_BYTES)
+            .rev()
+            .find(|end| why.is_char_boundary(*end));
         let note = why.get(..end.unwrap_or_default()).unwrap_or(why);
         let uid = warning.about.uid.as_deref().unwrap_or_default();
         let digest = Sha256::digest(format!("{uid}\n{note}"));

@@ -5,9 +5,9 @@
 //! which is long enough for a herd and short enough for a pod that is being started.
 
 use causeway_certs::NodeName;
-use causeway_gateway::proxy::pods::Pods as Asked;
+use causeway_gateway::proxy::pod_route::PodLookup as Asked;
+use causeway_rt::task::TaskGroup;
 use causeway_rt::{Cache, CachedValue};
-use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client};
@@ -24,36 +24,36 @@ const BOUND: Duration = Duration::from_secs(5);
 
 /// Namespace and name.
 type PodName = (String, String);
-type Found = Result<NodeName, Arc<str>>;
+type LookupResult = Result<NodeName, Arc<str>>;
 
 /// Where pods are.
-pub struct Pods {
+pub struct PodLookup {
     client: Client,
-    cache: Cache<PodName, Found>,
+    cache: Cache<PodName, LookupResult>,
     /// Questions are asked where the client lives.
     runtime: Handle,
-    tasks: Tasks,
+    tasks: TaskGroup,
 }
 
-impl Pods {
+impl PodLookup {
     /// Asks by this client, on the runtime where this is called.
     pub fn new(client: Client) -> Self {
         Self {
             client,
             cache: Cache::new(MOST),
             runtime: Handle::current(),
-            tasks: Tasks::default(),
+            tasks: TaskGroup::default(),
         }
     }
 }
 
-impl fmt::Debug for Pods {
+impl fmt::Debug for PodLookup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pods").finish_non_exhaustive()
+        f.debug_struct("PodLookup").finish_non_exhaustive()
     }
 }
 
-impl Asked for Pods {
+impl Asked for PodLookup {
     fn node(
         &self,
         namespace: &str,
@@ -83,7 +83,7 @@ impl Asked for Pods {
     }
 }
 
-async fn ask(client: Client, (namespace, name): &PodName) -> Found {
+async fn ask(client: Client, (namespace, name): &PodName) -> LookupResult {
     let pods = Api::<Pod>::namespaced(client, namespace);
     let pod = match timeout(BOUND, pods.get(name)).await {
         Ok(Ok(pod)) => pod,
@@ -97,7 +97,7 @@ async fn ask(client: Client, (namespace, name): &PodName) -> Found {
 }
 
 /// How long an answer is kept for those who did not wait for it.
-fn life(found: &Found) -> Duration {
+fn life(found: &LookupResult) -> Duration {
     if found.is_ok() {
         Duration::ZERO
     } else {
@@ -126,7 +126,7 @@ mod tests {
                 Ok::<_, kube::Error>(Response::new(Body::from(pod.to_string().into_bytes())))
             }
         });
-        let pods = Pods::new(Client::new(api, "a"));
+        let pods = PodLookup::new(Client::new(api, "a"));
         for (round, node) in ["edge-1", "edge-2"].into_iter().enumerate() {
             let all = (0..20).map(|_| pods.node("a", "it"));
             for found in futures_util::future::join_all(all).await {

@@ -3,7 +3,7 @@
 //! One counts from when callers may be led to it, or earlier (`publishNotReadyAddresses`) from when it has an address, until it
 //! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
 
-use crate::client::{WATCH_TIMEOUT, watch_said};
+use crate::client::{WATCH_TIMEOUT, watch_error_message};
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use kube::{
@@ -19,17 +19,21 @@ use std::collections::{BTreeMap, BTreeSet};
 const LABEL: &str = "kubernetes.io/service-name";
 
 /// The slices of one Service, by name.
-type Slices = BTreeMap<String, EndpointSlice>;
+type SlicesByName = BTreeMap<String, EndpointSlice>;
 
 /// How many there are now; or why that is not known.
-pub(crate) type Now = Result<Option<u32>, String>;
+pub(crate) type ReplicaCount = Result<Option<u32>, String>;
 
 /// Each time that there may be another number, from now on. Never ends.
-pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStream<'static, Now> {
+pub(crate) fn follow(
+    client: Client,
+    namespace: &str,
+    service: &str,
+) -> BoxStream<'static, ReplicaCount> {
     let api = Api::<EndpointSlice>::namespaced(client, namespace);
     let config = watcher::Config::default().labels(&format!("{LABEL}={service}"));
     let config = config.timeout(WATCH_TIMEOUT);
-    let (mut known, mut listed) = (Slices::new(), Slices::new());
+    let (mut known, mut listed) = (SlicesByName::new(), SlicesByName::new());
     let count = move |event: Result<Event<EndpointSlice>, watcher::Error>| {
         match event {
             Ok(Event::Init) => {
@@ -43,7 +47,7 @@ pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStrea
             Ok(Event::InitDone) => known = std::mem::take(&mut listed),
             Ok(Event::Apply(slice)) => drop(known.insert(slice.name_any(), slice)),
             Ok(Event::Delete(slice)) => drop(known.remove(&slice.name_any())),
-            Err(error) => return ready(Some(Err(watch_said(&error)))),
+            Err(error) => return ready(Some(Err(watch_error_message(&error)))),
         }
         ready(Some(Ok(counted(&known))))
     };
@@ -54,7 +58,7 @@ pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStrea
 }
 
 /// How many these are: a gateway with an address of each family is in a slice of each.
-fn counted(slices: &Slices) -> Option<u32> {
+fn counted(slices: &SlicesByName) -> Option<u32> {
     let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for slice in slices.values() {
         let there = slice.endpoints.iter().filter(|each| counts(each));
@@ -78,7 +82,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn slices(each: &[Value]) -> Slices {
+    fn slices(each: &[Value]) -> SlicesByName {
         let slice = |(number, slice): (usize, &Value)| {
             let mut slice = slice.clone();
             slice["metadata"] = json!({ "name": number.to_string() });

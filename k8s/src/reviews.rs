@@ -3,7 +3,9 @@
 //! Bounds, and what is remembered, are the gateway's (`proxy::reviews`). What is not a plain yes is a no; that there was no
 //! answer is neither. Needs `create` of both, which the role `system:auth-delegator` grants.
 
-use causeway_gateway::proxy::reviews::{Access, Account, Reviews as Asked, Unanswered};
+use causeway_gateway::proxy::access_review::{
+    ReviewAttributes, ReviewClient as GatewayReviewClient, ReviewError, UserInfo,
+};
 use futures_util::future::BoxFuture;
 use k8s_openapi::api::{
     authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus},
@@ -16,27 +18,27 @@ use std::fmt;
 
 /// Asks about callers.
 #[derive(Clone)]
-pub struct Reviews(Client);
+pub struct ReviewClient(Client);
 
-impl Reviews {
+impl ReviewClient {
     /// Asks by this client.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
 }
 
-impl fmt::Debug for Reviews {
+impl fmt::Debug for ReviewClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reviews").finish_non_exhaustive()
+        f.debug_struct("ReviewClient").finish_non_exhaustive()
     }
 }
 
-impl Asked for Reviews {
+impl GatewayReviewClient for ReviewClient {
     fn token(
         &self,
         token: &str,
         audiences: &[String],
-    ) -> BoxFuture<'static, Result<Option<Account>, Unanswered>> {
+    ) -> BoxFuture<'static, Result<Option<UserInfo>, ReviewError>> {
         let (api, audiences) = (Api::all(self.0.clone()), audiences.to_vec());
         let review = TokenReview {
             spec: TokenReviewSpec {
@@ -54,7 +56,7 @@ impl Asked for Reviews {
         })
     }
 
-    fn access(&self, access: &Access) -> BoxFuture<'static, Result<bool, Unanswered>> {
+    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>> {
         let (api, review) = (Api::all(self.0.clone()), review(access));
         Box::pin(async move {
             let said: SubjectAccessReview = api
@@ -67,12 +69,12 @@ impl Asked for Reviews {
 }
 
 /// Whose token it is, if it counts for one of these audiences.
-fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<Account> {
+fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> {
     // A server that knows nothing of audiences names none, and has checked none.
     let named = status.audiences.unwrap_or_default();
     let ours = audiences.is_empty() || named.iter().any(|audience| audiences.contains(audience));
     let user = status.user.filter(|_| ours)?;
-    (status.authenticated == Some(true)).then(|| Account {
+    (status.authenticated == Some(true)).then(|| UserInfo {
         user: user.username.unwrap_or_default(),
         uid: user.uid.unwrap_or_default(),
         groups: user.groups.unwrap_or_default(),
@@ -80,7 +82,7 @@ fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<Account> {
     })
 }
 
-fn review(access: &Access) -> SubjectAccessReview {
+fn review(access: &ReviewAttributes) -> SubjectAccessReview {
     let account = &access.account;
     let resource = ResourceAttributes {
         verb: Some(access.verb.to_owned()),
@@ -108,7 +110,7 @@ fn allows(status: &SubjectAccessReviewStatus) -> bool {
 }
 
 /// Why there is no answer; nothing of the question is repeated.
-fn unanswered(error: &Error, resource: &str) -> Unanswered {
+fn unanswered(error: &Error, resource: &str) -> ReviewError {
     let says = match error {
         Error::Api(status) if status.code == 403 => {
             format!("the cluster does not let this gateway create {resource}").into()
@@ -122,7 +124,7 @@ fn unanswered(error: &Error, resource: &str) -> Unanswered {
         Error::Api(status) => status.message.as_str().into(),
         error => error.to_string().as_str().into(),
     };
-    Unanswered { says, cause }
+    ReviewError { says, cause }
 }
 
 #[cfg(test)]

@@ -5,9 +5,9 @@
 //! If both sides changed one entry, the one here wins. A write names the version that was read, so that of two gateways
 //! that write at once the second reads again.
 
-use crate::{client::said, trouble::Trouble};
+use crate::{client::error_message, log_throttle::LogThrottle};
 use causeway_certs::{NodeName, Pin, Revocation, Store, StoreError};
-use causeway_gateway::control::{drain::Hold, expel::Roll};
+use causeway_gateway::control::{drain::ReadinessBlock, node_sync::NodeSync};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{Api, Client, api::PostParams};
 use serde::{Deserialize, Serialize};
@@ -23,17 +23,17 @@ use tokio::{
 };
 
 /// Time between two looks at the Secret.
-const LOOK: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time for which further changes here are waited for.
-const GATHER: Duration = Duration::from_secs(1);
+const BATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the API may take to answer.
-const BOUND: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Attempts to write while other gateways write.
-const ATTEMPTS: usize = 5;
+const MAX_ATTEMPTS: usize = 5;
 /// Key of the Secret.
-const KEY: &str = "state.json";
+const SECRET_KEY: &str = "state.json";
 /// Name of the last common state in the data directory.
-const LAST: &str = "shared-state";
+const LAST_STATE_FILE: &str = "shared-state";
 
 /// Synchronizes the data directory of a gateway with a Secret.
 pub struct SharedState {
@@ -44,7 +44,7 @@ pub struct SharedState {
     /// Name of the Secret.
     pub name: String,
     /// The gateway's nodes and pinned keys.
-    pub roll: Roll,
+    pub roll: NodeSync,
 }
 
 /// State that gateways share.
@@ -58,14 +58,14 @@ struct State {
 
 impl SharedState {
     /// Returns once the state of the Secret is taken up. Callers wait until then.
-    pub async fn first(&self, hold: Hold) {
+    pub async fn initial_sync(&self, hold: ReadinessBlock) {
         let mut trouble = self.trouble();
         while let Err(why) = self.synchronize().await {
             let reason = format!("revocations and pinned keys are not read yet: {why}");
             self.roll.nodes.pending(&reason);
             hold.says(reason);
             trouble.say(&why);
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
         trouble.over();
     }
@@ -80,36 +80,37 @@ impl SharedState {
                 Err(why) => trouble.say(&why),
             }
             tokio::select! {
-                Ok(()) = changes.changed() => sleep(GATHER).await,
-                () = sleep(LOOK) => {}
+                Ok(()) = changes.changed() => sleep(BATCH_INTERVAL).await,
+                () = sleep(POLL_INTERVAL) => {}
             }
         }
     }
 
-    fn trouble(&self) -> Trouble {
+    fn trouble(&self) -> LogThrottle {
         tracing::debug!(
             namespace = self.namespace,
             name = self.name,
             "sharing state in a Secret"
         );
-        Trouble::new("keeping revocations and pinned keys in the cluster's Secret")
+        LogThrottle::new("keeping revocations and pinned keys in the cluster's Secret")
     }
 
     /// Makes the data directory and the Secret the same.
     async fn synchronize(&self) -> Result<(), String> {
         let api = Api::<Secret>::namespaced(self.client.clone(), &self.namespace);
-        for _ in 0..ATTEMPTS {
-            let read = timeout(BOUND, api.get(&self.name)).await;
+        for _ in 0..MAX_ATTEMPTS {
+            let read = timeout(REQUEST_TIMEOUT, api.get(&self.name)).await;
             let mut secret = read
-                .map_err(|_| SILENT)?
+                .map_err(|_| TIMEOUT_MESSAGE)?
                 .map_err(|error| self.failed(&error))?;
-            let there = secret.data.as_ref().and_then(|data| data.get(KEY));
+            let there = secret.data.as_ref().and_then(|data| data.get(SECRET_KEY));
             let there = match there.filter(|text| !text.0.is_empty()) {
-                Some(text) => serde_json::from_slice(&text.0)
-                    .map_err(|error| format!("{KEY} of the Secret does not read: {error}"))?,
+                Some(text) => serde_json::from_slice(&text.0).map_err(|error| {
+                    format!("{SECRET_KEY} of the Secret does not read: {error}")
+                })?,
                 None => State::default(),
             };
-            let (merged, changed) = self.take_up(there.clone()).await?;
+            let (merged, changed) = self.apply_remote(there.clone()).await?;
             if changed {
                 // Tunnels of nodes that are revoked now end.
                 if let Some(Err(error)) = self.roll.refreshed().await {
@@ -117,12 +118,15 @@ impl SharedState {
                 }
             }
             if merged != there {
-                let text = serde_json::to_vec(&merged).map_err(words)?;
+                let text = serde_json::to_vec(&merged).map_err(error_text)?;
                 let data = secret.data.get_or_insert_default();
-                data.insert(KEY.to_owned(), ByteString(text));
+                data.insert(SECRET_KEY.to_owned(), ByteString(text));
                 let parameters = PostParams::default();
                 let written = api.replace(&self.name, &parameters, &secret);
-                match timeout(BOUND, written).await.map_err(|_| SILENT)? {
+                match timeout(REQUEST_TIMEOUT, written)
+                    .await
+                    .map_err(|_| TIMEOUT_MESSAGE)?
+                {
                     Ok(_) => tracing::info!("revocations and pinned keys are in the Secret"),
                     Err(kube::Error::Api(status)) if status.is_conflict() => continue,
                     Err(error) => return Err(self.failed(&error)),
@@ -134,14 +138,19 @@ impl SharedState {
     }
 
     fn failed(&self, error: &kube::Error) -> String {
-        format!("Secret {}/{}: {}", self.namespace, self.name, said(error))
+        format!(
+            "Secret {}/{}: {}",
+            self.namespace,
+            self.name,
+            error_message(error)
+        )
     }
 
     /// Takes up in the data directory what others have changed. Returns the state of both, and whether the directory was
     /// changed.
-    async fn take_up(&self, there: State) -> Result<(State, bool), String> {
+    async fn apply_remote(&self, there: State) -> Result<(State, bool), String> {
         self.on_disk(move |store| {
-            let last = last(store)?;
+            let last = load_last(store)?;
             if !last.revoked.is_empty() {
                 // A file that is missing is no file in which nobody is revoked.
                 store.nodes().require()?;
@@ -158,14 +167,14 @@ impl SharedState {
             })?;
             merged.revoked = revoked;
             let pins = store.pins().change(|here| {
-                let flat = flat(here);
+                let flat = flatten_pins(here);
                 let all = merge(&last.pins, &flat, &there.pins);
                 changed |= all != flat;
                 if all != flat {
-                    *here = nested(&all);
+                    *here = unflatten_pins(&all);
                 }
             })?;
-            merged.pins = flat(&pins);
+            merged.pins = flatten_pins(&pins);
             Ok((merged, changed))
         })
         .await
@@ -178,11 +187,11 @@ impl SharedState {
     ) -> Result<T, String> {
         let store = self.roll.store.clone();
         let done = spawn_blocking(move || work(&store)).await;
-        done.map_err(words)?.map_err(words)
+        done.map_err(error_text)?.map_err(error_text)
     }
 }
 
-const SILENT: &str = "the cluster's API does not answer in time";
+const TIMEOUT_MESSAGE: &str = "the cluster's API does not answer in time";
 
 /// Returns the entries of both sides, where each side has changed those of `last`.
 fn merge<K: Ord + Clone, V: PartialEq + Clone>(
@@ -202,22 +211,22 @@ fn merge<K: Ord + Clone, V: PartialEq + Clone>(
     keys.into_iter().filter_map(entry).collect()
 }
 
-fn last(store: &Store) -> Result<State, StoreError> {
-    let text = store.read_runtime(LAST)?;
+fn load_last(store: &Store) -> Result<State, StoreError> {
+    let text = store.read_runtime(LAST_STATE_FILE)?;
     // Without it all is taken for new on both sides, and nothing is lost.
     let read = text.and_then(|text| serde_json::from_str(&text).ok());
     Ok(read.unwrap_or_default())
 }
 
 fn save_last(store: &Store, state: &State) -> Result<(), StoreError> {
-    if last(store)? == *state {
+    if load_last(store)? == *state {
         return Ok(());
     }
     let text = serde_json::to_string(state).unwrap_or_default();
-    store.write_runtime(LAST, &text)
+    store.write_runtime(LAST_STATE_FILE, &text)
 }
 
-fn flat(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
+fn flatten_pins(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
     let of_node = |(node, ports): (&NodeName, &BTreeMap<u16, Pin>)| {
         let key = |(port, pin): (&u16, &Pin)| (format!("{node}:{port}"), *pin);
         ports.iter().map(key).collect::<Vec<_>>()
@@ -226,7 +235,7 @@ fn flat(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
 }
 
 /// Returns the pins by node and port; a key that does not read is left out.
-fn nested(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
+fn unflatten_pins(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
     let mut all = causeway_certs::PinTable::new();
     for (key, pin) in pins {
         let parts = key.rsplit_once(':');
@@ -240,7 +249,7 @@ fn nested(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
     all
 }
 
-fn words(error: impl Display) -> String {
+fn error_text(error: impl Display) -> String {
     error.to_string()
 }
 
@@ -295,6 +304,6 @@ mod tests {
         let pin = Pin { key, since: 7 };
         let node = NodeName::parse("edge-1.example").unwrap();
         let table: causeway_certs::PinTable = [(node, [(10250, pin)].into())].into();
-        assert_eq!(nested(&flat(&table)), table);
+        assert_eq!(unflatten_pins(&flatten_pins(&table)), table);
     }
 }

@@ -1,15 +1,15 @@
 //! What there is to read, for clients that ask first: `/api`, `/apis` and below (`APIVersions`, `APIGroupList`, `APIGroup`,
 //! `APIResourceList` of `meta/v1`).
 
-use crate::{query::Place, store::Store};
+use crate::{list_options::RequestPath, store::Store};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// The answer to a path of discovery; `None`: nothing of it is served.
-pub(crate) fn answer(place: &Place<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
+pub(crate) fn answer(place: &RequestPath<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
     match place {
-        Place::Core => Some(core(stores)),
-        Place::Groups => {
+        RequestPath::Core => Some(core(stores)),
+        RequestPath::Groups => {
             let groups = groups(stores);
             let groups: Vec<_> = groups
                 .iter()
@@ -17,7 +17,7 @@ pub(crate) fn answer(place: &Place<'_>, stores: &[&Arc<Store>]) -> Option<Value>
                 .collect();
             Some(json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups }))
         }
-        Place::Group(name) => {
+        RequestPath::Group(name) => {
             let groups = groups(stores);
             let versions = groups.get(name)?;
             let mut group = group(name, versions);
@@ -25,7 +25,7 @@ pub(crate) fn answer(place: &Place<'_>, stores: &[&Arc<Store>]) -> Option<Value>
             group["apiVersion"] = "v1".into();
             Some(group)
         }
-        Place::Resources { group, version } => resources(group, version, stores),
+        RequestPath::Resources { group, version } => resources(group, version, stores),
         _ => None,
     }
 }

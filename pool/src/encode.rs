@@ -1,10 +1,10 @@
 //! Objects as readers want them: JSON or protobuf, whole or as metadata alone.
 
 use crate::{
-    accept::{Form, Format, Shape},
-    failure::Failure,
+    negotiate::{MediaType, Negotiated, View},
     object::Object,
     protobuf,
+    status::ApiStatus,
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -12,15 +12,15 @@ use std::sync::Arc;
 
 /// How one reader wants objects of one kind.
 #[derive(Clone, Debug)]
-pub(crate) struct Encoding {
-    pub(crate) form: Form,
+pub(crate) struct Encoder {
+    pub(crate) form: Negotiated,
     pub(crate) api_version: String,
     pub(crate) kind: String,
 }
 
 /// A list, or a part of one.
 #[derive(Debug)]
-pub(crate) struct Page {
+pub(crate) struct ListPage {
     pub(crate) version: u64,
     pub(crate) objects: Vec<Arc<Object>>,
     /// Where the next part begins, and how many objects are in all that follow.
@@ -34,7 +34,7 @@ pub(crate) const DELETED: &str = "DELETED";
 const BOOKMARK: &str = "BOOKMARK";
 const ERROR: &str = "ERROR";
 
-impl Encoding {
+impl Encoder {
     /// A word for this encoding, different from all others.
     pub(crate) fn word(&self) -> String {
         format!("{:?}{:?}", self.form.format, self.form.shape)
@@ -42,22 +42,22 @@ impl Encoding {
 
     /// Whether nothing is to be encoded.
     pub(crate) fn is_plain(&self) -> bool {
-        self.form == Form::JSON
+        self.form == Negotiated::JSON
     }
 
     /// The same in JSON, for an object that is not as its schema says: nothing of it may be lost.
     fn in_json(&self) -> Self {
         let mut json = self.clone();
-        json.form.format = Format::Json;
+        json.form.format = MediaType::Json;
         json
     }
 
     /// One object as an answer, and the form that it has.
-    pub(crate) fn object(&self, object: &Object) -> (Bytes, Form) {
+    pub(crate) fn object(&self, object: &Object) -> (Bytes, Negotiated) {
         match (self.form.format, self.form.shape) {
-            (Format::Json, Shape::Whole) => (object.json.clone(), self.form),
-            (Format::Json, _) => (Bytes::from(self.shaped(object).to_string()), self.form),
-            (Format::Protobuf, _) => match protobuf::object(&self.shaped(object)) {
+            (MediaType::Json, View::Whole) => (object.json.clone(), self.form),
+            (MediaType::Json, _) => (Bytes::from(self.shaped(object).to_string()), self.form),
+            (MediaType::Protobuf, _) => match protobuf::object(&self.shaped(object)) {
                 Some(bytes) => (bytes.into(), self.form),
                 None => self.in_json().object(object),
             },
@@ -68,20 +68,20 @@ impl Encoding {
     fn shaped(&self, object: &Object) -> Value {
         let value = object.value();
         match self.form.shape {
-            Shape::Whole => value,
-            Shape::Metadata => metadata(&value),
+            View::Whole => value,
+            View::Metadata => metadata(&value),
         }
     }
 
     /// A list, and the form that it has.
-    pub(crate) fn list(&self, page: &Page) -> (Bytes, Form) {
+    pub(crate) fn list(&self, page: &ListPage) -> (Bytes, Negotiated) {
         match (self.form.format, self.form.shape) {
-            (Format::Json, Shape::Whole) => (self.list_json(page), self.form),
-            (Format::Protobuf, _) => match self.list_protobuf(page) {
+            (MediaType::Json, View::Whole) => (self.list_json(page), self.form),
+            (MediaType::Protobuf, _) => match self.list_protobuf(page) {
                 Some(bytes) => (bytes, self.form),
                 None => self.in_json().list(page),
             },
-            (Format::Json, Shape::Metadata) => {
+            (MediaType::Json, View::Metadata) => {
                 let items = page.objects.iter().map(|object| metadata(&object.value()));
                 let list = json!({
                     "kind": "PartialObjectMetadataList",
@@ -95,7 +95,7 @@ impl Encoding {
     }
 
     /// Byte for byte what the cloud gave.
-    fn list_json(&self, page: &Page) -> Bytes {
+    fn list_json(&self, page: &ListPage) -> Bytes {
         let length: usize = page
             .objects
             .iter()
@@ -119,10 +119,10 @@ impl Encoding {
     }
 
     /// `None`: an object is not as its schema says.
-    fn list_protobuf(&self, page: &Page) -> Option<Bytes> {
+    fn list_protobuf(&self, page: &ListPage) -> Option<Bytes> {
         let (version, kind) = match self.form.shape {
-            Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
-            Shape::Whole => (&*self.api_version, &*self.kind),
+            View::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
+            View::Whole => (&*self.api_version, &*self.kind),
         };
         let bare = |object: &Arc<Object>| protobuf::bare(version, kind, &object.value());
         let items: Option<Vec<_>> = page.objects.iter().map(bare).collect();
@@ -150,10 +150,10 @@ impl Encoding {
 
     fn framed(&self, word: &'static str, value: &Value) -> Bytes {
         match self.form.format {
-            Format::Json => frame(word, value.to_string().as_bytes()),
-            Format::Protobuf => match protobuf::object(value) {
+            MediaType::Json => frame(word, value.to_string().as_bytes()),
+            MediaType::Protobuf => match protobuf::object(value) {
                 Some(envelope) => protobuf::frame(word, &envelope).into_boxed_slice().into(),
-                None => self.error(&Failure::no_protobuf()),
+                None => self.error(&ApiStatus::no_protobuf()),
             },
         }
     }
@@ -165,18 +165,20 @@ impl Encoding {
             meta["annotations"] = json!({ "k8s.io/initial-events-end": "true" });
         }
         let (api_version, kind) = match self.form.shape {
-            Shape::Whole => (&*self.api_version, &*self.kind),
-            Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
+            View::Whole => (&*self.api_version, &*self.kind),
+            View::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
         };
         let value = json!({ "kind": kind, "apiVersion": api_version, "metadata": meta });
         self.framed(BOOKMARK, &value)
     }
 
     /// That the watch cannot go on.
-    pub(crate) fn error(&self, failure: &Failure) -> Bytes {
+    pub(crate) fn error(&self, failure: &ApiStatus) -> Bytes {
         match self.form.format {
-            Format::Json => frame(ERROR, failure.value().to_string().as_bytes()),
-            Format::Protobuf => protobuf::frame(ERROR, &protobuf::status(&failure.value())).into(),
+            MediaType::Json => frame(ERROR, failure.value().to_string().as_bytes()),
+            MediaType::Protobuf => {
+                protobuf::frame(ERROR, &protobuf::status(&failure.value())).into()
+            }
         }
     }
 }
@@ -191,7 +193,7 @@ fn frame(word: &str, object: &[u8]) -> Bytes {
     frame.into()
 }
 
-fn list_meta(page: &Page) -> Value {
+fn list_meta(page: &ListPage) -> Value {
     let mut meta = json!({ "resourceVersion": page.version.to_string() });
     if let Some((next, remaining)) = &page.more {
         meta["continue"] = next.as_str().into();

@@ -1,11 +1,11 @@
 //! A list: at which version, which objects, and in parts where that is asked for.
 
 use crate::{
-    encode::Page,
-    failure::Failure,
-    query::{Continue, Options, Version},
+    encode::ListPage,
+    list_options::{ContinueToken, ListOptions, VersionMatch},
     selector::Selector,
-    store::{State, Store, Unknown},
+    status::ApiStatus,
+    store::{ListState, Store, VersionError},
 };
 use std::time::Duration;
 use tokio::time::timeout;
@@ -14,7 +14,7 @@ use tokio::time::timeout;
 const AHEAD: Duration = Duration::from_secs(3);
 
 /// Waits until the store knows this version.
-pub(crate) async fn reach(store: &Store, version: u64) -> Result<(), Failure> {
+pub(crate) async fn wait_for_version(store: &Store, version: u64) -> Result<(), ApiStatus> {
     let mut changed = store.changed();
     let reached = async {
         while store.version() < version {
@@ -24,32 +24,32 @@ pub(crate) async fn reach(store: &Store, version: u64) -> Result<(), Failure> {
         }
     };
     timeout(AHEAD, reached).await.map_err(|_| {
-        let known = Unknown::Future(store.version());
-        Failure::unknown(store.resource(), version, known)
+        let known = VersionError::Future(store.version());
+        ApiStatus::unknown(store.resource(), version, known)
     })
 }
 
 /// The version of a list that is not the newest, and where it goes on.
-pub(crate) async fn begin(
+pub(crate) async fn start_version(
     store: &Store,
-    options: &Options,
-) -> Result<(Option<u64>, Option<Continue>), Failure> {
+    options: &ListOptions,
+) -> Result<(Option<u64>, Option<ContinueToken>), ApiStatus> {
     if store.version() == 0 {
-        return Err(Failure::not_yet(store.resource()));
+        return Err(ApiStatus::not_yet(store.resource()));
     }
     if !options.from.is_empty() {
         options.version()?;
-        let from = Continue::parse(&options.from)?;
+        let from = ContinueToken::parse(&options.from)?;
         return Ok((Some(from.version), Some(from)));
     }
     match options.version()? {
-        Version::Any => Ok((None, None)),
-        Version::NotOlderThan(version) => {
-            reach(store, version).await?;
+        VersionMatch::Any => Ok((None, None)),
+        VersionMatch::NotOlderThan(version) => {
+            wait_for_version(store, version).await?;
             Ok((None, None))
         }
-        Version::Exact(version) => {
-            reach(store, version).await?;
+        VersionMatch::Exact(version) => {
+            wait_for_version(store, version).await?;
             Ok((Some(version), None))
         }
     }
@@ -58,21 +58,26 @@ pub(crate) async fn begin(
 /// What is in the list.
 pub(crate) fn page(
     store: &Store,
-    (version, from): (Option<u64>, Option<&Continue>),
+    (version, from): (Option<u64>, Option<&ContinueToken>),
     selector: &Selector,
     limit: usize,
-) -> Result<Page, Failure> {
+) -> Result<ListPage, ApiStatus> {
     let unknown = |why| match (why, from) {
-        (Unknown::Expired, Some(_)) => Failure::expired(
+        (VersionError::Expired, Some(_)) => ApiStatus::expired(
             "The provided continue parameter is too old to display a consistent list result. You must start a new list without the continue parameter",
         ),
-        (why, _) => Failure::unknown(store.resource(), version.unwrap_or(0), why),
+        (why, _) => ApiStatus::unknown(store.resource(), version.unwrap_or(0), why),
     };
     let state = store.at(version).map_err(unknown)?;
-    Ok(cut(&state, from, selector, limit))
+    Ok(truncate(&state, from, selector, limit))
 }
 
-fn cut(state: &State, from: Option<&Continue>, selector: &Selector, limit: usize) -> Page {
+fn truncate(
+    state: &ListState,
+    from: Option<&ContinueToken>,
+    selector: &Selector,
+    limit: usize,
+) -> ListPage {
     let told = from.map(|from| (&*from.namespace, &*from.name));
     let is_due = |key: (&str, &str)| told.is_none_or(|told| key > told);
     let due = state
@@ -85,7 +90,7 @@ fn cut(state: &State, from: Option<&Continue>, selector: &Selector, limit: usize
         let remaining = objects.len() - limit;
         objects.truncate(limit);
         more = objects.last().map(|last| {
-            let next = Continue {
+            let next = ContinueToken {
                 version: state.version,
                 namespace: last.key.0.to_string(),
                 name: last.key.1.to_string(),
@@ -93,7 +98,7 @@ fn cut(state: &State, from: Option<&Continue>, selector: &Selector, limit: usize
             (next.text(), remaining as u64)
         });
     }
-    Page {
+    ListPage {
         version: state.version,
         objects,
         more,

@@ -3,8 +3,8 @@
 //! Versions are milliseconds of the Unix epoch, so they grow over restarts; what is as it was keeps its own.
 
 use crate::{
-    object::{Named, Object, ObjectError},
-    serve::Pool,
+    object::{Object, ObjectError, TypeMeta},
+    server::WatchCache,
     store::Store,
 };
 use serde_json::{Value, value::to_raw_value};
@@ -17,7 +17,7 @@ use std::{
 /// Objects that have been read, and that a pool can be told to hold.
 #[derive(Debug)]
 pub struct Manifests {
-    pool: Arc<Pool>,
+    pool: Arc<WatchCache>,
     /// By the store's place: the kind that they say, and all of them.
     of: BTreeMap<usize, (String, Vec<Value>)>,
 }
@@ -48,7 +48,7 @@ pub enum ManifestError {
 
 impl Manifests {
     /// Nothing, for this pool.
-    pub fn new(pool: Arc<Pool>) -> Self {
+    pub fn new(pool: Arc<WatchCache>) -> Self {
         // A resource that no object is of is empty, and not unknown.
         let known = pool.stores().iter().enumerate();
         let of = known.filter_map(|(at, store)| Some((at, (store.kind()?.kind, Vec::new()))));
@@ -74,7 +74,7 @@ impl Manifests {
             return Err(ManifestError::NotRead { kind, api_version });
         };
         // Whatever is wrong with it is said before anything is held.
-        let named = Named {
+        let named = TypeMeta {
             kind: &kind,
             api_version: &api_version,
         };
@@ -129,7 +129,7 @@ fn hold(store: &Store, kind: &str, objects: &[Value]) {
     let now = now.map_or(1, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
     let mut version = now.max(store.version() + 1);
     let api_version = store.resource().api_version();
-    let named = Named {
+    let named = TypeMeta {
         kind,
         api_version: &api_version,
     };
@@ -155,7 +155,7 @@ fn hold(store: &Store, kind: &str, objects: &[Value]) {
 }
 
 /// As an API server would hold it.
-fn versioned(value: &Value, version: u64, named: Named<'_>) -> Result<Object, ObjectError> {
+fn versioned(value: &Value, version: u64, named: TypeMeta<'_>) -> Result<Object, ObjectError> {
     let mut value = value.clone();
     if let Some(meta) = value.get_mut("metadata").and_then(Value::as_object_mut) {
         meta.insert("resourceVersion".to_owned(), version.to_string().into());
@@ -167,15 +167,15 @@ fn versioned(value: &Value, version: u64, named: Named<'_>) -> Result<Object, Ob
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{resource::Resource, serve::Limits};
+    use crate::{resource::GroupVersionResource, server::CacheLimits};
     use serde_json::json;
 
-    fn pool() -> Arc<Pool> {
-        let services: Resource = "v1/services".parse().unwrap();
-        let widgets: Resource = "a.io/v1/widgets".parse().unwrap();
-        Pool::new(
+    fn pool() -> Arc<WatchCache> {
+        let services: GroupVersionResource = "v1/services".parse().unwrap();
+        let widgets: GroupVersionResource = "a.io/v1/widgets".parse().unwrap();
+        WatchCache::new(
             &[services, widgets],
-            &Limits {
+            &CacheLimits {
                 cache: 1 << 20,
                 window: 1 << 20,
             },
@@ -186,7 +186,7 @@ mod tests {
         json!({ "kind": "Service", "apiVersion": "v1", "metadata": { "name": name, "namespace": "n" }, "spec": { "ports": [{ "port": port }] } })
     }
 
-    fn held(pool: &Arc<Pool>, objects: Vec<Value>) {
+    fn held(pool: &Arc<WatchCache>, objects: Vec<Value>) {
         let mut manifests = Manifests::new(pool.clone());
         for object in objects {
             manifests.add(object).unwrap();

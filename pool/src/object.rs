@@ -6,12 +6,12 @@ use serde_json::{Map, Value, value::RawValue};
 use std::borrow::Cow;
 
 /// Namespace and name; the first is empty for what is in none.
-pub(crate) type Key = (Box<str>, Box<str>);
+pub(crate) type NamespacedName = (Box<str>, Box<str>);
 
 /// An object of Kubernetes' API. It is never changed: a change is another object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    pub(crate) key: Key,
+    pub(crate) key: NamespacedName,
     pub(crate) version: u64,
     pub(crate) labels: Box<[(Box<str>, Box<str>)]>,
     /// All of it, kind and API version included.
@@ -38,16 +38,16 @@ pub enum ObjectError {
 }
 
 #[derive(Deserialize)]
-struct Seen<'a> {
+struct PartialObject<'a> {
     #[serde(default, borrow)]
     kind: Option<Cow<'a, str>>,
     #[serde(borrow)]
-    metadata: Meta<'a>,
+    metadata: ObjectMeta<'a>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Meta<'a> {
+struct ObjectMeta<'a> {
     #[serde(default, borrow)]
     namespace: Option<Cow<'a, str>>,
     #[serde(default, borrow)]
@@ -61,7 +61,7 @@ struct Meta<'a> {
 /// What names the kind of an object that a list leaves unnamed.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Named<'a> {
+pub(crate) struct TypeMeta<'a> {
     pub(crate) kind: &'a str,
     pub(crate) api_version: &'a str,
 }
@@ -71,9 +71,9 @@ impl Object {
     ///
     /// # Errors
     /// If it is none.
-    pub(crate) fn read(raw: &RawValue, named: Named<'_>) -> Result<Self, ObjectError> {
+    pub(crate) fn read(raw: &RawValue, named: TypeMeta<'_>) -> Result<Self, ObjectError> {
         let text = raw.get();
-        let seen: Seen<'_> = serde_json::from_str(text)?;
+        let seen: PartialObject<'_> = serde_json::from_str(text)?;
         let json = if seen.kind.is_some() {
             Bytes::copy_from_slice(text.as_bytes())
         } else {
@@ -155,7 +155,7 @@ impl Object {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const NAMED: Named<'static> = Named {
+    pub(crate) const NAMED: TypeMeta<'static> = TypeMeta {
         kind: "Service",
         api_version: "v1",
     };

@@ -6,7 +6,7 @@ use std::{fmt, str::FromStr};
 /// A resource of Kubernetes' API, written as in `discovery.k8s.io/v1/endpointslices`, and as in `v1/services` where its group is the
 /// core one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Resource {
+pub struct GroupVersionResource {
     /// The API group; empty: the core group.
     pub group: String,
     /// The version within the group.
@@ -24,7 +24,7 @@ pub struct ResourceError(String);
 
 /// Objects of a resource, as Kubernetes calls them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Kind {
+pub(crate) struct GroupVersionKind {
     /// `EndpointSlice`.
     pub(crate) kind: String,
     /// Whether its objects are in namespaces.
@@ -53,7 +53,7 @@ const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
     ),
 ];
 
-impl Resource {
+impl GroupVersionResource {
     /// What is read where nothing else is asked for: `EndpointSlice`s, Endpoints and Services.
     pub fn defaults() -> Vec<Self> {
         let known = KNOWN.iter().take(3);
@@ -85,8 +85,8 @@ impl Resource {
     }
 
     /// Its kind, where that is known beforehand.
-    pub(crate) fn kind(&self) -> Option<Kind> {
-        self.known().map(|known| Kind {
+    pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
+        self.known().map(|known| GroupVersionKind {
             kind: known.1.to_owned(),
             namespaced: known.2,
         })
@@ -104,7 +104,7 @@ impl Resource {
     }
 }
 
-impl FromStr for Resource {
+impl FromStr for GroupVersionResource {
     type Err = ResourceError;
 
     fn from_str(text: &str) -> Result<Self, ResourceError> {
@@ -132,7 +132,7 @@ impl FromStr for Resource {
     }
 }
 
-impl fmt::Display for Resource {
+impl fmt::Display for GroupVersionResource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if !self.group.is_empty() {
             write!(f, "{}/", self.group)?;
@@ -141,13 +141,13 @@ impl fmt::Display for Resource {
     }
 }
 
-impl Serialize for Resource {
+impl Serialize for GroupVersionResource {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Resource {
+impl<'de> Deserialize<'de> for GroupVersionResource {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map_err(de::Error::custom)
@@ -167,16 +167,20 @@ mod tests {
             ),
             ("v1/services", "/api/v1/services"),
         ] {
-            let resource: Resource = text.parse().unwrap();
+            let resource: GroupVersionResource = text.parse().unwrap();
             assert_eq!(
                 (resource.to_string().as_str(), resource.path().as_str()),
                 (text, path)
             );
         }
-        let resource: Resource = "/v1/services".parse().unwrap();
+        let resource: GroupVersionResource = "/v1/services".parse().unwrap();
         assert_eq!(resource.to_string(), "v1/services");
-        assert_eq!(Resource::defaults().len(), 3);
-        assert!(Resource::defaults().iter().all(|one| one.kind().is_some()));
+        assert_eq!(GroupVersionResource::defaults().len(), 3);
+        assert!(
+            GroupVersionResource::defaults()
+                .iter()
+                .all(|one| one.kind().is_some())
+        );
     }
 
     #[test]
@@ -190,7 +194,7 @@ mod tests {
             "v1/a b",
             "v1/../x",
         ] {
-            let error = text.parse::<Resource>().unwrap_err();
+            let error = text.parse::<GroupVersionResource>().unwrap_err();
             assert!(error.to_string().contains("GROUP/VERSION/PLURAL"), "{text}");
         }
     }

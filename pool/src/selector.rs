@@ -1,6 +1,6 @@
 //! Selectors by label and by field, as lists and watches carry them (`LabelSelector` as text, `fields.Selector`).
 
-use crate::{object::Object, resource::Resource};
+use crate::{object::Object, resource::GroupVersionResource};
 use serde_json::Value;
 use std::borrow::Cow;
 
@@ -38,7 +38,7 @@ const MOST: usize = 128;
 impl Selector {
     /// All of these together; what is wrong is said in words.
     pub(crate) fn parse(
-        resource: &Resource,
+        resource: &GroupVersionResource,
         namespace: Option<&str>,
         labels: &str,
         fields: &str,
@@ -111,7 +111,7 @@ impl Requirement {
     }
 }
 
-fn parse_fields(resource: &Resource, text: &str) -> Result<Vec<Field>, String> {
+fn parse_fields(resource: &GroupVersionResource, text: &str) -> Result<Vec<Field>, String> {
     let terms = text.split(',').filter(|term| !term.is_empty());
     let fields: Result<Vec<_>, String> = terms
         .map(|term| {
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
     use crate::object::tests::read;
 
-    fn service() -> Resource {
+    fn service() -> GroupVersionResource {
         "v1/services".parse().unwrap()
     }
 

@@ -5,13 +5,13 @@
 //! were there go on; only whoever is at a version within the outage is told to list anew. Where versions went back (the
 //! cloud's etcd was restored) another history has begun, and all list anew.
 
-mod fill;
 mod read;
+mod update;
 
 use crate::{
-    object::{Key, Object},
-    resource::{Kind, Resource},
-    window::{Event, Window},
+    event_buffer::{Event, EventBuffer},
+    object::{NamespacedName, Object},
+    resource::{GroupVersionKind, GroupVersionResource},
 };
 use serde::Serialize;
 use std::{
@@ -36,7 +36,7 @@ const STATES: usize = 60;
 /// The objects of one resource.
 #[derive(Debug)]
 pub struct Store {
-    resource: Resource,
+    resource: GroupVersionResource,
     inner: Mutex<Inner>,
     changed: watch::Sender<u64>,
     watchers: AtomicUsize,
@@ -44,19 +44,19 @@ pub struct Store {
 
 #[derive(Debug)]
 struct Inner {
-    kind: Option<Kind>,
-    objects: BTreeMap<Key, Arc<Object>>,
+    kind: Option<GroupVersionKind>,
+    objects: BTreeMap<NamespacedName, Arc<Object>>,
     bytes: usize,
     /// 0: never filled.
     version: u64,
-    window: Window,
-    history: History,
+    window: EventBuffer,
+    history: Epoch,
     lost: Option<SystemTime>,
     /// When that was noticed, of a source that was there.
     noticed: Option<Instant>,
     /// Since when a source that is in touch has known less than this store.
     behind: Option<Instant>,
-    states: VecDeque<(Instant, Arc<State>)>,
+    states: VecDeque<(Instant, Arc<ListState>)>,
 }
 
 /// All objects at one version.
@@ -92,7 +92,7 @@ pub struct Status {
 
 /// Which history it is: versions and numbers of another one mean nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct History {
+pub(crate) struct Epoch {
     /// How often all began anew.
     pub(crate) number: u64,
     /// How often what happened was guessed from two lists: a reader who is read from in turn must not take such guesses for what
@@ -102,9 +102,9 @@ pub(crate) struct History {
 
 /// All objects at one version, for whoever begins to read.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct ListState {
     pub(crate) version: u64,
-    pub(crate) history: History,
+    pub(crate) history: Epoch,
     /// The number of the first event after it.
     pub(crate) next: u64,
     pub(crate) objects: Vec<Arc<Object>>,
@@ -112,7 +112,7 @@ pub(crate) struct State {
 
 /// What a reader gets that asks for events.
 #[derive(Debug)]
-pub(crate) enum Told {
+pub(crate) enum EventBatch {
     /// These, and the number of the next.
     Events(Vec<Event>, u64),
     /// It has missed some, or they belong to another history.
@@ -121,7 +121,7 @@ pub(crate) enum Told {
 
 /// Why there is no state at a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unknown {
+pub(crate) enum VersionError {
     /// It was never filled.
     Empty,
     /// The version is behind what is known.
@@ -132,9 +132,9 @@ pub(crate) enum Unknown {
 
 /// A watch is open as long as this lives.
 #[derive(Debug)]
-pub(crate) struct Watching(Arc<Store>);
+pub(crate) struct WatchGuard(Arc<Store>);
 
-impl Drop for Watching {
+impl Drop for WatchGuard {
     fn drop(&mut self) {
         self.0.watchers.fetch_sub(1, Relaxed);
     }
@@ -148,7 +148,7 @@ impl Inner {
         before
     }
 
-    fn take(&mut self, key: &Key) -> Option<Arc<Object>> {
+    fn take(&mut self, key: &NamespacedName) -> Option<Arc<Object>> {
         let before = self.objects.remove(key)?;
         self.bytes -= before.weight();
         Some(before)
@@ -186,15 +186,15 @@ impl Inner {
 }
 
 impl Store {
-    pub(crate) fn new(resource: Resource, window: usize) -> Self {
+    pub(crate) fn new(resource: GroupVersionResource, window: usize) -> Self {
         Self {
             inner: Mutex::new(Inner {
                 kind: resource.kind(),
                 objects: BTreeMap::new(),
                 bytes: 0,
                 version: 0,
-                window: Window::new(window),
-                history: History::default(),
+                window: EventBuffer::new(window),
+                history: Epoch::default(),
                 lost: Some(UNIX_EPOCH),
                 noticed: None,
                 behind: None,
@@ -211,12 +211,12 @@ impl Store {
     }
 
     /// Which resource it is.
-    pub fn resource(&self) -> &Resource {
+    pub fn resource(&self) -> &GroupVersionResource {
         &self.resource
     }
 
     /// Its kind, once that is known.
-    pub(crate) fn kind(&self) -> Option<Kind> {
+    pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
         self.inner().kind.clone()
     }
 
@@ -267,9 +267,9 @@ impl Store {
         Some(GRACE.saturating_sub(age).max(TURN.saturating_sub(turns)))
     }
 
-    pub(crate) fn watching(self: &Arc<Self>) -> Watching {
+    pub(crate) fn watching(self: &Arc<Self>) -> WatchGuard {
         self.watchers.fetch_add(1, Relaxed);
-        Watching(self.clone())
+        WatchGuard(self.clone())
     }
 
     /// All of it, for the disk.
@@ -292,7 +292,7 @@ impl Store {
         if inner.version > 0 {
             return;
         }
-        inner.kind = Some(Kind {
+        inner.kind = Some(GroupVersionKind {
             kind: snapshot.kind,
             namespaced: snapshot.namespaced,
         });

@@ -4,14 +4,14 @@
 //! until then. So a slow one holds no queue; one that is too slow finds its events gone, is told 410, and lists again.
 
 use crate::{
-    cache::Encoded,
-    encode::{ADDED, DELETED, Encoding, MODIFIED},
-    failure::Failure,
+    encode::{ADDED, DELETED, Encoder, MODIFIED},
+    event_buffer::Event,
     list,
-    query::Options,
+    list_options::ListOptions,
+    response_cache::ResponseCache,
     selector::Selector,
-    store::{History, State, Store, Told, Unknown, Watching},
-    window::Event,
+    status::ApiStatus,
+    store::{Epoch, EventBatch, ListState, Store, VersionError, WatchGuard},
 };
 use bytes::{Bytes, BytesMut};
 use futures_util::stream::{self, BoxStream, StreamExt};
@@ -38,34 +38,34 @@ const EVENTS: usize = 64;
 /// One watch.
 pub(crate) struct Watch {
     pub(crate) store: Arc<Store>,
-    pub(crate) encoding: Encoding,
+    pub(crate) encoding: Encoder,
     pub(crate) selector: Selector,
-    pub(crate) cache: Encoded,
-    options: Options,
-    phase: Phase,
+    pub(crate) cache: ResponseCache,
+    options: ListOptions,
+    phase: WatchPhase,
     ends: Instant,
     bookmark: Instant,
     changed: watch::Receiver<u64>,
-    _counted: Watching,
+    _counted: WatchGuard,
 }
 
-enum Phase {
+enum WatchPhase {
     /// To be told what is there, from this object on.
-    Initial(Weak<State>, usize),
+    Initial(Weak<ListState>, usize),
     /// Knows a version that the store does not know yet.
     Ahead(u64),
     /// Knows a version that is too old to go on from.
     Expired(u64),
     /// To be told the events from this number on.
     Events {
-        history: History,
+        history: Epoch,
         next: u64,
     },
     Over,
 }
 
 /// What is told next.
-enum Step {
+enum NextEvent {
     Bytes(Bytes),
     /// There is nothing new.
     Wait,
@@ -79,21 +79,21 @@ impl Watch {
     /// If what is asked for cannot be; what a reader can mend by a list is told within the watch.
     pub(crate) async fn begin(
         store: &Arc<Store>,
-        (encoding, selector, cache): (Encoding, Selector, Encoded),
-        options: Options,
-    ) -> Result<Self, Failure> {
+        (encoding, selector, cache): (Encoder, Selector, ResponseCache),
+        options: ListOptions,
+    ) -> Result<Self, ApiStatus> {
         let version = options.number()?;
         let initial = options.initial_events;
         if initial.is_some() && options.version_match != "NotOlderThan" {
             let message = "sendInitialEvents wants resourceVersionMatch=NotOlderThan";
-            return Err(Failure::malformed(message));
+            return Err(ApiStatus::malformed(message));
         }
         if initial == Some(true) || options.fresh {
-            list::reach(store, version).await?;
+            list::wait_for_version(store, version).await?;
         }
-        let unknown = |why| Failure::unknown(store.resource(), version, why);
+        let unknown = |why| ApiStatus::unknown(store.resource(), version, why);
         let phase = if initial.unwrap_or(version == 0) {
-            Phase::Initial(store.state().map_err(unknown)?, 0)
+            WatchPhase::Initial(store.state().map_err(unknown)?, 0)
         } else {
             // From now on, for a reader that wants to begin anywhere without what is there.
             let from = if version == 0 {
@@ -102,11 +102,11 @@ impl Watch {
                 version
             };
             match store.after(from, options.fresh) {
-                Ok((history, next)) => Phase::Events { history, next },
-                Err(Unknown::Future(_)) => Phase::Ahead(from),
-                Err(why @ Unknown::Empty) => return Err(unknown(why)),
+                Ok((history, next)) => WatchPhase::Events { history, next },
+                Err(VersionError::Future(_)) => WatchPhase::Ahead(from),
+                Err(why @ VersionError::Empty) => return Err(unknown(why)),
                 // A failure of a watch that has been understood is told in it.
-                Err(Unknown::Expired) => Phase::Expired(from),
+                Err(VersionError::Expired) => WatchPhase::Expired(from),
             }
         };
         let ends = options
@@ -141,10 +141,10 @@ impl Watch {
             self.changed.mark_unchanged();
             match self.step() {
                 // An empty chunk is none.
-                Step::Bytes(bytes) if bytes.is_empty() => continue,
-                Step::Bytes(bytes) => return Some(bytes),
-                Step::Over => return None,
-                Step::Wait => {}
+                NextEvent::Bytes(bytes) if bytes.is_empty() => continue,
+                NextEvent::Bytes(bytes) => return Some(bytes),
+                NextEvent::Over => return None,
+                NextEvent::Wait => {}
             }
             let stale = self.options.fresh.then(|| self.store.ages_in()).flatten();
             let stale = stale.map(|within| Instant::now() + within);
@@ -155,7 +155,7 @@ impl Watch {
                 () = sleep_until(until) => {
                     let now = Instant::now();
                     if now >= self.ends {
-                        self.phase = Phase::Over;
+                        self.phase = WatchPhase::Over;
                     }
                     // A follower finds somebody who is in touch.
                     if self.options.fresh && self.store.age().is_some() {
@@ -172,39 +172,39 @@ impl Watch {
         }
     }
 
-    fn step(&mut self) -> Step {
+    fn step(&mut self) -> NextEvent {
         match &self.phase {
-            Phase::Over => Step::Over,
-            Phase::Expired(version) => self.fail(&Failure::too_old(*version)),
-            Phase::Initial(state, from) => match state.upgrade() {
+            WatchPhase::Over => NextEvent::Over,
+            WatchPhase::Expired(version) => self.fail(&ApiStatus::too_old(*version)),
+            WatchPhase::Initial(state, from) => match state.upgrade() {
                 Some(state) => self.tell(&state.clone(), *from),
-                None => self.fail(&Failure::expired(
+                None => self.fail(&ApiStatus::expired(
                     "the state at which this watch began is gone: it was read too slowly",
                 )),
             },
-            Phase::Ahead(version) => {
+            WatchPhase::Ahead(version) => {
                 let version = *version;
                 match self.store.after(version, self.options.fresh) {
                     Ok((history, next)) => {
-                        self.phase = Phase::Events { history, next };
+                        self.phase = WatchPhase::Events { history, next };
                         self.step()
                     }
-                    Err(Unknown::Expired) => self.fail(&Failure::too_old(version)),
-                    Err(_) => Step::Wait,
+                    Err(VersionError::Expired) => self.fail(&ApiStatus::too_old(version)),
+                    Err(_) => NextEvent::Wait,
                 }
             }
-            Phase::Events { history, next } => {
+            WatchPhase::Events { history, next } => {
                 let (history, next) = (*history, *next);
                 match self
                     .store
                     .events(history, next, (EVENTS, self.options.fresh))
                 {
-                    Told::Missed => self.fail(&Failure::expired(
+                    EventBatch::Missed => self.fail(&ApiStatus::expired(
                         "too old resource version: what came after it is not known here any more",
                     )),
-                    Told::Events(events, _) if events.is_empty() => Step::Wait,
-                    Told::Events(events, next) => {
-                        self.phase = Phase::Events { history, next };
+                    EventBatch::Events(events, _) if events.is_empty() => NextEvent::Wait,
+                    EventBatch::Events(events, next) => {
+                        self.phase = WatchPhase::Events { history, next };
                         self.events(&events)
                     }
                 }
@@ -212,13 +212,13 @@ impl Watch {
         }
     }
 
-    fn fail(&mut self, failure: &Failure) -> Step {
-        self.phase = Phase::Over;
-        Step::Bytes(self.encoding.error(failure))
+    fn fail(&mut self, failure: &ApiStatus) -> NextEvent {
+        self.phase = WatchPhase::Over;
+        NextEvent::Bytes(self.encoding.error(failure))
     }
 
     /// What is there, a chunk at a time.
-    fn tell(&mut self, state: &State, from: usize) -> Step {
+    fn tell(&mut self, state: &ListState, from: usize) -> NextEvent {
         let mut bytes = BytesMut::new();
         let mut at = from;
         for object in state.objects.iter().skip(from) {
@@ -231,12 +231,12 @@ impl Watch {
             }
         }
         if at < state.objects.len() {
-            if let Phase::Initial(_, from) = &mut self.phase {
+            if let WatchPhase::Initial(_, from) = &mut self.phase {
                 *from = at;
             }
-            return Step::Bytes(bytes.freeze());
+            return NextEvent::Bytes(bytes.freeze());
         }
-        self.phase = Phase::Events {
+        self.phase = WatchPhase::Events {
             history: state.history,
             next: state.next,
         };
@@ -246,17 +246,17 @@ impl Watch {
         if bytes.is_empty() {
             return self.step();
         }
-        Step::Bytes(bytes.freeze())
+        NextEvent::Bytes(bytes.freeze())
     }
 
-    fn events(&self, events: &[Event]) -> Step {
+    fn events(&self, events: &[Event]) -> NextEvent {
         let mut bytes = BytesMut::new();
         for event in events {
             if let Some(frame) = self.event(event) {
                 bytes.extend_from_slice(&frame);
             }
         }
-        Step::Bytes(bytes.freeze())
+        NextEvent::Bytes(bytes.freeze())
     }
 
     /// What an event is to a reader that wants only some of the objects.
@@ -299,7 +299,7 @@ impl Watch {
     /// A bookmark, if the reader wants them and has been told all.
     fn mark(&mut self) -> Option<Bytes> {
         let (history, version, next) = self.store.position();
-        let told = matches!(self.phase, Phase::Events { history: own, next: from } if (own, from) == (history, next));
+        let told = matches!(self.phase, WatchPhase::Events { history: own, next: from } if (own, from) == (history, next));
         (self.options.bookmarks && told).then(|| self.encoding.bookmark(version, false))
     }
 }

@@ -1,12 +1,20 @@
 //! Runtime pieces, no protocol of ours.
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent callers. `resolve`
-//! turns host names into addresses. `exposition` writes metrics as text, with those of the process.
+//! turns host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are
+//! what connections need: tasks with an owner, sockets, listeners, limits.
 
+pub mod backoff;
 mod cache;
+pub mod connection_limit;
 mod exposition;
+pub mod lingering_close;
+pub mod listener;
 mod process;
 mod resolve;
+pub mod socket;
+pub mod task;
+pub mod tcp_memory;
 
 pub use cache::{Cache, CachedValue};
 pub use exposition::Exposition;

@@ -12,7 +12,7 @@ pub(crate) enum Ca {
     /// Make the CA of a data directory, or have the one that is there signed by your own
     Init(CaInit),
     /// Make a certificate by which a caller is known to fronts
-    Caller(CaCaller),
+    Caller(CaClient),
     /// Let another root take the place of the one that signs, in three steps
     #[command(subcommand)]
     Rotate(Rotate),
@@ -47,22 +47,22 @@ pub(crate) enum Rotate {
     /// Make a new root that is trusted beside the one that signs, and signs nothing yet
     Prepare(RotatePrepare),
     /// Let the new root sign everything; the old one is trusted still
-    Activate(RotateStep),
+    Activate(RotateArgs),
     /// Trust the old root no more
-    Retire(RotateStep),
+    Retire(RotateArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RotatePrepare {
     #[command(flatten)]
-    pub(crate) operator: OperatorFiles,
+    pub(crate) operator: OperatorCaArgs,
     #[command(flatten)]
-    pub(crate) step: RotateStep,
+    pub(crate) step: RotateArgs,
 }
 
 /// Where an operator's own CA is, if one is to sign.
 #[derive(Debug, Default, Args)]
-pub(crate) struct OperatorFiles {
+pub(crate) struct OperatorCaArgs {
     /// Your own CA's certificate in PEM, then those by which it hangs on its root: it signs the root of this one, so
     /// that fronts are believed by whoever trusts yours
     #[arg(long, value_name = "FILE", requires = "from_key")]
@@ -73,7 +73,7 @@ pub(crate) struct OperatorFiles {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct RotateStep {
+pub(crate) struct RotateArgs {
     /// Go on although edges, or callers that trust your own CA alone, are left behind
     #[arg(long)]
     pub(crate) force: bool,
@@ -87,13 +87,13 @@ pub(crate) struct CaInit {
     #[arg(long, value_name = "NAME", default_value = "causeway.local")]
     pub(crate) trust_domain: causeway_certs::TrustDomain,
     #[command(flatten)]
-    pub(crate) operator: OperatorFiles,
+    pub(crate) operator: OperatorCaArgs,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct CaCaller {
+pub(crate) struct CaClient {
     /// Name of the caller
     #[arg(long)]
     pub(crate) name: String,

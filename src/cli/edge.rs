@@ -4,18 +4,18 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{ConfirmedArgs, DataDir, Listing};
+use super::{DataDir, ListFormat, NodeAttributeArgs};
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum EdgeOrder {
+pub(crate) enum EdgeCommand {
     /// Let a node in whose certificate another system makes; of a node that is known, confirm something else
     Add(EdgeAdd),
     /// End a node's tunnels within a second, and let it in no more
     Revoke(EdgeRevoke),
     /// Let a node in again that was revoked
-    Allow(EdgeNamed),
+    Allow(EdgeNameArg),
     /// Forget a node: it is let in again by a new token, by `add`, or where any node is (`any_node`); to shut one out, revoke it
-    Remove(EdgeNamed),
+    Remove(EdgeNameArg),
     /// On the node itself: give up this node's identity, which is kept aside; the next start joins anew with a token
     Leave(EdgeLeave),
     /// List the keys by which apps on nodes are known (`apps.*.pin`)
@@ -29,7 +29,7 @@ pub(crate) struct EdgeAdd {
     /// The node
     pub(crate) node: String,
     #[command(flatten)]
-    pub(crate) confirmed: ConfirmedArgs,
+    pub(crate) confirmed: NodeAttributeArgs,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }
@@ -49,7 +49,7 @@ pub(crate) struct EdgeRevoke {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct EdgeNamed {
+pub(crate) struct EdgeNameArg {
     /// The node
     pub(crate) node: String,
     #[command(flatten)]
@@ -71,8 +71,8 @@ pub(crate) struct EdgeLeave {
 #[derive(Debug, Args)]
 pub(crate) struct EdgePins {
     /// As a table, or as JSON
-    #[arg(short, long, value_enum, default_value_t = Listing::Table)]
-    pub(crate) output: Listing,
+    #[arg(short, long, value_enum, default_value_t = ListFormat::Table)]
+    pub(crate) output: ListFormat,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

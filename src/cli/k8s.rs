@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{DataDir, OperatorFiles};
+use super::{DataDir, OperatorCaArgs};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum K8s {
@@ -28,7 +28,7 @@ pub(crate) struct CaSecret {
     #[arg(long, value_name = "NAME", default_value = "causeway.local")]
     pub(crate) trust_domain: causeway_certs::TrustDomain,
     #[command(flatten)]
-    pub(crate) operator: OperatorFiles,
+    pub(crate) operator: OperatorCaArgs,
     /// Data directory of a gateway, whose CA it is to be; without it a new one is made
     #[arg(long, value_name = "DIR", conflicts_with_all = ["trust_domain", "from_certificate", "from_key"])]
     pub(crate) data_dir: Option<PathBuf>,

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use causeway_certs::Confirmed;
+use causeway_certs::NodeAttributes;
 use causeway_gateway::config::policy;
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -31,14 +31,14 @@ pub(crate) struct TokenCreate {
     #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
     pub(crate) ttl: Duration,
     #[command(flatten)]
-    pub(crate) confirmed: ConfirmedArgs,
+    pub(crate) confirmed: NodeAttributeArgs,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }
 
 /// What is confirmed of a node by whoever lets it in.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct ConfirmedArgs {
+pub(crate) struct NodeAttributeArgs {
     /// Confirmed address of the node; may be given several times
     #[arg(long = "address", value_name = "IP")]
     pub(crate) addresses: Vec<IpAddr>,
@@ -50,9 +50,9 @@ pub(crate) struct ConfirmedArgs {
     pub(crate) labels: Vec<(String, String)>,
 }
 
-impl ConfirmedArgs {
-    pub(crate) fn get(&self) -> Confirmed {
-        Confirmed {
+impl NodeAttributeArgs {
+    pub(crate) fn get(&self) -> NodeAttributes {
+        NodeAttributes {
             addresses: self.addresses.clone(),
             pool: self.pool.clone(),
             labels: self.labels.iter().cloned().collect(),
@@ -63,14 +63,14 @@ impl ConfirmedArgs {
 #[derive(Debug, Args)]
 pub(crate) struct TokenList {
     /// As a table, or as JSON
-    #[arg(short, long, value_enum, default_value_t = Listing::Table)]
-    pub(crate) output: Listing,
+    #[arg(short, long, value_enum, default_value_t = ListFormat::Table)]
+    pub(crate) output: ListFormat,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Listing {
+pub(crate) enum ListFormat {
     /// One line each
     Table,
     /// All that is known, in JSON

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
-use causeway_certs::{Ca, Confirmed, JoinToken, NodeName, Store};
+use causeway_certs::{Ca, JoinToken, NodeAttributes, NodeName, Store};
 
-use super::{ca, private};
+use super::{ca, private_file};
 use crate::cli::Bootstrap;
 use crate::output::outln;
 
@@ -29,7 +29,7 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
     }
     let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain, None)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
-    private::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
+    private_file::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
     for node in &nodes {
         let file = ask.out.join(format!("{node}.token"));
         outln!("{node}: {}", token(&store, node, &file, ask.token_ttl)?)?;
@@ -51,8 +51,10 @@ fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::
     if holds(store, node, file)? {
         return Ok(format!("the token in {place} still holds"));
     }
-    let token = store.tokens()?.create(node, ttl, Confirmed::default())?;
-    private::write(file, &format!("{}\n", token.text().expose()))?;
+    let token = store
+        .tokens()?
+        .create(node, ttl, NodeAttributes::default())?;
+    private_file::write(file, &format!("{}\n", token.text().expose()))?;
     let ttl = humantime::format_duration(ttl);
     Ok(format!("token in {place}, good for {ttl}, once"))
 }
@@ -91,7 +93,7 @@ fn caller(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String>
 mod tests {
     use super::*;
     use crate::cli::DataDir;
-    use causeway_certs::{NodeRecord, Standing};
+    use causeway_certs::{NodeRecord, NodeStatus};
     use rustls::pki_types::UnixTime;
 
     fn ask(folder: &Path) -> Bootstrap {
@@ -117,13 +119,13 @@ mod tests {
         let first = [read("ca.pem"), read("edge-1.token"), read("edge-2.token")];
         assert!(read("client.pem").contains("BEGIN CERTIFICATE"));
 
-        let store = Store::open(&ask.data.data_dir, causeway_certs::Access::Existing).unwrap();
+        let store = Store::open(&ask.data.data_dir, causeway_certs::OpenMode::Existing).unwrap();
         let spent = JoinToken::parse(first[1].trim()).unwrap();
         let node = NodeName::parse("edge-1").unwrap();
         store
             .tokens()
             .unwrap()
-            .redeem(&spent, (&node, Standing::New), UnixTime::now())
+            .redeem(&spent, (&node, NodeStatus::New), UnixTime::now())
             .unwrap();
         run(&ask).unwrap();
         assert_eq!(read("ca.pem"), first[0]);

@@ -8,12 +8,12 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::anyhow;
 use causeway_certs::{
-    Access, Backup, Ca as Authority, Leaf, OperatorCa, Shared, Store, StoreError, TakenUp,
-    TrustDomain,
+    Backup, Ca as Authority, ImportOutcome, LeafCertificate, OpenMode, OperatorCa, SharedCa, Store,
+    StoreError, TrustDomain,
 };
 
-use super::{data, operator, private, rotate};
-use crate::cli::{Ca, CaBackup, CaCaller, CaImport, CaInit};
+use super::{ca_rotate, data_dir, operator, private_file};
+use crate::cli::{Ca, CaBackup, CaClient, CaImport, CaInit};
 use crate::output::outln;
 
 /// Makes what was asked for.
@@ -21,7 +21,7 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
         Ca::Init(ask) => init(&ask).await,
         Ca::Caller(ask) => caller(&ask),
-        Ca::Rotate(order) => rotate::run(order).await,
+        Ca::Rotate(order) => ca_rotate::run(order).await,
         Ca::Backup(ask) => backup(&ask),
         Ca::Restore(ask) => restore(&ask),
         Ca::Import(ask) => import(&ask).await,
@@ -34,7 +34,7 @@ pub(super) fn ensure(
     trust_domain: &TrustDomain,
     operator: Option<&OperatorCa>,
 ) -> anyhow::Result<(Store, Authority)> {
-    let store = Store::open(data_dir, Access::Create)?;
+    let store = Store::open(data_dir, OpenMode::Create)?;
     let (ca, news) = match (store.ca()?, operator) {
         (Some(ca), None) => (ca, "there is a CA already, and it stays"),
         (Some(_), Some(operator)) => {
@@ -66,13 +66,13 @@ async fn init(ask: &CaInit) -> anyhow::Result<()> {
     )?;
     if let Some(operator) = &operator {
         operator::say(&ca, operator)?;
-        rotate::tell(directory).await?;
+        ca_rotate::notify_gateway(directory).await?;
     }
     Ok(())
 }
 
-fn caller(ask: &CaCaller) -> anyhow::Result<()> {
-    let (store, ca) = data::with_ca(&ask.data.data_dir)?;
+fn caller(ask: &CaClient) -> anyhow::Result<()> {
+    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
     let leaf = ca.issue_caller(&ask.name, &ask.groups, ask.ttl)?;
     let (chain, key) = write_caller(&ask.out, &ask.name, &leaf)?;
     outln!("certificate {}", chain.display())?;
@@ -87,7 +87,7 @@ fn caller(ask: &CaCaller) -> anyhow::Result<()> {
 }
 
 fn backup(ask: &CaBackup) -> anyhow::Result<()> {
-    let (store, ca) = data::with_ca(&ask.data.data_dir)?;
+    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
     store.backup()?.save(&ask.file)?;
     outln!(
         "CA {} with tickets, tokens and nodes: {}; keep it as you keep the CA itself",
@@ -100,7 +100,7 @@ fn backup(ask: &CaBackup) -> anyhow::Result<()> {
 fn restore(ask: &CaBackup) -> anyhow::Result<()> {
     let backup = Backup::read(&ask.file)?;
     let directory = &ask.data.data_dir;
-    let store = Store::open(directory, Access::Create)?;
+    let store = Store::open(directory, OpenMode::Create)?;
     store.restore(&backup).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and it is not overwritten; restore into an empty directory",
@@ -119,9 +119,9 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
 }
 
 async fn import(ask: &CaImport) -> anyhow::Result<()> {
-    let shared = Shared::read(&ask.from)?;
+    let shared = SharedCa::read(&ask.from)?;
     let directory = &ask.data.data_dir;
-    let store = Store::open(directory, Access::Create)?;
+    let store = Store::open(directory, OpenMode::Create)?;
     let taken = store.take_up(&shared).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and its edges would be lost; take up the one that it has (causeway k8s ca-secret --data-dir {} makes the Secret), or empty the directory",
@@ -131,17 +131,17 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
         error => error.into(),
     })?;
     outln!("{}", news(taken, shared.ca(), directory))?;
-    rotate::tell(directory).await?;
+    ca_rotate::notify_gateway(directory).await?;
     Ok(())
 }
 
 /// What became of the CA that others share.
-fn news(taken: TakenUp, shared: &Authority, directory: &Path) -> String {
+fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
     let ca = shared.fingerprint();
     match taken {
-        TakenUp::Now => format!("CA {ca} taken up"),
-        TakenUp::Before => format!("CA {ca} is there already"),
-        TakenUp::Behind => format!(
+        ImportOutcome::Now => format!("CA {ca} taken up"),
+        ImportOutcome::Before => format!("CA {ca} is there already"),
+        ImportOutcome::Behind => format!(
             "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate` or a signature, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
             directory = directory.display()
         ),
@@ -152,19 +152,19 @@ fn news(taken: TakenUp, shared: &Authority, directory: &Path) -> String {
 pub(super) fn write_caller(
     out: &Path,
     name: &str,
-    leaf: &Leaf,
+    leaf: &LeafCertificate,
 ) -> anyhow::Result<(PathBuf, PathBuf)> {
     let chain = out.join(format!("{name}.pem"));
     let key = out.join(format!("{name}-key.pem"));
-    private::write(&key, leaf.key_pem().expose())?;
-    private::write(&chain, &leaf.chain_pem())?;
+    private_file::write(&key, leaf.key_pem().expose())?;
+    private_file::write(&chain, &leaf.chain_pem())?;
     Ok((chain, key))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{DataDir, OperatorFiles};
+    use crate::cli::{DataDir, OperatorCaArgs};
     use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]
@@ -186,7 +186,7 @@ mod tests {
         };
         import(&ask).await.unwrap();
         assert_eq!(std::fs::read(data_dir.join("ca.json")).unwrap(), ahead);
-        let shared = Shared::read(folder.path()).unwrap();
+        let shared = SharedCa::read(folder.path()).unwrap();
         let said = news(
             store.take_up(&shared).unwrap(),
             shared.ca(),
@@ -207,7 +207,7 @@ mod tests {
         };
         let ask = || CaInit {
             trust_domain: "causeway.test".parse().unwrap(),
-            operator: OperatorFiles::default(),
+            operator: OperatorCaArgs::default(),
             data: data(),
         };
         init(&ask()).await.unwrap();
@@ -221,7 +221,7 @@ mod tests {
         let out = folder.path().to_owned();
         let groups = vec!["admins".into()];
         let ttl = Duration::from_hours(1);
-        caller(&CaCaller {
+        caller(&CaClient {
             name: "curl".into(),
             groups,
             ttl,

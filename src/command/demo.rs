@@ -6,7 +6,7 @@
 //! from manifests here; SIGUSR1 stops the gateway, for whoever wants to see that they go on reading.
 
 mod app;
-mod cloud;
+mod gateway;
 mod probe;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,16 +15,16 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
+use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use causeway_edge::Edge;
-use causeway_gateway::gateway::Addresses;
-use causeway_tunnel::task::Tasks;
-use cloud::Cloud;
+use causeway_gateway::server::BoundAddresses;
+use causeway_rt::task::TaskGroup;
+use gateway::DemoGateway;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-use super::admin;
+use super::admin_client;
 use crate::cli;
 use crate::output::outln;
 use crate::signal::Signals;
@@ -57,12 +57,12 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         Some(dir) => std::path::absolute(dir)?,
         None => temporary.path().to_owned(),
     };
-    let files = Files::make(&dir)?;
-    let cloud = Cloud::bind(&dir, args.listen)?;
+    let files = DemoFiles::make(&dir)?;
+    let cloud = DemoGateway::bind(&dir, args.listen)?;
     let (addresses, front) = (cloud.addresses.clone(), cloud.front);
     files
         .store
-        .write_runtime(admin::NAME, &addresses.admin.to_string())?;
+        .write_runtime(admin_client::NAME, &addresses.admin.to_string())?;
     outln!("causeway demo: a gateway and two edges in one process\n")?;
     outln!(
         "data directory  {}{}",
@@ -79,7 +79,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         addresses.admin
     )?;
 
-    let tasks = Tasks::default();
+    let tasks = TaskGroup::default();
     let (ask, demo) = (CancellationToken::new(), stop.clone());
     let serving = cloud.run(ask.clone());
     let running = async {
@@ -92,15 +92,15 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let (outcome, served) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
-    admin::forget(&files.store)?;
+    admin_client::forget(&files.store)?;
     outcome.and(served)
 }
 
 /// Starts the edges and shows that they can be reached.
 async fn begin(
-    files: &Files,
-    (addresses, front): (&Addresses, SocketAddr),
-    tasks: &Tasks,
+    files: &DemoFiles,
+    (addresses, front): (&BoundAddresses, SocketAddr),
+    tasks: &TaskGroup,
     stop: &CancellationToken,
 ) -> anyhow::Result<()> {
     let mut readers = Vec::new();
@@ -126,13 +126,13 @@ async fn begin(
         )?;
     }
     for (node, reader) in NODES.iter().zip(&readers) {
-        let patience = tokio::time::timeout(PATIENCE, cloud::read_at(*reader));
+        let patience = tokio::time::timeout(PATIENCE, gateway::read_at(*reader));
         let count = patience
             .await
             .with_context(|| format!("{node} has not read its cluster within {PATIENCE:?}"))??;
         outln!(
             "GET http://{reader}{SLICES}  200: {count} EndpointSlices that {node} has read",
-            SLICES = cloud::SLICES
+            SLICES = gateway::SLICES
         )?;
     }
     print_commands(files, front)?;
@@ -142,7 +142,7 @@ async fn begin(
     outln!("\nready")
 }
 
-fn print_commands(files: &Files, front: SocketAddr) -> anyhow::Result<()> {
+fn print_commands(files: &DemoFiles, front: SocketAddr) -> anyhow::Result<()> {
     let curl = |node: &str, rest: &str| {
         let to = if front.port() == PORT {
             format!("--resolve {node}:{PORT}:{}", front.ip())
@@ -183,7 +183,7 @@ fn print_commands(files: &Files, front: SocketAddr) -> anyhow::Result<()> {
 }
 
 fn print_reading(reader: SocketAddr) -> anyhow::Result<()> {
-    let (node, slices, id) = (NODES[0], cloud::SLICES, std::process::id());
+    let (node, slices, id) = (NODES[0], gateway::SLICES, std::process::id());
     outln!("\nWhat programs on {node} read of their cluster, from there:\n")?;
     outln!("curl -sS http://{reader}{slices}")?;
     outln!(
@@ -203,7 +203,7 @@ fn quoted(path: &Path) -> String {
 }
 
 /// What the demo and its user need from the data directory.
-struct Files {
+struct DemoFiles {
     dir: PathBuf,
     store: Store,
     root: PathBuf,
@@ -211,9 +211,9 @@ struct Files {
     caller: PathBuf,
 }
 
-impl Files {
+impl DemoFiles {
     fn make(dir: &Path) -> anyhow::Result<Self> {
-        let store = Store::open(dir, Access::Create)?;
+        let store = Store::open(dir, OpenMode::Create)?;
         let ca = if let Some(ca) = store.ca()? {
             ca
         } else {
@@ -248,10 +248,10 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 
 /// Starts one edge and its app; returns the app's address, and where programs read, when the edge has joined.
 async fn edge(
-    files: &Files,
+    files: &DemoFiles,
     node: &str,
     gateway: SocketAddr,
-    tasks: &Tasks,
+    tasks: &TaskGroup,
     stop: &CancellationToken,
 ) -> anyhow::Result<(SocketAddr, SocketAddr)> {
     let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -269,7 +269,7 @@ async fn edge(
         files
             .store
             .tokens()?
-            .create(&name, Duration::from_mins(10), Confirmed::default())?;
+            .create(&name, Duration::from_mins(10), NodeAttributes::default())?;
     let mut config = causeway_edge::Config {
         data_dir: files.dir.join(node),
         gateways: vec![gateway.to_string()],
@@ -278,7 +278,7 @@ async fn edge(
     };
     config.admin.listen = loopback;
     config.timeouts.drain = DRAIN;
-    config.reader = Some(causeway_edge::config::Reader {
+    config.reader = Some(causeway_edge::config::ApiCache {
         listen: loopback,
         ..Default::default()
     });

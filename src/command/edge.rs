@@ -4,33 +4,37 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use causeway_certs::{Access, Store};
+use causeway_certs::{OpenMode, Store};
 use causeway_edge::{Config, Edge, Error, Reloader};
 
-use super::{admin, cluster, explain, files as open_files};
+use super::{admin_client, explain, kubernetes, rlimit as open_files};
 use crate::cli::EdgeLeave;
-use crate::notify::Notify;
+use crate::config_loader::{self, ConfigSources};
 use crate::output::{errln, outln};
-use crate::reload::{self, Noted, Reasons};
-use crate::settings::{self, Sources};
+use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
+use crate::systemd::SystemdNotifier;
 
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
 /// Reads `sources` anew whenever there is a reason.
-pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyhow::Result<()> {
+pub(crate) async fn run(
+    config: Config,
+    sources: ConfigSources,
+    rejoin: bool,
+) -> anyhow::Result<()> {
     // A pool's leader has some hundreds of neighbours, and its own way to the cloud must never want for a file.
     open_files::raise();
     // Joining may take days: what changes meanwhile is a change.
-    let mut noted = Noted::default();
+    let mut noted = FileHashes::default();
     noted.files(files(&config, &sources));
     let mut signals = Signals::listen()?;
     let hangup = signals.hangup.take();
     let stop = signals.stop.clone();
-    let notify = Notify::from_environment();
+    let notify = SystemdNotifier::from_environment();
     let live = async {
         let drain = config.timeouts.drain;
         let tell = |why: &str| notify.not_joined(why);
-        let cluster = cluster::vouching(&config)?;
+        let cluster = kubernetes::vouching(&config)?;
         let opening = Box::pin(Edge::open_by(config, cluster, (&stop, &tell)));
         let bound = match Box::pin(notify.joining(opening)).await {
             // Asked to stop before it had joined: nothing was begun.
@@ -42,25 +46,26 @@ pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyho
         let reloader = bound.reloader();
         let store = bound.store().clone();
         // On a full disk an edge is needed all the same: `causeway health` then wants to be told the address.
-        if let Err(error) = store.write_runtime(admin::NAME, &bound.local_addr().to_string()) {
+        if let Err(error) = store.write_runtime(admin_client::NAME, &bound.local_addr().to_string())
+        {
             tracing::warn!(%error, "the admin address could not be noted");
         }
         let (reader, grace) = (bound.reader(), (stop.clone(), drain));
         let running = bound.run(stop.clone());
-        let reasons = Reasons {
+        let reasons = ReloadTriggers {
             hangup,
             asked,
             files: noted,
         };
-        let again = Arc::new(move |noted: &mut Noted| {
+        let again = Arc::new(move |noted: &mut FileHashes| {
             let done = reloaded(&sources, &reloader, noted);
             done.inspect_err(|_| reloader.refused())
         });
         let live = notify.edge(reader, grace, running);
-        let ended = Box::pin(reload::beside(live, reasons, again)).await;
+        let ended = Box::pin(reload::run_with_reload(live, reasons, again)).await;
         // A process that followed this one has noted its own address.
         if let Ok(_claim) = store.claim()
-            && let Err(error) = admin::forget(&store)
+            && let Err(error) = admin_client::forget(&store)
         {
             tracing::debug!(%error, "the admin address stays noted");
         }
@@ -72,9 +77,13 @@ pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyho
     }
 }
 
-fn reloaded(sources: &Sources, reloader: &Reloader, noted: &mut Noted) -> anyhow::Result<String> {
+fn reloaded(
+    sources: &ConfigSources,
+    reloader: &Reloader,
+    noted: &mut FileHashes,
+) -> anyhow::Result<String> {
     noted.files(sources.file.clone());
-    let config: Config = settings::load_anew(sources)?;
+    let config: Config = config_loader::reload(sources)?;
     noted.files(config.files());
     Ok(reloader.prepare(&config)?.apply().to_string())
 }
@@ -82,7 +91,7 @@ fn reloaded(sources: &Sources, reloader: &Reloader, noted: &mut Noted) -> anyhow
 /// Gives up the identity in an edge's data directory.
 pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
     let shown = ask.data_dir.display();
-    let store = Store::open(&ask.data_dir, Access::Existing).with_context(|| {
+    let store = Store::open(&ask.data_dir, OpenMode::Existing).with_context(|| {
         format!("{shown} is no data directory of an edge; name that by --data-dir")
     })?;
     let _claim = store.claim().with_context(|| {
@@ -114,6 +123,6 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 }
 
 /// All files that count.
-fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
+fn files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     sources.file.iter().cloned().chain(config.files()).collect()
 }

@@ -6,30 +6,30 @@ use std::{fmt, fs};
 
 use anyhow::{Context, anyhow, bail};
 use causeway_certs::Store;
-use causeway_gateway::config::{Found, NodePorts, Reloads};
+use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
-use causeway_pool::{Pool, manifests::Manifests};
+use causeway_pool::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
 
-use super::cluster::{self, Cluster, Listing};
-use super::{admin, files, manifests, policy};
-use crate::notify::Notify;
-use crate::reload::{self, Noted, Reasons};
-use crate::settings::{self, Sources};
+use super::kubernetes::{self, ClusterSenders, KubernetesControllers};
+use super::{admin_client, manifests, policy, rlimit};
+use crate::config_loader::{self, ConfigSources};
+use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
+use crate::systemd::SystemdNotifier;
 
 /// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
-pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Result<()> {
     let config = config.completed();
-    let (mut noted, mut signals) = (Noted::default(), Signals::listen()?);
+    let (mut noted, mut signals) = (FileHashes::default(), Signals::listen()?);
     noted.files(files(&config, &sources));
     let stop = signals.stop.clone();
-    let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
-    let rules = Rules::read(&config)?;
+    let (notify, drain) = (SystemdNotifier::from_environment(), config.timeouts.drain);
+    let rules = PolicyState::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
-    let cluster = Cluster::read(&config)
+    let cluster = KubernetesControllers::read(&config)
         .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
     match begun(&cluster, &config, (&mut signals, &notify)).await {
@@ -38,7 +38,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         None => return Ok(()),
     }
     let (reloads, asked) = causeway_config::reloads();
-    let reasons = Reasons {
+    let reasons = ReloadTriggers {
         hangup: signals.hangup.take(),
         asked,
         files: noted,
@@ -48,19 +48,19 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .policy(policy.reader())
         .reloads(reloads.clone());
     let bound = cluster
-        .beside(gateway)
+        .attach_to(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let pool = bound.pool();
     hold(dir.as_deref(), pool.as_ref())
         .inspect_err(|error| notify.status(&format!("{error:#}")))?;
-    let (listing, heard) = Heard::by(reloads);
+    let (listing, heard) = ClusterInputs::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
     let rules_now = policy.reader().rules();
     policy::warn_of_labels(rules_now.as_deref(), kubernetes.as_ref(), &store);
-    store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
-    let live = Live {
+    store.write_runtime(admin_client::NAME, &bound.addresses().admin.to_string())?;
+    let live = RunningGateway {
         sources,
         reloader: bound.reloader(),
         policy,
@@ -69,13 +69,13 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         text: Mutex::new(rules.text),
         store: store.clone(),
     };
-    let again = Arc::new(move |noted: &mut Noted| live.again(noted));
+    let again = Arc::new(move |noted: &mut FileHashes| live.again(noted));
     let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
     let live = notify.gateway(pulse, grace, bound.run(stop));
-    let live = Box::pin(reload::beside(live, reasons, again));
-    let live = Box::pin(cluster::beside(live, cluster));
+    let live = Box::pin(reload::run_with_reload(live, reasons, again));
+    let live = Box::pin(kubernetes::beside(live, cluster));
     let ended = signals.run(live).await;
-    admin::forget(&store)?;
+    admin_client::forget(&store)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
     }
@@ -83,7 +83,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
 }
 
 /// Has edges read what the manifests say, if there are any.
-fn hold(dir: Option<&Path>, pool: Option<&Arc<Pool>>) -> anyhow::Result<()> {
+fn hold(dir: Option<&Path>, pool: Option<&Arc<WatchCache>>) -> anyhow::Result<()> {
     if let Some(objects) = objects(dir, pool)? {
         tracing::info!(
             objects = objects.count(),
@@ -96,9 +96,9 @@ fn hold(dir: Option<&Path>, pool: Option<&Arc<Pool>>) -> anyhow::Result<()> {
 
 /// What a gateway cannot begin without; nothing if it is asked to stop meanwhile.
 async fn begun(
-    cluster: &Cluster,
+    cluster: &KubernetesControllers,
     config: &Config,
-    (signals, notify): (&mut Signals, &Notify),
+    (signals, notify): (&mut Signals, &SystemdNotifier),
 ) -> Option<anyhow::Result<()>> {
     let stop = signals.stop.clone();
     let tell = |why: &str| notify.not_begun(why);
@@ -108,13 +108,13 @@ async fn begun(
 }
 
 /// A gateway that runs.
-struct Live {
-    sources: Sources,
+struct RunningGateway {
+    sources: ConfigSources,
     reloader: Reloader,
     policy: PolicyWriter,
     /// What edges read.
-    pool: Option<Arc<Pool>>,
-    heard: Heard,
+    pool: Option<Arc<WatchCache>>,
+    heard: ClusterInputs,
     /// The nodes that have joined.
     store: Store,
     /// The text of the rules that are in force.
@@ -122,19 +122,19 @@ struct Live {
 }
 
 /// What the cluster has said until now.
-struct Heard {
+struct ClusterInputs {
     /// The ports that it lists; until they are known edges keep those that they know.
     listed: watch::Receiver<Option<NodePorts>>,
     /// Where edges reach this gateway, and how many there are.
-    found: watch::Receiver<Found>,
+    found: watch::Receiver<DiscoveredEndpoints>,
 }
 
-impl Heard {
+impl ClusterInputs {
     /// With what says it, and asks for it to be taken up.
-    fn by(reloads: Reloads) -> (Listing, Self) {
+    fn by(reloads: ReloadSender) -> (ClusterSenders, Self) {
         let (ports, listed) = watch::channel(None);
-        let (advertised, found) = watch::channel(Found::default());
-        let listing = Listing {
+        let (advertised, found) = watch::channel(DiscoveredEndpoints::default());
+        let listing = ClusterSenders {
             ports,
             advertised,
             reloads,
@@ -143,20 +143,20 @@ impl Heard {
     }
 }
 
-impl Live {
+impl RunningGateway {
     /// Reads everything anew, and notes where that is refused.
-    fn again(&self, noted: &mut Noted) -> anyhow::Result<String> {
+    fn again(&self, noted: &mut FileHashes) -> anyhow::Result<String> {
         let done = self.reload(noted);
         done.inspect_err(|_| self.reloader.refused())
     }
 
     /// Everything is read and built before anything is put into force.
-    fn reload(&self, noted: &mut Noted) -> anyhow::Result<String> {
+    fn reload(&self, noted: &mut FileHashes) -> anyhow::Result<String> {
         noted.files(self.sources.file.clone());
-        let config: Config = settings::load_anew(&self.sources)?;
+        let config: Config = config_loader::reload(&self.sources)?;
         let config = config.completed();
         noted.files(files(&config, &self.sources));
-        let rules = Rules::read(&config)?;
+        let rules = PolicyState::read(&config)?;
         let config = listing(config, self.heard.listed.borrow().as_ref())?;
         let config = config.advertising(&self.heard.found.borrow());
         let kubernetes = config.kubernetes.clone();
@@ -186,7 +186,10 @@ fn directory(config: &Config) -> Option<PathBuf> {
 }
 
 /// What edges read, where manifests say that.
-fn objects(dir: Option<&Path>, pool: Option<&Arc<Pool>>) -> anyhow::Result<Option<Manifests>> {
+fn objects(
+    dir: Option<&Path>,
+    pool: Option<&Arc<WatchCache>>,
+) -> anyhow::Result<Option<Manifests>> {
     let from = dir.zip(pool);
     from.map(|(dir, pool)| manifests::read(dir, pool.clone()))
         .transpose()
@@ -204,14 +207,14 @@ fn listing(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config>
 }
 
 /// Who may do what.
-struct Rules {
+struct PolicyState {
     file: Option<PathBuf>,
     /// As it was written.
     text: Option<String>,
     policy: Option<Policy>,
 }
 
-impl Rules {
+impl PolicyState {
     fn read(config: &Config) -> anyhow::Result<Self> {
         let file = config.policy.0.clone();
         let Some(path) = &file else {
@@ -231,7 +234,7 @@ impl Rules {
     }
 }
 
-impl fmt::Display for Rules {
+impl fmt::Display for PolicyState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.policy, &self.file) {
             (Some(policy), Some(file)) => {
@@ -244,7 +247,7 @@ impl fmt::Display for Rules {
 }
 
 /// All files that count.
-fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
+fn files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     let manifests = directory(config).map(|dir| manifests::files(&dir));
     let manifests = manifests.into_iter().flatten();
     let own = sources.file.iter().cloned().chain(config.files());
@@ -256,7 +259,10 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
     causeway_gateway::check(config)?;
     if let Some((readers, dir)) = config.readers.as_ref().zip(directory(config)) {
-        manifests::read(&dir, Pool::new(&readers.resources(), &readers.limits()))?;
+        manifests::read(
+            &dir,
+            WatchCache::new(&readers.resources(), &readers.limits()),
+        )?;
     }
     Ok(())
 }
@@ -264,7 +270,7 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 /// Takes as many files as the system gives, and lets callers have no more connections than fit: a gateway that is
 /// out of files could take no tunnel back.
 fn within_files(mut config: Config) -> Config {
-    config.limits.connections = files::allow(config.limits.connections);
+    config.limits.connections = rlimit::allow(config.limits.connections);
     config
 }
 

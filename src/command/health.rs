@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
-use super::admin::{self, Place};
+use super::admin_client::{self, Place};
 use crate::cli::Health;
 use crate::output::{errln, outln};
 
@@ -18,7 +18,7 @@ pub(super) const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     let path = if health.ready { "/readyz" } else { "/healthz" };
     for address in addresses(health.admin, health.data_dir)? {
-        let (status, body) = admin::get(&address, path).await?;
+        let (status, body) = admin_client::get(&address, path).await?;
         let said = String::from_utf8_lossy(&body);
         let said = said.trim();
         if !status.is_success() {
@@ -37,7 +37,7 @@ pub(super) fn addresses(
 ) -> anyhow::Result<Vec<Place>> {
     match (admin, data_dir) {
         (Some(address), _) => Ok(vec![address.into()]),
-        (None, Some(directory)) => Ok(vec![admin::address(None, &directory)?.0]),
+        (None, Some(directory)) => Ok(vec![admin_client::address(None, &directory)?.0]),
         (None, None) => running(&DATA.map(Path::new)),
     }
 }
@@ -47,9 +47,9 @@ pub(super) fn addresses(
 pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     for directory in directories {
-        match admin::noted(directory) {
+        match admin_client::address_from_data_dir(directory) {
             Ok(place) => found.extend(place),
-            Err(error) if admin::is_denied(&error) => unreadable = Some(error),
+            Err(error) if admin_client::is_denied(&error) => unreadable = Some(error),
             Err(error) => return Err(error),
         }
     }
@@ -75,7 +75,7 @@ pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_certs::{Access, Store};
+    use causeway_certs::{OpenMode, Store};
 
     #[test]
     fn whatever_runs_in_one_of_the_places_is_asked() {
@@ -88,15 +88,17 @@ mod tests {
             "{error}"
         );
 
-        let store = Store::open(&edge, Access::Create).unwrap();
+        let store = Store::open(&edge, OpenMode::Create).unwrap();
         assert!(
             running(&places).is_err(),
             "it has not noted its address yet"
         );
-        store.write_runtime(admin::NAME, "127.0.0.1:1\n").unwrap();
+        store
+            .write_runtime(admin_client::NAME, "127.0.0.1:1\n")
+            .unwrap();
         assert_eq!(running(&places).unwrap()[0].to_string(), "127.0.0.1:1");
 
-        Store::open(&gateway, Access::Create).unwrap();
+        Store::open(&gateway, OpenMode::Create).unwrap();
         std::fs::write(gateway.join("version"), "99").unwrap();
         assert!(
             running(&places).is_err(),

@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use causeway_certs::{Ca, Shared, certificates, encode_chain};
-use causeway_k8s::egress::Front;
+use causeway_certs::{Ca, SharedCa, certificates, encode_chain};
+use causeway_k8s::egress_config::Endpoint;
 use serde_json::json;
 
-use super::{data, operator};
+use super::{data_dir, operator};
 use crate::cli::{CaSecret, EgressConfig, K8s};
 use crate::output::{self, outln};
 
@@ -22,7 +22,7 @@ pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
             Ok(())
         }
         K8s::CaBundle(ask) => {
-            let (_, ca) = data::with_ca(&ask.data.data_dir)?;
+            let (_, ca) = data_dir::with_ca(&ask.data.data_dir)?;
             output::write(format_args!(
                 "{}",
                 bundle(&ca.bundle_pem(), &ask.kubelet_ca)?
@@ -55,13 +55,13 @@ fn bundle(own: &str, files: &[PathBuf]) -> anyhow::Result<String> {
 /// The Secret, as kubectl takes it.
 fn secret(ask: &CaSecret) -> anyhow::Result<String> {
     let shared = if let Some(directory) = &ask.data_dir {
-        data::with_ca(directory)?.0.shared()?
+        data_dir::with_ca(directory)?.0.shared()?
     } else {
         let mut ca = Ca::create(&ask.trust_domain)?;
         if let Some(operator) = operator::read(&ask.operator)? {
             (ca, _) = ca.signed_by(&operator)?;
         }
-        Shared::new(ca)
+        SharedCa::new(ca)
     };
     let texts: BTreeMap<_, _> = shared.files()?.into();
     let secret = json!({
@@ -72,16 +72,16 @@ fn secret(ask: &CaSecret) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(&secret)?)
 }
 
-fn front(ask: EgressConfig) -> anyhow::Result<Front> {
+fn front(ask: EgressConfig) -> anyhow::Result<Endpoint> {
     let text = |path: &Path| {
         let text = path.to_str().map(str::to_owned);
         text.with_context(|| format!("{}: no text that YAML can hold", path.display()))
     };
     if let Some(path) = ask.socket {
-        return Ok(Front::Socket(text(&path)?));
+        return Ok(Endpoint::Socket(text(&path)?));
     }
     let needed = "the command line has asked for it";
-    Ok(Front::Tls {
+    Ok(Endpoint::Tls {
         url: ask.url.context(needed)?,
         ca: ask.ca.as_deref().map(text).transpose()?,
         certificate: text(&ask.certificate.context(needed)?)?,
@@ -93,8 +93,8 @@ fn front(ask: EgressConfig) -> anyhow::Result<Front> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::OperatorFiles;
-    use causeway_certs::{Access, Store, TrustDomain};
+    use crate::cli::OperatorCaArgs;
+    use causeway_certs::{OpenMode, Store, TrustDomain};
 
     #[test]
     fn a_bundle_has_our_roots_and_those_of_the_files_each_once_and_no_key() {
@@ -123,7 +123,7 @@ mod tests {
             namespace: "causeway".to_owned(),
             name: "causeway-ca".to_owned(),
             trust_domain: TrustDomain::parse("test.example").unwrap(),
-            operator: OperatorFiles::default(),
+            operator: OperatorCaArgs::default(),
             data_dir: None,
         };
         let made = |ask: &CaSecret| -> serde_json::Value {
@@ -134,10 +134,10 @@ mod tests {
         for (name, text) in first["stringData"].as_object().unwrap() {
             fs::write(folder.path().join(name), text.as_str().unwrap()).unwrap();
         }
-        let shared = Shared::read(folder.path()).unwrap();
+        let shared = SharedCa::read(folder.path()).unwrap();
         assert_eq!(shared.ca().trust_domain().to_string(), "test.example");
         let data = folder.path().join("data");
-        let store = Store::open(&data, Access::Create).unwrap();
+        let store = Store::open(&data, OpenMode::Create).unwrap();
         store.take_up(&shared).unwrap();
         ask.data_dir = Some(data);
         assert_eq!(made(&ask), first);

@@ -14,7 +14,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
 use crate::cli::Cli;
-use crate::settings::{Key, keys};
+use crate::config_loader::{ConfigKey, keys};
 
 /// A term and what it means.
 type Term = (String, String);
@@ -173,7 +173,7 @@ fn sections(command: &Command, page: &mut Roff) {
 }
 
 /// All variables that a command reads, in words.
-fn variables(command: &Command, keys: &[Key]) -> Vec<Term> {
+fn variables(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
     let flags = command.get_arguments().filter_map(|arg| {
         let flag = format!("As --{}.", arg.get_long()?);
         Some((arg.get_env()?.to_str()?.to_owned(), flag))
@@ -193,7 +193,7 @@ fn variables(command: &Command, keys: &[Key]) -> Vec<Term> {
     flags.chain(settable).chain(common).collect()
 }
 
-fn meaning(key: &Key) -> String {
+fn meaning(key: &ConfigKey) -> String {
     key.help.replace('\n', " ")
 }
 

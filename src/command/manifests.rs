@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
-use causeway_pool::{Pool, manifests::Manifests};
+use causeway_pool::{WatchCache, manifests::Manifests};
 
-use crate::settings;
+use crate::config_loader;
 
 /// Files whose names end so are manifests.
 const ENDS: [&str; 3] = ["yaml", "yml", "json"];
@@ -32,13 +32,13 @@ pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
 ///
 /// # Errors
 /// If one of them is not what it should be; the error names the file.
-pub(super) fn read(dir: &Path, pool: Arc<Pool>) -> anyhow::Result<Manifests> {
+pub(super) fn read(dir: &Path, pool: Arc<WatchCache>) -> anyhow::Result<Manifests> {
     // A directory that cannot be read is not an empty one.
     fs::read_dir(dir).with_context(|| format!("readers.manifests: {}", dir.display()))?;
     let mut manifests = Manifests::new(pool);
     for file in files(dir).iter().skip(1) {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-        let value = settings::untyped(&text);
+        let value = config_loader::untyped(&text);
         let value = value.map_err(|fault| anyhow!("{}:{fault}", file.display()))?;
         manifests
             .add(value)
@@ -50,14 +50,14 @@ pub(super) fn read(dir: &Path, pool: Arc<Pool>) -> anyhow::Result<Manifests> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_pool::{Limits, Resource};
+    use causeway_pool::{CacheLimits, GroupVersionResource};
 
-    fn pool() -> Arc<Pool> {
-        let limits = Limits {
+    fn pool() -> Arc<WatchCache> {
+        let limits = CacheLimits {
             cache: 1 << 20,
             window: 1 << 20,
         };
-        Pool::new(&Resource::defaults(), &limits)
+        WatchCache::new(&GroupVersionResource::defaults(), &limits)
     }
 
     #[test]

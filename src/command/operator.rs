@@ -9,11 +9,11 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::Context;
 use causeway_certs::{Ca, OperatorCa};
 
-use crate::cli::OperatorFiles;
+use crate::cli::OperatorCaArgs;
 use crate::output::outln;
 
 /// The operator's CA, if it is to sign.
-pub(super) fn read(files: &OperatorFiles) -> anyhow::Result<Option<OperatorCa>> {
+pub(super) fn read(files: &OperatorCaArgs) -> anyhow::Result<Option<OperatorCa>> {
     let (Some(certificate), Some(key)) = (&files.from_certificate, &files.from_key) else {
         return Ok(None);
     };

@@ -7,16 +7,16 @@ use causeway_certs::{Pin, PinTable};
 use comfy_table::{Table, presets};
 use serde_json::json;
 
-use super::{data, nodes, token::date};
-use crate::cli::{EdgePins, EdgeUnpin, Listing};
+use super::{data_dir, edges, token::date};
+use crate::cli::{EdgePins, EdgeUnpin, ListFormat};
 use crate::output::outln;
 
 /// Shows them, by node and port.
 pub(super) fn list(ask: &EdgePins) -> anyhow::Result<()> {
-    let all = data::of_gateway(&ask.data.data_dir)?.pins().all()?;
+    let all = data_dir::of_gateway(&ask.data.data_dir)?.pins().all()?;
     match ask.output {
-        Listing::Table => outln!("{}", table(&all))?,
-        Listing::Json => {
+        ListFormat::Table => outln!("{}", table(&all))?,
+        ListFormat::Json => {
             let rows: Vec<_> = rows(&all)
                 .map(|(node, port, pin)| {
                     json!({ "node": node, "port": port, "key": pin.key, "since": date(pin.since) })
@@ -59,7 +59,7 @@ fn table(all: &PinTable) -> String {
 
 /// Forgets those of a node, or of one port of it.
 pub(super) async fn unpin(ask: EdgeUnpin) -> anyhow::Result<()> {
-    let (store, node) = nodes::open(&ask.data.data_dir, &ask.node)?;
+    let (store, node) = edges::open(&ask.data.data_dir, &ask.node)?;
     let forgotten = store.pins().forget(&node, ask.port)?;
     if forgotten.is_empty() {
         let which = match ask.port {
@@ -73,5 +73,5 @@ pub(super) async fn unpin(ask: EdgeUnpin) -> anyhow::Result<()> {
         "by which key {node} is known at {} is forgotten",
         ports.join(", ")
     );
-    nodes::tell(&ask.data.data_dir, &done).await
+    edges::notify_gateway(&ask.data.data_dir, &done).await
 }

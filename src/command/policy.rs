@@ -3,42 +3,43 @@
 //! The same code decides here and at every stream. Pool and labels of a node are those of the gateway's data
 //! directory, or given; a table that is tested brings its own, so that it can be run anywhere.
 
-mod table;
+mod test_table;
 
 use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
-use causeway_certs::{Access, NodeName, Store, StoreError};
+use causeway_certs::{NodeName, OpenMode, Store, StoreError};
 use causeway_gateway::{
     config::{
         self, Kubernetes,
-        policy::{self, Act},
+        policy::{self, Action},
     },
     state::{
         Node, Policy as Rules,
-        policy::{Decision, Matched, Question},
+        policy::{Decision, MatchedRule, PolicyInput},
     },
 };
 use causeway_tunnel::target;
 use hyper::{Method, Uri};
 
 use crate::cli::{Policy, PolicyCheck};
+use crate::config_loader;
 use crate::output::{errln, outln};
-use crate::settings;
 
 /// Answers what was asked.
 pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
     let answered = match policy {
         Policy::Check(ask) => check(&ask),
-        Policy::Test(ask) => table::run(&ask),
+        Policy::Test(ask) => test_table::run(&ask),
     };
     // A script that asks whether something is refused must not take a slip of the pen for a yes.
     answered.map_err(|error| {
-        if error.is::<No>() || error.is::<settings::Refused>() {
+        if error.is::<Denied>() || error.is::<config_loader::RejectedConfig>() {
             return error;
         }
-        settings::Refused::from(vec![format!("causeway: {}", super::explain(&error))]).into()
+        config_loader::RejectedConfig::from(vec![format!("causeway: {}", super::explain(&error))])
+            .into()
     })
 }
 
@@ -84,7 +85,7 @@ pub(crate) fn warn_of_labels(
 fn idle_labels(
     rules: &Rules,
     counts: impl Fn(&str) -> bool,
-) -> impl Iterator<Item = (&Matched, &str)> {
+) -> impl Iterator<Item = (&MatchedRule, &str)> {
     rules.by_labels().flat_map(move |(by, labels)| {
         let keys = labels.iter().map(|(key, _)| key.as_str());
         let idle: Vec<_> = keys.filter(|key| !counts(key)).collect();
@@ -95,11 +96,11 @@ fn idle_labels(
 /// It is refused, or an expectation is not met: the answer was given, and it is no.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct No(String);
+struct Denied(String);
 
 /// The rules of a file, compiled.
 pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
-    let (mut policy, lines) = settings::document::<policy::Policy>(file)?;
+    let (mut policy, lines) = config_loader::document::<policy::Policy>(file)?;
     for (index, rule) in policy.rules.iter_mut().enumerate() {
         rule.line = lines.of(&format!("rules[{index}]"));
     }
@@ -107,17 +108,17 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
         let said = faults
             .iter()
             .map(|fault| format!("{}: {}", fault.path, fault.message));
-        settings::Refused::from(said.collect::<Vec<_>>()).into()
+        config_loader::RejectedConfig::from(said.collect::<Vec<_>>()).into()
     })
 }
 
 /// A request as it is written down.
 #[derive(Debug)]
-struct Written {
+struct RequestSpec {
     to: To,
     port: u16,
     path: String,
-    act: Act,
+    act: Action,
 }
 
 /// The destination of the request.
@@ -128,25 +129,29 @@ enum To {
     Direct(IpAddr),
 }
 
-impl Written {
+impl RequestSpec {
     /// Of `https://edge-1:10250/exec/…`, or of `edge-1:22` where it is a CONNECT.
     fn of(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
         let says = || format!("\"{url}\" is no request's URL; write https://edge-1:10250/metrics");
         let (authority, path, act) = if method == Method::CONNECT {
-            (url.to_owned(), String::new(), Act::Connect)
+            (url.to_owned(), String::new(), Action::Connect)
         } else {
             let uri: Uri = url.parse().with_context(says)?;
             // `edge-1:9100` alone is read as an authority without a path, which no rule for paths matches.
             let http = matches!(uri.scheme_str(), Some("http" | "https"));
             let authority = uri.authority().filter(|_| http);
             let authority = authority.ok_or_else(|| anyhow!(says()))?;
-            let act = if upgrade { Act::Upgrade } else { Act::Request };
+            let act = if upgrade {
+                Action::Upgrade
+            } else {
+                Action::Request
+            };
             (authority.to_string(), uri.path().to_owned(), act)
         };
         let (host, port) = target::split(&authority)
             .map_err(|why| anyhow!("\"{authority}\" names no port of a node: {why}"))?;
         let to = match host.parse() {
-            Ok(address) if act == Act::Connect => To::Direct(address),
+            Ok(address) if act == Action::Connect => To::Direct(address),
             _ => To::Node(
                 NodeName::parse(host)
                     .with_context(|| format!("\"{host}\" is not the name of a node"))?,
@@ -166,12 +171,18 @@ impl Written {
     }
 
     /// What the rules say of this request by such a caller.
-    fn decide(&self, rules: &Rules, method: &Method, caller: &Who<'_>, node: &Node) -> Decision {
+    fn decide(
+        &self,
+        rules: &Rules,
+        method: &Method,
+        caller: &Subject<'_>,
+        node: &Node,
+    ) -> Decision {
         let (name, direct) = match &self.to {
             To::Node(name) => (Some(name), None),
             To::Direct(address) => (None, Some(*address)),
         };
-        rules.decide(&Question {
+        rules.decide(&PolicyInput {
             user: caller.user.unwrap_or_default(),
             groups: caller.groups,
             uris: caller.uris,
@@ -191,7 +202,7 @@ impl Written {
 
 /// Who asks.
 #[derive(Clone, Copy, Debug)]
-struct Who<'a> {
+struct Subject<'a> {
     user: Option<&'a str>,
     groups: &'a [String],
     uris: &'a [String],
@@ -201,9 +212,9 @@ struct Who<'a> {
 fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     let file = &ask.file.policy;
     let rules = read(file)?;
-    let mut written = Written::of(&ask.method, &ask.url, ask.upgrade)?;
+    let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade)?;
     let (node, is_known) = confirmed(ask, &mut written.to)?;
-    let caller = Who {
+    let caller = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
@@ -241,7 +252,7 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     }
     outln!("{}", said(&decision, file))?;
     if !decision.allow {
-        return Err(No("it is refused".into()).into());
+        return Err(Denied("it is refused".into()).into());
     }
     Ok(())
 }
@@ -282,7 +293,7 @@ fn depends_on_pool(
 /// Returns the facts of the node that are confirmed, as given or else as its gateway knows them, and whether the data directory
 /// knows the node. An address that a token confirmed is the node's.
 fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
-    let nodes = match Store::open(&ask.data.data_dir, Access::Existing) {
+    let nodes = match Store::open(&ask.data.data_dir, OpenMode::Existing) {
         // Rules are judged on other machines too.
         Err(StoreError::Missing { .. }) => Vec::new(),
         store => store?.nodes().all()?,

@@ -5,21 +5,22 @@
 use anyhow::bail;
 use hyper::{Method, StatusCode};
 
-use super::{admin, health};
+use super::{admin_client, health};
 use crate::cli::Reload;
+use crate::config_loader::RejectedConfig;
 use crate::output::outln;
-use crate::settings::Refused;
 
 /// Asks, and waits for the outcome.
 pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
     for address in health::addresses(reload.admin, reload.data_dir)? {
-        let (status, body) = admin::ask(Method::POST, &address, "/api/v1/reload").await?;
+        let (status, body) =
+            admin_client::request(Method::POST, &address, "/api/v1/reload").await?;
         let said = String::from_utf8_lossy(&body);
         let said = said.trim();
         match status {
             StatusCode::OK => outln!("{said}")?,
             StatusCode::UNPROCESSABLE_ENTITY => {
-                return Err(Refused::from(vec![said.to_owned()]).into());
+                return Err(RejectedConfig::from(vec![said.to_owned()]).into());
             }
             _ => bail!("{address} does not read its configuration anew: {status} {said}"),
         }

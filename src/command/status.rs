@@ -12,16 +12,16 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::admin::{self, Place};
+use super::admin_client::{self, Place};
+use super::ca_rotate;
 use super::health::{self, DATA};
-use super::rotate;
 use crate::cli::{Output, Status};
 use crate::output::outln;
 
 /// Asks the gateway or edge and prints what it says.
 pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     let (address, found) = address(status.admin, status.data_dir.as_deref())?;
-    let (code, body) = admin::get(&address, "/api/v1/edges")
+    let (code, body) = admin_client::get(&address, "/api/v1/edges")
         .await
         .with_context(|| format!("the admin address is {address}, {found}"))?;
     if code == StatusCode::NOT_FOUND {
@@ -52,7 +52,7 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     if let Some(remark) = reading(&address).await {
         outln!("\n{remark}")?;
     }
-    if let Some(remark) = rotate::remark(&address).await {
+    if let Some(remark) = ca_rotate::status_line(&address).await {
         outln!("\n{remark}")?;
     }
     Ok(())
@@ -65,12 +65,12 @@ fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(Pl
         let mut running = health::running(&DATA.map(Path::new))?;
         return Ok((running.swap_remove(0), "as its data directory says".into()));
     }
-    admin::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
+    admin_client::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
 }
 
 /// Prints what an edge says of itself.
 async fn of_edge(address: &Place, output: Output) -> anyhow::Result<()> {
-    let (code, body) = admin::get(address, "/status").await?;
+    let (code, body) = admin_client::get(address, "/status").await?;
     if !code.is_success() {
         bail!("{address} answers {code} to /status; is it the admin address of a gateway or edge?");
     }
@@ -140,7 +140,7 @@ fn time(millis: &Value) -> Value {
 
 /// Returns why the gateway is not ready, and its faults that keep no clients away: a line for each.
 async fn readiness(address: &Place) -> Vec<String> {
-    let Ok((code, body)) = admin::get(address, "/readyz").await else {
+    let Ok((code, body)) = admin_client::get(address, "/readyz").await else {
         return Vec::new();
     };
     let text = String::from_utf8_lossy(&body);
@@ -181,7 +181,9 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
 
 /// Returns a table of the certificates that the gateway uses.
 async fn certificates(address: &Place) -> Option<String> {
-    let (code, body) = admin::get(address, "/api/v1/certificates").await.ok()?;
+    let (code, body) = admin_client::get(address, "/api/v1/certificates")
+        .await
+        .ok()?;
     // An older gateway does not say.
     let all: Vec<Value> = serde_json::from_slice(&body)
         .ok()
@@ -227,7 +229,7 @@ fn left(value: &Value, now: SystemTime) -> Cell {
 
 /// What edges may read here, in one line, if they may read anything.
 async fn reading(address: &Place) -> Option<String> {
-    let (code, body) = admin::get(address, "/api/v1/pool").await.ok()?;
+    let (code, body) = admin_client::get(address, "/api/v1/pool").await.ok()?;
     // A gateway where they may not, or from before, says nothing of this.
     let kept: Value = serde_json::from_slice(&body)
         .ok()

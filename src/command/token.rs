@@ -4,13 +4,13 @@
 //! None is ever shown again: the gateway keeps a hash.
 
 use anyhow::{Context, bail, ensure};
-use causeway_certs::{Confirmed, NodePattern, NodeRecord, TokenBook, TokenRecord};
+use causeway_certs::{NodeAttributes, NodePattern, NodeRecord, TokenRecord, TokenStore};
 use comfy_table::{Table, presets};
 use rustls::pki_types::UnixTime;
 use serde_json::json;
 
-use super::data;
-use crate::cli::{Listing, Token, TokenCreate, TokenList, TokenRevoke};
+use super::data_dir;
+use crate::cli::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
 use crate::output::{errln, outln};
 
 /// Does what was asked for.
@@ -54,7 +54,7 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
         node.is_some() || ask.confirmed.addresses.is_empty(),
         "--address: an address is one node's; make a token for that node by its name"
     );
-    let (store, _) = data::with_ca(&ask.data.data_dir)?;
+    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
     let confirmed = ask.confirmed.get();
     let known = store.nodes().all()?;
     if let Some(known) = known
@@ -71,7 +71,7 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
 }
 
 /// Joining again replaces what is confirmed of a node.
-pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed, what: &str) {
+pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &NodeAttributes, what: &str) {
     if (&known.pool, &known.labels) == (&confirmed.pool, &confirmed.labels) {
         return;
     }
@@ -90,13 +90,13 @@ pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed, what: &s
 }
 
 fn list(ask: &TokenList) -> anyhow::Result<()> {
-    let (store, _) = data::with_ca(&ask.data.data_dir)?;
+    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
     let tokens = store.tokens()?;
     let records = tokens.all()?;
     let at = (&tokens, UnixTime::now().as_secs());
     match ask.output {
-        Listing::Table => outln!("{}", table(&records, at))?,
-        Listing::Json => {
+        ListFormat::Table => outln!("{}", table(&records, at))?,
+        ListFormat::Json => {
             let all: Vec<_> = records.iter().map(|record| row(record, at)).collect();
             outln!("{}", serde_json::to_string_pretty(&all)?)?;
         }
@@ -116,7 +116,7 @@ fn list(ask: &TokenList) -> anyhow::Result<()> {
 const ROOT_RETIRED: &str = "root_retired";
 
 /// What it is good for now.
-fn state(record: &TokenRecord, (tokens, now): (&TokenBook, u64)) -> &'static str {
+fn state(record: &TokenRecord, (tokens, now): (&TokenStore, u64)) -> &'static str {
     if record.revoked.is_some() {
         "revoked"
     } else if record.used.len() >= record.uses as usize {
@@ -131,7 +131,7 @@ fn state(record: &TokenRecord, (tokens, now): (&TokenBook, u64)) -> &'static str
 }
 
 /// All but the hash.
-fn row(record: &TokenRecord, at: (&TokenBook, u64)) -> serde_json::Value {
+fn row(record: &TokenRecord, at: (&TokenStore, u64)) -> serde_json::Value {
     let used = record
         .used
         .iter()
@@ -151,7 +151,7 @@ fn row(record: &TokenRecord, at: (&TokenBook, u64)) -> serde_json::Value {
     })
 }
 
-fn table(records: &[TokenRecord], at: (&TokenBook, u64)) -> String {
+fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
     if records.is_empty() {
         return "no tokens; make one with: causeway token create --node NAME".into();
     }
@@ -192,7 +192,7 @@ pub(super) fn date(seconds: u64) -> String {
 }
 
 fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
-    let (store, _) = data::with_ca(&ask.data.data_dir)?;
+    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
     let tokens = store.tokens()?;
     let mut unknown = Vec::new();
     for id in &ask.ids {
@@ -217,8 +217,8 @@ fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{ConfirmedArgs, DataDir};
-    use causeway_certs::{Access, Ca, JoinToken, Store};
+    use crate::cli::{DataDir, NodeAttributeArgs};
+    use causeway_certs::{Ca, JoinToken, OpenMode, Store};
     use std::path::Path;
     use std::time::Duration;
 
@@ -227,7 +227,7 @@ mod tests {
             node: node.into(),
             uses: 1,
             ttl: Duration::from_hours(1),
-            confirmed: ConfirmedArgs {
+            confirmed: NodeAttributeArgs {
                 addresses: vec!["10.0.0.7".parse().unwrap()],
                 pool: Some("north".into()),
                 labels: vec![("tier".into(), "gold".into())],
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn a_token_is_noted_with_what_it_confirms() {
         let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         store
             .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
             .unwrap();
@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn a_token_for_many_wants_a_pattern_and_has_no_address() {
         let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         store
             .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
             .unwrap();
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn a_token_of_a_retired_root_is_not_listed_as_good() {
         let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         store
             .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
             .unwrap();
@@ -299,7 +299,12 @@ mod tests {
             let records = tokens.all().unwrap();
             state(&records[0], (&tokens, records[0].created))
         };
-        let step = |step: fn(Ca) -> Result<(Ca, causeway_certs::Step), causeway_certs::CaError>| {
+        let step = |step: fn(
+            Ca,
+        ) -> Result<
+            (Ca, causeway_certs::RotationStep),
+            causeway_certs::CaError,
+        >| {
             store.change_ca(|ca| anyhow::Ok(step(ca)?)).unwrap();
             listed()
         };

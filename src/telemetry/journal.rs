@@ -24,9 +24,9 @@ pub(super) fn is_stderr() -> bool {
 }
 
 /// Format of events with the priority in front of each line.
-pub(super) struct WithPriority<F>(pub(super) F);
+pub(super) struct PriorityFormat<F>(pub(super) F);
 
-impl<S, N, F> FormatEvent<S, N> for WithPriority<F>
+impl<S, N, F> FormatEvent<S, N> for PriorityFormat<F>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

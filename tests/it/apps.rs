@@ -12,9 +12,9 @@ use crate::{
         until,
     },
 };
-use causeway_certs::Leaf;
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{self, Config, ErrorForm, Front, Kind};
+use causeway_certs::LeafCertificate;
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{self, Config, ErrorFormat, Listener, ListenerProtocol};
 use futures_util::future::join_all;
 use http_body_util::BodyExt;
 use hyper::Request;
@@ -48,7 +48,11 @@ pub(crate) fn by_path(head: &Head) -> Script {
 }
 
 /// The files of an app's configuration.
-pub(crate) fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>) -> config::App {
+pub(crate) fn asked(
+    folder: &Path,
+    authority: &Authority,
+    client: Option<&LeafCertificate>,
+) -> config::UpstreamTls {
     let file = |name: &str, text: &str| -> PathBuf {
         let path = folder.join(name);
         fs::write(&path, text).unwrap();
@@ -59,29 +63,29 @@ pub(crate) fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>)
         (chain, file("client.key", leaf.key_pem().expose()))
     });
     let (certificate, key) = shown.unzip();
-    config::App {
+    config::UpstreamTls {
         ca: Some(file("apps.pem", authority.pem())),
         certificate,
         key,
-        ..config::App::default()
+        ..config::UpstreamTls::default()
     }
 }
 
 /// A world that asks port 10250 of all nodes so, and lets edges in.
-async fn world(authority: &Authority, client: Option<&Leaf>) -> World {
+async fn world(authority: &Authority, client: Option<&LeafCertificate>) -> World {
     let build = World::build();
     let ours = asked(build.folder(), authority, client);
     let build = build.config(|config| drop(config.apps.insert(KUBELET, ours)));
-    let plain = Front {
-        errors: ErrorForm::Kubernetes,
-        ..front("kubernetes", Kind::Https)
+    let plain = Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..front("kubernetes", ListenerProtocol::Https)
     };
     build.front(plain).start().await
 }
 
 async fn edge(world: &World, node: &str, app: &App) -> Edge {
     let plan = world.edge(node);
-    plan.port_as(KUBELET, Scheme::Tcp, app.address())
+    plan.port_as(KUBELET, Protocol::Tcp, app.address())
         .address("192.0.2.7")
         .join()
         .await
@@ -305,9 +309,9 @@ async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_an
     let leaf = other.expired_app(&["edge-2"]);
     let app = App::https(other.serve(&leaf, false), by_path).await;
     let _edge = edge(&world, "edge-1", &app).await;
-    let any = config::App {
+    let any = config::UpstreamTls {
         verify: false,
-        ..config::App::default()
+        ..config::UpstreamTls::default()
     };
     world
         .reload(|config| drop(config.apps.insert(KUBELET, any)))
@@ -333,10 +337,10 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
     let refusing = App::refusing();
     let resetting = App::tcp(Script::new().reset()).await;
     let joining = world.edge("edge-1");
-    let joining = joining.port_as(5, Scheme::Tcp, resetting.address());
-    let joining = joining.port_as(1, Scheme::Tcp, clear.address());
-    let joining = joining.port_as(2, Scheme::Tcp, refusing.address());
-    let joining = joining.port_as(3, Scheme::Tcp, silent.address());
+    let joining = joining.port_as(5, Protocol::Tcp, resetting.address());
+    let joining = joining.port_as(1, Protocol::Tcp, clear.address());
+    let joining = joining.port_as(2, Protocol::Tcp, refusing.address());
+    let joining = joining.port_as(3, Protocol::Tcp, silent.address());
     let _edge = joining.join().await;
     for (port, status, reason, says) in [
         (
@@ -474,7 +478,7 @@ async fn an_edge_that_stops_waits_for_no_connection_that_rests() {
     let (world, mut first, app) = asked_once(|config| config.timeouts.idle_keepalive = long).await;
     first.kill().await;
     let patient = world.edge("edge-1");
-    let patient = patient.port_as(KUBELET, Scheme::Tcp, app.address());
+    let patient = patient.port_as(KUBELET, Protocol::Tcp, app.address());
     let patient = patient.config(|config| config.timeouts.drain = long);
     let mut edge = patient.join().await;
     let answer = world.caller().get("https://edge-1:10250/").await;
@@ -502,7 +506,10 @@ async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() 
     });
     let world = build.start().await;
     let joining = world.edge("edge-1");
-    let _edge = joining.port_as(KUBELET, Scheme::Tcp, address).join().await;
+    let _edge = joining
+        .port_as(KUBELET, Protocol::Tcp, address)
+        .join()
+        .await;
     let mut wire = world
         .caller()
         .tls_stream("edge-1", &["http/1.1"])

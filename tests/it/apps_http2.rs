@@ -14,7 +14,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{config::Config, state::PolicyWriter};
 use futures_util::future::join_all;
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
@@ -261,7 +261,7 @@ async fn road_by(
         config.apps.insert(9100, ours);
         change(config);
     });
-    Box::pin(Road::along(build, Scheme::Tcp, app)).await
+    Box::pin(Road::along(build, Protocol::Tcp, app)).await
 }
 
 /// An app that takes so many streams at once, and the road to it.

@@ -14,9 +14,9 @@ use crate::{
         until,
     },
 };
-use causeway_certs::{Ca, Certificate, Leaf, Store};
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{self, Callers, Front, Kind};
+use causeway_certs::{Ca, Certificate, LeafCertificate, Store};
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{self, ClientAuth, Listener, ListenerProtocol};
 use http_body_util::BodyExt;
 use hyper::Request;
 use serde_json::Value;
@@ -147,7 +147,7 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
     let span = span();
     let app = app(span).await;
     let build = Road::build().config(|config| config.tunnel.edge_certificate_lifetime = SHORT);
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let (ends, mut serials) = (Instant::now() + span, BTreeSet::new());
     let renewals = async {
         while Instant::now() < ends {
@@ -183,14 +183,14 @@ async fn alice(site: &Site) -> Caller {
     let made = causeway("ca caller --name alice").flag("--out", site.path("."));
     made.flag("--data-dir", site.data()).run().await.ok();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
-    let leaf = Leaf::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
+    let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
     // The one that signs comes first.
     let place = Place::Tls(site.front.parse().unwrap());
     site.nobody_at(place).certificate(&leaf)
 }
 
 fn roots(data: &Path) -> usize {
-    let store = Store::open(data, causeway_certs::Access::Existing);
+    let store = Store::open(data, causeway_certs::OpenMode::Existing);
     store.unwrap().edge().unwrap().unwrap().roots.len()
 }
 
@@ -308,22 +308,22 @@ async fn each_certificate_in_use_is_measured_and_warned_of_before_it_ends() {
     let shown = shown.unwrap();
     let client = other.issue_caller("causeway", &[], minute).unwrap();
     let ca = file("other.pem", &other.root_pem());
-    let listener = Front {
+    let listener = Listener {
         certificate: Some(config::Certificate {
             chain: file("shown.pem", &shown.chain_pem()),
             key: file("shown.key", shown.key_pem().expose()),
         }),
-        callers: Callers {
+        callers: ClientAuth {
             client_ca: vec![ca.clone()],
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("given", Kind::Https)
+        ..front("given", ListenerProtocol::Https)
     };
-    let app = config::App {
+    let app = config::UpstreamTls {
         ca: Some(ca),
         certificate: Some(file("client.pem", &client.chain_pem())),
         key: Some(file("client.key", client.key_pem().expose())),
-        ..config::App::default()
+        ..config::UpstreamTls::default()
     };
     let build = build.front(listener);
     let build = build.config(|config| drop(config.apps.insert(10250, app)));

@@ -11,8 +11,8 @@ use crate::{
         tool::{Tool, full, need},
     },
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::Kind;
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::ListenerProtocol;
 use std::{
     collections::BTreeMap,
     fs,
@@ -175,7 +175,7 @@ async fn callers_share_kept_connections_to_the_app() {
 async fn netcat_talks_through_a_tcp_front() {
     need!("nc");
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let message = answer::pattern(3 << 20);
     let said = nc(&road).input(message.clone()).run().await.ok();
     assert!(said.stdout == message, "{} bytes came", said.stdout.len());
@@ -185,7 +185,7 @@ async fn netcat_talks_through_a_tcp_front() {
 async fn an_app_that_speaks_first_is_heard_through_a_tcp_front() {
     need!("nc");
     let app = App::tcp(Script::new().write("220 ready\r\n").echo()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let mut nc = nc(&road).start();
     assert_eq!(nc.line().await, "220 ready");
     nc.send("QUIT\n").await;
@@ -198,7 +198,7 @@ async fn a_callers_half_close_leaves_the_other_half_open() {
     need!("nc");
     let script = Script::new().read_to_end().write("and this is the answer");
     let app = App::tcp(script).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let said = nc(&road).input("a question").run().await.ok();
     assert_eq!(said.text(), "and this is the answer");
     assert_eq!(app.body().await, b"a question");
@@ -214,7 +214,7 @@ async fn a_callers_half_close_leaves_the_other_half_open() {
 #[tokio::test]
 async fn an_apps_half_close_leaves_the_other_half_open() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Scheme::Tcp, listener.local_addr().unwrap()).await;
+    let road = Road::to_as(Protocol::Tcp, listener.local_addr().unwrap()).await;
     for connects in [false, true] {
         let mut wire = road.session(connects).await;
         let mut app = listener.accept().await.unwrap().0;
@@ -232,7 +232,7 @@ async fn an_apps_half_close_leaves_the_other_half_open() {
 async fn netcat_connects_over_a_unix_socket() {
     need!("nc");
     let app = App::tcp(Script::new().read_to_end().write("answered")).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     let nc = Tool::nc().args(["-U".as_ref(), road.socket().as_os_str()]);
     let said = nc.input(format!("{head}asked")).run().await.ok().text();
@@ -249,8 +249,8 @@ async fn netcat_connects_over_a_unix_socket() {
 async fn curl_proxies_through_a_connect_front_with_a_certificate() {
     need!("curl");
     let app = App::saying("hello").await;
-    let build = Road::build().front(front("connect", Kind::Connect));
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let build = Road::build().front(front("connect", ListenerProtocol::Connect));
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let proxied = |certificate: bool| {
         let proxy = format!("{GATEWAY_NAME}:{}", road.front("connect").port());
         let curl = Tool::curl()
@@ -278,11 +278,11 @@ async fn tls_inside_a_connect_is_between_the_caller_and_the_target() {
     need!("curl");
     let app = App::saying("hello").await;
     let world = World::build()
-        .front(front("connect", Kind::Connect))
+        .front(front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let inner = world.front("https");
-    let edge = world.edge("edge-1").port_as(443, Scheme::Tcp, inner);
+    let edge = world.edge("edge-1").port_as(443, Protocol::Tcp, inner);
     let _edge = edge.port(9100, app.address()).join().await;
     let proxy = format!("{GATEWAY_NAME}:{}", world.front("connect").port());
     let certificate = pair(&world);

@@ -9,8 +9,8 @@ use crate::world::{
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
-    config::{ErrorForm, Front, Kind, Kubernetes, policy},
-    state::{Member, Policy, PolicyWriter},
+    config::{ErrorFormat, Kubernetes, Listener, ListenerProtocol, policy},
+    state::{ClusterNode, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
 use tokio::{
@@ -22,29 +22,32 @@ use tokio_rustls::client::TlsStream;
 const HELLO: &str = "HTTP/1.1 200 ";
 
 /// A front that anybody may use, which dials on loopback.
-fn dialling(name: &str) -> Front {
-    Front {
+fn dialling(name: &str) -> Listener {
+    Listener {
         direct: vec!["127.0.0.0/8".parse().unwrap()],
-        ..anonymous(name, Kind::Connect)
+        ..anonymous(name, ListenerProtocol::Connect)
     }
 }
 
 async fn world() -> World {
-    let narrow = Front {
+    let narrow = Listener {
         direct: vec!["127.9.0.0/16".parse().unwrap()],
-        ..anonymous("narrow", Kind::Connect)
+        ..anonymous("narrow", ListenerProtocol::Connect)
     };
-    let api = Front {
-        errors: ErrorForm::Kubernetes,
+    let api = Listener {
+        errors: ErrorFormat::Kubernetes,
         ..dialling("api")
     };
-    let known = Front {
+    let known = Listener {
         anonymous: false,
         ..dialling("known")
     };
     let build = World::build().front(dialling("wide")).front(narrow);
     let build = build.front(api).front(known);
-    build.front(front("closed", Kind::Connect)).start().await
+    build
+        .front(front("closed", ListenerProtocol::Connect))
+        .start()
+        .await
 }
 
 async fn asked(world: &World, front: &str, target: &str) -> (TlsStream<TcpStream>, String) {
@@ -271,7 +274,7 @@ async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
     assert_problem(&answer, 503, "undecided", "not known yet: forbidden");
     world
         .nodes()
-        .cluster([(NodeName::parse("cloud-1").unwrap(), Member::default())].into());
+        .cluster([(NodeName::parse("cloud-1").unwrap(), ClusterNode::default())].into());
     let (_wire, answer) = asked(&world, "wide", &address).await;
     assert!(answer.starts_with(HELLO), "{answer}");
 }

@@ -9,7 +9,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use futures_util::future::join_all;
 use hyper::{Request, header::CONNECTION};
 use std::time::Duration;
@@ -20,7 +20,7 @@ const LONG: Duration = Duration::from_mins(10);
 
 async fn road(app: &App) -> Road {
     let build = World::build().config(|config| config.timeouts.drain = LONG);
-    Road::along(build, Scheme::Http, app.address()).await
+    Road::along(build, Protocol::Http, app.address()).await
 }
 
 fn by_path(head: &Head) -> Script {

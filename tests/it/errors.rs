@@ -10,10 +10,10 @@ use crate::world::{
     link::Link,
     until,
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
-    config::{Callers, ErrorForm, Front, Kind},
-    proxy::authorize::{Act, Ask, Authorize, Verdict},
+    config::{ClientAuth, ErrorFormat, Listener, ListenerProtocol},
+    proxy::authz::{Action, Authorize, AuthzDecision, AuthzRequest},
 };
 use futures_util::stream;
 use http_body_util::{BodyExt, StreamBody};
@@ -67,7 +67,7 @@ impl Deaf {
 
 #[tokio::test]
 async fn an_unknown_node_is_404() {
-    let front = anonymous("plain", Kind::Http);
+    let front = anonymous("plain", ListenerProtocol::Http);
     let world = World::build().front(front).start().await;
     let answer = world.caller_at("plain").get("http://edge-9:9100/").await;
     assert_problem(
@@ -122,7 +122,7 @@ async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
 
 #[tokio::test]
 async fn a_client_that_refuses_a_listeners_certificate_is_logged_with_its_server_name() {
-    let front = fixed("one", Kind::Https, "edge-1", 9100);
+    let front = fixed("one", ListenerProtocol::Https, "edge-1", 9100);
     let world = World::build().front(front).start().await;
     let caller = world.caller_at("one");
     let refused = caller.tls_stream("other.example", &["h2"]).await;
@@ -200,18 +200,18 @@ async fn a_node_whose_link_fell_silent_is_503_until_it_answers_again() {
 async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
     let build = World::build();
     let token = build.token("prometheus");
-    let callers = |own_ca| Callers {
+    let callers = |own_ca| ClientAuth {
         own_ca,
         tokens: Some(build.tokens()),
-        ..Callers::default()
+        ..ClientAuth::default()
     };
-    let both = Front {
+    let both = Listener {
         callers: callers(true),
-        ..front("both", Kind::Https)
+        ..front("both", ListenerProtocol::Https)
     };
-    let tokens = Front {
+    let tokens = Listener {
         callers: callers(false),
-        ..front("tokens", Kind::Http)
+        ..front("tokens", ListenerProtocol::Http)
     };
     let world = build.front(both).front(tokens).start().await;
     let refused = async |caller: crate::world::caller::Caller, says: &str, asks: &str| {
@@ -264,7 +264,7 @@ async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
 struct NoSecrets;
 
 impl Authorize for NoSecrets {
-    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let (caller, port) = (&ask.caller.name, ask.destination.port());
         let node = ask.destination.node().expect("a node");
         let sentence = format!(
@@ -272,11 +272,11 @@ impl Authorize for NoSecrets {
             ask.method, ask.path
         );
         match (ask.act, ask.path) {
-            (Act::Request, "/open") => Verdict::Allow,
-            (Act::Request, "/asked") => Verdict::Ask(Box::pin(async { Ok(()) })),
-            (Act::Request, "/undecided") => Verdict::Ask(Box::pin(std::future::pending())),
-            (Act::Upgrade, _) => Verdict::Ask(Box::pin(async { Err(sentence.into()) })),
-            _ => Verdict::Deny(sentence.into()),
+            (Action::Request, "/open") => AuthzDecision::Allow,
+            (Action::Request, "/asked") => AuthzDecision::Ask(Box::pin(async { Ok(()) })),
+            (Action::Request, "/undecided") => AuthzDecision::Ask(Box::pin(std::future::pending())),
+            (Action::Upgrade, _) => AuthzDecision::Ask(Box::pin(async { Err(sentence.into()) })),
+            _ => AuthzDecision::Deny(sentence.into()),
         }
     }
 }
@@ -317,7 +317,7 @@ async fn what_the_edges_owner_does_not_serve_is_403() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address());
-    let edge = edge.port_as(22, Scheme::Tcp, app.address());
+    let edge = edge.port_as(22, Protocol::Tcp, app.address());
     let _edge = edge
         .config(|config| config.allow.upgrades = false)
         .join()
@@ -340,7 +340,7 @@ async fn what_the_edges_owner_does_not_serve_is_403() {
 #[tokio::test]
 async fn a_refused_port_is_502_and_says_which_target() {
     let world = World::build()
-        .front(front("connect", Kind::Connect))
+        .front(front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::refusing();
@@ -395,7 +395,7 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
 
 #[tokio::test]
 async fn a_target_that_does_not_take_connections_is_504() {
-    let build = World::build().front(front("connect", Kind::Connect));
+    let build = World::build().front(front("connect", ListenerProtocol::Connect));
     let world = build.start().await;
     let deaf = Deaf::new();
     let edge = world.edge("edge-1").port(9100, deaf.address);
@@ -412,7 +412,7 @@ async fn a_target_that_does_not_take_connections_is_504() {
 
 #[tokio::test]
 async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
-    let build = World::build().front(front("connect", Kind::Connect));
+    let build = World::build().front(front("connect", ListenerProtocol::Connect));
     let world = build
         .config(|config| config.timeouts.open = SOON)
         .start()
@@ -701,7 +701,7 @@ async fn a_length_beside_chunks_hides_no_request() {
 #[tokio::test]
 async fn a_method_that_a_front_does_not_serve_is_405() {
     let world = World::build()
-        .front(front("connect", Kind::Connect))
+        .front(front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let answer = connect(&world, "https", "edge-1:22").await;
@@ -728,7 +728,7 @@ async fn connect(world: &World, front: &str, authority: &str) -> Answer {
 #[tokio::test]
 async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
     let world = World::build()
-        .front(front("connect", Kind::Connect))
+        .front(front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let answer = connect(&world, "connect", "edge-9:22").await;
@@ -744,13 +744,13 @@ async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
 
 #[tokio::test]
 async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
-    let kubernetes = |name, kind| Front {
-        errors: ErrorForm::Kubernetes,
+    let kubernetes = |name, kind| Listener {
+        errors: ErrorFormat::Kubernetes,
         ..front(name, kind)
     };
-    let world = World::build().front(kubernetes("api", Kind::Https));
+    let world = World::build().front(kubernetes("api", ListenerProtocol::Https));
     let world = world
-        .front(kubernetes("connect", Kind::Connect))
+        .front(kubernetes("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::refusing();
@@ -785,9 +785,9 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
 /// What an upgrade is answered kubectl reads as YAML, if it can: of `what: why` it would show nothing.
 #[tokio::test]
 async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
-    let front = Front {
-        errors: ErrorForm::Kubernetes,
-        ..front("api", Kind::Https)
+    let front = Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..front("api", ListenerProtocol::Https)
     };
     let world = World::build().front(front).start().await;
     let app = App::refusing();
@@ -819,9 +819,9 @@ async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
 
 #[tokio::test]
 async fn a_tcp_session_that_cannot_begin_is_reset_and_recorded() {
-    let front = Front {
+    let front = Listener {
         anonymous: true,
-        ..fixed("bytes", Kind::Tcp, "edge-1", 22)
+        ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
     };
     let world = World::build().front(front).start().await;
     let app = App::refusing();

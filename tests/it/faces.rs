@@ -11,8 +11,8 @@ use crate::{
         gateway::front,
     },
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{ErrorForm, Front, Kind};
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{ErrorFormat, Listener, ListenerProtocol};
 use std::time::Duration;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -208,17 +208,17 @@ async fn node_proxy_and_logs_share_a_connection_whatever_its_hosts() {
 #[tokio::test]
 async fn an_egress_selector_gets_a_bare_200_and_no_byte_before_its_own() {
     let app = App::tcp(Script::new().write("I speak first").echo()).await;
-    let strict = Front {
-        errors: ErrorForm::Kubernetes,
-        ..front("egress", Kind::Connect)
+    let strict = Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..front("egress", ListenerProtocol::Connect)
     };
     let build = World::build()
         .front(strict)
-        .front(front("other", Kind::Connect));
+        .front(front("other", ListenerProtocol::Connect));
     let world = build.start().await;
     let edge = world
         .edge("edge-1")
-        .port_as(10250, Scheme::Tcp, app.address());
+        .port_as(10250, Protocol::Tcp, app.address());
     let _edge = edge.address("10.97.0.11").join().await;
     let head = "CONNECT edge-1:10250 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     for target in ["edge-1:10250", "10.97.0.11:10250"] {
@@ -358,11 +358,11 @@ async fn cookies_that_an_app_sets_stay_apart() {
 async fn authorization_stays_here_unless_the_front_forwards_it() {
     let app = App::saying("it").await;
     for forwards in [false, true] {
-        let build = World::build().front(Front {
+        let build = World::build().front(Listener {
             forward_authorization: forwards,
-            ..front("https", Kind::Https)
+            ..front("https", ListenerProtocol::Https)
         });
-        let road = Road::along(build, Scheme::Http, app.address()).await;
+        let road = Road::along(build, Protocol::Http, app.address()).await;
         for caller in [road.caller(), road.http2()] {
             caller.bearer("secret").get(URL).await;
             let found = app.head().await.value("authorization");

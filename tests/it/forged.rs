@@ -9,7 +9,7 @@ use crate::world::{
     process::{Site, causeway},
     tool::{Ran, Tool, need},
 };
-use causeway_certs::{Access, Ca, Store};
+use causeway_certs::{Ca, OpenMode, Store};
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf};
@@ -131,9 +131,9 @@ const SPOILT: [Spoilt; 12] = [
 impl Forger {
     async fn start() -> Self {
         let site = Site::with("tunnel: { hello_timeout: 1s }").await;
-        let store = Store::open(site.data(), Access::Existing).unwrap();
+        let store = Store::open(site.data(), OpenMode::Existing).unwrap();
         let domain = store.ca().unwrap().unwrap().trust_domain().clone();
-        let other = Store::open(site.path("elsewhere"), Access::Create).unwrap();
+        let other = Store::open(site.path("elsewhere"), OpenMode::Create).unwrap();
         other.save_ca(&Ca::create(&domain).unwrap()).unwrap();
         for (folder, before) in [("gateway", ""), ("elsewhere", "other-")] {
             let text = fs::read_to_string(site.path(folder).join("ca.json")).unwrap();
@@ -282,7 +282,7 @@ impl Forger {
 
     /// The certificate and key of a node's edge.
     fn steal(&self, node: &str) {
-        let edge = Store::open(self.site.edge_data(node), Access::Existing).unwrap();
+        let edge = Store::open(self.site.edge_data(node), OpenMode::Existing).unwrap();
         let leaf = edge.edge().unwrap().unwrap().leaf;
         let [certificate, key] = self.files("stolen");
         fs::write(certificate, leaf.chain_pem()).unwrap();

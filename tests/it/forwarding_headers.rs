@@ -10,8 +10,8 @@ use crate::{
         tool::{Tool, need},
     },
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{ForwardingHeader, Front, Kind};
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{ForwardingHeader, Listener, ListenerProtocol};
 use std::net::SocketAddr;
 
 const UPGRADE: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade, X-Forwarded-For\r\nUpgrade: websocket\r\n\
@@ -84,9 +84,9 @@ async fn an_app_learns_address_scheme_and_host_and_no_client_forges_them() {
 #[tokio::test]
 async fn a_trusted_proxy_is_believed_and_nobody_else_at_the_same_listener() {
     let app = App::http(script).await;
-    let trusting = Front {
+    let trusting = Listener {
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
-        ..anonymous("trusting", Kind::Http)
+        ..anonymous("trusting", ListenerProtocol::Http)
     };
     let world = World::build().front(trusting).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -129,9 +129,9 @@ async fn a_trusted_proxy_is_believed_and_nobody_else_at_the_same_listener() {
 #[tokio::test]
 async fn a_listener_sets_the_fields_that_it_is_configured_for() {
     let app = App::http(script).await;
-    let some = Front {
+    let some = Listener {
         forwarding_headers: vec![ForwardingHeader::XForwardedProto],
-        ..anonymous("some", Kind::Http)
+        ..anonymous("some", ListenerProtocol::Http)
     };
     let world = World::build().front(some).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -152,11 +152,11 @@ async fn a_listener_sets_the_fields_that_it_is_configured_for() {
 #[tokio::test]
 async fn the_source_of_a_proxy_header_is_the_client() {
     let app = App::http(|_| answer::until_close("it")).await;
-    let proxied = Front {
+    let proxied = Listener {
         proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
         // The proxy is the peer of the socket, and no peer of a request.
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
-        ..anonymous("proxied", Kind::Http)
+        ..anonymous("proxied", ListenerProtocol::Http)
     };
     let world = World::build().front(proxied).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -200,7 +200,7 @@ async fn gunicorn_knows_by_which_scheme_it_is_asked() {
     need!("curl", "python:gunicorn");
     let mut app = Tool::python("gunicorn_server.py").start();
     let port: u16 = app.json().await["port"].to_string().parse().unwrap();
-    let road = Road::to_as(Scheme::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
+    let road = Road::to_as(Protocol::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
     for flag in ["--http1.1", "--http2"] {
         let curl = road.curl([flag, "-L", "--max-redirs", "5", "-w", " %{http_code}", URL]);
         let said = curl.run().await.ok().text();

@@ -11,7 +11,7 @@ use crate::{
         until,
     },
 };
-use causeway_certs::Leaf;
+use causeway_certs::LeafCertificate;
 use rustls::pki_types::{CertificateDer, pem::PemObject};
 use serde_json::Value;
 use std::{collections::BTreeSet, fs, path::PathBuf};
@@ -326,7 +326,7 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
     let mut edge = stands(&site, "edge-1", app.port()).await;
     let root = CertificateDer::from_pem_file(site.path("company-root.pem")).unwrap();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
-    let leaf = Leaf::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
+    let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
     let place = Place::Tls(site.front.parse().unwrap());
     let caller = Caller::new(place, &root, Log::default()).certificate(&leaf);
     let (ends, mut seen) = (Instant::now() + span, BTreeSet::new());

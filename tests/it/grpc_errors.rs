@@ -10,10 +10,10 @@ use crate::{
         tool::need,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
-    config::{ErrorForm, Front, Kind},
-    proxy::authorize::{Ask, Authorize, Verdict},
+    config::{ErrorFormat, Listener, ListenerProtocol},
+    proxy::authz::{Authorize, AuthzDecision, AuthzRequest},
 };
 use hyper::Request;
 
@@ -48,11 +48,11 @@ fn assert_grpc(answer: &Answer, code: &str, reason: &str, says: &str) {
 struct ByPath;
 
 impl Authorize for ByPath {
-    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         match ask.path {
-            "/denied" => Verdict::Deny("100 % no, señor".into()),
-            "/undecided" => Verdict::Undecided("nobody is there".into()),
-            _ => Verdict::Allow,
+            "/denied" => AuthzDecision::Deny("100 % no, señor".into()),
+            "/undecided" => AuthzDecision::Undecided("nobody is there".into()),
+            _ => AuthzDecision::Allow,
         }
     }
 }
@@ -60,9 +60,9 @@ impl Authorize for ByPath {
 #[tokio::test]
 async fn a_grpc_client_gets_status_and_message_of_each_error() {
     let broken = App::http(|_| answer::garbage()).await;
-    let kubernetes = Front {
-        errors: ErrorForm::Kubernetes,
-        ..front("kubernetes", Kind::Https)
+    let kubernetes = Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..front("kubernetes", ListenerProtocol::Https)
     };
     let build = World::build().front(kubernetes).authorizer(ByPath);
     let world = build.start().await;
@@ -142,7 +142,7 @@ async fn grpc_web_goes_by_http_1_and_its_client_gets_a_problem() {
 #[tokio::test]
 async fn a_real_grpc_client_reads_code_and_message() {
     need!("python:grpc");
-    let road = Road::to_as(Scheme::H2c, App::refusing().address()).await;
+    let road = Road::to_as(Protocol::H2c, App::refusing().address()).await;
     let error = async |name: &str, port: &str| {
         let client = road.python("grpc_client.py").args(["--error"]);
         let client = client.args(["--name", name, "--port", port]);

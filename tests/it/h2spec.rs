@@ -6,15 +6,15 @@ use crate::world::{
     gateway::fixed,
     tool::{Tool, need},
 };
-use causeway_gateway::config::{Front, Kind};
+use causeway_gateway::config::{Listener, ListenerProtocol};
 use std::time::Duration;
 
 #[tokio::test]
 async fn the_https_listener_passes_h2spec() {
     need!("h2spec");
-    let front = Front {
+    let front = Listener {
         anonymous: true,
-        ..fixed("web", Kind::Https, "edge-1", 9100)
+        ..fixed("web", ListenerProtocol::Https, "edge-1", 9100)
     };
     let world = World::build().front(front).start().await;
     let app = App::saying("an answer that is longer than the windows of some cases").await;

@@ -3,7 +3,7 @@
 //! Each test sends bytes that no honest client sends, and asks what of them reached the app.
 
 use crate::world::{GATEWAY_NAME, World, app::App, caller::assert_problem, gateway};
-use causeway_gateway::config::Kind;
+use causeway_gateway::config::ListenerProtocol;
 use std::net::SocketAddr;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -94,7 +94,7 @@ async fn a_body_that_breaks_the_protocol_is_not_the_nodes_fault() {
 #[tokio::test]
 async fn a_connect_has_no_content() {
     let world = World::build()
-        .front(gateway::front("connect", Kind::Connect))
+        .front(gateway::front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::saying("it").await;

@@ -9,9 +9,11 @@ use crate::world::{
     gateway::{anonymous, fixed, front},
     until,
 };
-use causeway_certs::{Ca, CsrKey, EdgeIdentity, EdgeKey, NodeName, TrustDomain, verify};
-use causeway_edge::{EnrolError, Error, config::Scheme};
-use causeway_gateway::config::{Callers, Front, Kind, Listen};
+use causeway_certs::{
+    Ca, EdgeIdentity, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey, verify,
+};
+use causeway_edge::{EnrolError, Error, config::Protocol};
+use causeway_gateway::config::{ClientAuth, ListenAddr, Listener, ListenerProtocol};
 use hyper::Request;
 use rustls::{AlertDescription as Alert, ClientConfig, pki_types::ServerName};
 use std::{
@@ -33,8 +35,8 @@ fn other_ca() -> Ca {
 
 /// An edge's identity by this CA, held for one of the world's.
 fn identity(world: &World, ca: &Ca, life: Duration) -> EdgeIdentity {
-    let key = EdgeKey::generate().unwrap();
-    let request = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let request = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let issued = ca.issue_edge(&request, &node, life).unwrap();
     let identity = EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap();
@@ -145,7 +147,7 @@ async fn an_edge_whose_certificate_has_expired_says_so() {
     });
     let world = world.start().await;
     let mut edge = world.edge("edge-1").open().await.unwrap();
-    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::Access::Existing);
+    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::OpenMode::Existing);
     let end = store.unwrap().edge().unwrap().unwrap().leaf.not_after();
     edge.stop().await;
     let end = SystemTime::UNIX_EPOCH + Duration::from_secs(end.as_secs() + 1);
@@ -175,7 +177,7 @@ async fn an_edge_whose_certificate_has_expired_joins_again_with_a_fresh_token() 
     let world = world.start().await;
     let mut edge = world.edge("edge-1").open().await.unwrap();
     edge.stop().await;
-    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::Access::Existing);
+    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::OpenMode::Existing);
     let store = store.unwrap();
     let first = store.edge().unwrap().unwrap().leaf.not_after();
     let end = SystemTime::UNIX_EPOCH + Duration::from_secs(first.as_secs() + 1);
@@ -272,13 +274,13 @@ async fn a_front_may_trust_another_ca_instead_of_our_own() {
     let theirs = other_ca();
     let file = build.folder().join("theirs.pem");
     std::fs::write(&file, theirs.root_pem()).unwrap();
-    let front = Front {
-        callers: Callers {
+    let front = Listener {
+        callers: ClientAuth {
             own_ca: false,
             client_ca: vec![file],
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("theirs", Kind::Https)
+        ..front("theirs", ListenerProtocol::Https)
     };
     let world = build.front(front).start().await;
     let app = App::saying("it").await;
@@ -343,7 +345,7 @@ async fn a_token_that_is_not_good_says_which_fault_it_has() {
     let unknown = text(stranger.token("edge-4", LIFE));
     let error = refused(world.edge("edge-4").token(&unknown)).await;
     assert!(
-        matches!(error, Error::Enrol(EnrolError::WrongCa(_))),
+        matches!(error, Error::Enrol(EnrolError::UnexpectedCa(_))),
         "{error}"
     );
     let node = NodeName::parse("edge-4").unwrap();
@@ -429,19 +431,19 @@ async fn keys_are_their_owners_only() {
 
 #[tokio::test]
 async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
-    let narrow = |name, kind| Front {
+    let narrow = |name, kind| Listener {
         anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
         anonymous_ports: vec![9100],
         ..anonymous(name, kind)
     };
-    let bytes = Front {
+    let bytes = Listener {
         anonymous: true,
         anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
-        ..fixed("bytes", Kind::Tcp, "edge-1", 22)
+        ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
     };
-    let world = World::build().front(narrow("plain", Kind::Http));
+    let world = World::build().front(narrow("plain", ListenerProtocol::Http));
     let world = world
-        .front(narrow("open", Kind::Https))
+        .front(narrow("open", ListenerProtocol::Https))
         .front(bytes)
         .start()
         .await;
@@ -451,7 +453,7 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         .edge("edge-1")
         .port(9100, app.address())
         .port(9101, app.address());
-    let _edge = edge.port_as(22, Scheme::Tcp, echo.address()).join().await;
+    let _edge = edge.port_as(22, Protocol::Tcp, echo.address()).join().await;
 
     let plain = world.caller_at("plain").from("127.0.0.2");
     assert_eq!(plain.get("http://edge-1:9100/").await.text(), "it");
@@ -489,10 +491,12 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
 
 #[tokio::test]
 async fn a_tcp_front_wants_tls_with_a_certificate() {
-    let front = fixed("bytes", Kind::Tcp, "edge-1", 22);
+    let front = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22);
     let world = World::build().front(front).start().await;
     let app = App::tcp(Script::new().write("hello")).await;
-    let edge = world.edge("edge-1").port_as(22, Scheme::Tcp, app.address());
+    let edge = world
+        .edge("edge-1")
+        .port_as(22, Protocol::Tcp, app.address());
     let _edge = edge.join().await;
     let caller = world.caller_at("bytes");
     let nobody = caller.clone().nobody().wire(GATEWAY_NAME, &[]).await;
@@ -513,16 +517,16 @@ async fn a_tcp_front_wants_tls_with_a_certificate() {
 async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
     let build = World::build();
     let token = build.token("prometheus");
-    let callers = Callers {
+    let callers = ClientAuth {
         own_ca: false,
         tokens: Some(build.tokens()),
-        ..Callers::default()
+        ..ClientAuth::default()
     };
-    let keeping = Front {
+    let keeping = Listener {
         callers,
-        ..front("keeping", Kind::Http)
+        ..front("keeping", ListenerProtocol::Http)
     };
-    let passing = Front {
+    let passing = Listener {
         name: "passing".to_owned(),
         forward_authorization: true,
         ..keeping.clone()
@@ -552,13 +556,13 @@ async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
 async fn a_wrong_token_is_never_nobody() {
     let build = World::build();
     build.token("prometheus");
-    let front = Front {
-        callers: Callers {
+    let front = Listener {
+        callers: ClientAuth {
             own_ca: false,
             tokens: Some(build.tokens()),
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..anonymous("plain", Kind::Http)
+        ..anonymous("plain", ListenerProtocol::Http)
     };
     let world = build.front(front).start().await;
     let caller = world.caller_at("plain");
@@ -581,12 +585,16 @@ async fn a_wrong_token_is_never_nobody() {
 async fn a_unix_socket_knows_its_caller_by_the_kernel() {
     let build = World::build();
     let path = build.folder().join("connect.sock");
-    let front = Front::new("unix", Kind::Connect, Listen::Unix(path.clone()));
+    let front = Listener::new(
+        "unix",
+        ListenerProtocol::Connect,
+        ListenAddr::Unix(path.clone()),
+    );
     let world = build.front(front).start().await;
     let echo = App::tcp(Script::new().write("hello").echo()).await;
     let edge = world
         .edge("edge-1")
-        .port_as(22, Scheme::Tcp, echo.address());
+        .port_as(22, Protocol::Tcp, echo.address());
     let _edge = edge.join().await;
     let socket = std::fs::metadata(&path).unwrap();
     assert_eq!(socket.permissions().mode() & 0o777, 0o600);

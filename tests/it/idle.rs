@@ -11,7 +11,7 @@ use crate::{
         },
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use http_body_util::BodyExt;
 use hyper::Request;
 use std::time::Duration;
@@ -31,7 +31,7 @@ async fn road(gate: &Gate) -> (App, Road) {
         config.timeouts.header = Duration::from_secs(3);
         config.timeouts.idle_keepalive = Duration::from_secs(1);
     });
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     (app, road)
 }
 

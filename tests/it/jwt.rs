@@ -11,7 +11,9 @@ use crate::world::{
     tool::{Ran, Tool, need},
     until,
 };
-use causeway_gateway::config::{Callers, Front, IdentityHeaders, Jwks, Jwt, Kind};
+use causeway_gateway::config::{
+    ClientAuth, IdentityHeaders, Jwks, Jwt, Listener, ListenerProtocol,
+};
 use hyper::Request;
 use serde_json::json;
 use std::fs;
@@ -20,14 +22,14 @@ use tokio::net::TcpListener;
 const URL: &str = "https://edge-1:9100/";
 
 /// An `https` front for JWTs of this issuer, and for what else `callers` say.
-fn jwts(jwt: Jwt, callers: Callers) -> Front {
-    Front {
-        callers: Callers {
+fn jwts(jwt: Jwt, callers: ClientAuth) -> Listener {
+    Listener {
+        callers: ClientAuth {
             own_ca: false,
             jwt: vec![jwt],
             ..callers
         },
-        ..front("jwt", Kind::Https)
+        ..front("jwt", ListenerProtocol::Https)
     }
 }
 
@@ -75,7 +77,7 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     let mut issuer = Issuer::start(&old);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let mut world = build.front(jwts(jwt, Callers::default())).start().await;
+    let mut world = build.front(jwts(jwt, ClientAuth::default())).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let (by_old, by_new) = (old.sign(&claims(&json!({}))), new.sign(&claims(&json!({}))));
@@ -142,9 +144,9 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
     let issuer = Issuer::start(&key);
     let build = World::build();
     let opaque = build.token("bob");
-    let callers = Callers {
+    let callers = ClientAuth {
         tokens: Some(build.tokens()),
-        ..Callers::default()
+        ..ClientAuth::default()
     };
     let jwt = issuer.jwt(build.folder());
     let world = build.front(jwts(jwt, callers)).start().await;
@@ -201,7 +203,7 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     let mut issuer = Issuer::silent(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let caller = world
@@ -237,7 +239,7 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
         jwks_ca: meant.jwt(build.folder()).jwks_ca,
         ..there.jwt(&build.folder().join("there"))
     };
-    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
     let token = key.sign(&claims(&json!({})));
     let answer = world.caller_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
     let refused = answer.get(URL).await;
@@ -255,7 +257,7 @@ async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
     let issuer = Issuer::start(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     for http2 in [false, true] {
@@ -282,7 +284,7 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
     let file = build.folder().join("keys.json");
     fs::write(&file, old.set()).unwrap();
     let jwt = Jwt::new("https://id.test", "causeway", Jwks::File(file.clone()));
-    let mut world = build.front(jwts(jwt, Callers::default())).start().await;
+    let mut world = build.front(jwts(jwt, ClientAuth::default())).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let caller = |key: &Key| {
@@ -312,10 +314,10 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
 }
 
 /// A front that takes all three, and tells the app who calls.
-fn telling(build: &Build, jwt: Jwt) -> Front {
-    let callers = Callers {
+fn telling(build: &Build, jwt: Jwt) -> Listener {
+    let callers = ClientAuth {
         tokens: Some(build.tokens()),
-        ..Callers::default()
+        ..ClientAuth::default()
     };
     let mut front = jwts(jwt, callers);
     front.callers.own_ca = true;
@@ -400,9 +402,9 @@ async fn trailers_do_not_tell_an_app_who_calls() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
-    let front = Front {
+    let front = Listener {
         identity_headers: told(),
-        ..jwts(issuer.jwt(build.folder()), Callers::default())
+        ..jwts(issuer.jwt(build.folder()), ClientAuth::default())
     };
     let world = build.front(front).start().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -427,11 +429,11 @@ async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
-    let connect = Front {
-        kind: Kind::Connect,
-        ..jwts(issuer.jwt(build.folder()), Callers::default())
+    let connect = Listener {
+        kind: ListenerProtocol::Connect,
+        ..jwts(issuer.jwt(build.folder()), ClientAuth::default())
     };
-    let bytes = fixed("bytes", Kind::Tcp, "edge-1", 9100);
+    let bytes = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100);
     let world = build.front(connect).front(bytes).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;

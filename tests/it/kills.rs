@@ -9,7 +9,7 @@ use crate::world::{
     tool::{full, need},
     until,
 };
-use causeway_certs::{Access, NodeName, NodeRecord, Pin, Store};
+use causeway_certs::{NodeName, NodeRecord, OpenMode, Pin, Store};
 use std::{
     collections::BTreeMap,
     fs,
@@ -69,7 +69,7 @@ const ORDERS: &[Order] = &[
 
 /// A node that has joined.
 fn join(data: &Path) {
-    let store = Store::open(data, Access::Existing).unwrap();
+    let store = Store::open(data, OpenMode::Existing).unwrap();
     let record = NodeRecord {
         node: NodeName::parse("edge-1").unwrap(),
         addresses: Vec::new(),
@@ -191,7 +191,7 @@ async fn a_restore_that_is_killed_at_any_write_has_restored_all_or_nothing() {
     order("edge revoke edge-1 --reason stolen", &template).await;
     let restores = format!("ca restore {}", file.display());
     let whole = async |data: &Path| {
-        let store = Store::open(data, Access::Existing).unwrap();
+        let store = Store::open(data, OpenMode::Existing).unwrap();
         let roots = store.ca().unwrap().unwrap().fingerprints().len();
         let tokens = fs::read_to_string(data.join("tokens.json")).unwrap();
         let revoked = store.nodes().all().unwrap()[0].revoked.is_some();

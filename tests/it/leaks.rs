@@ -10,7 +10,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use serde_json::json;
 use socket2::SockRef;
 use std::{io::ErrorKind, time::Duration};
@@ -26,7 +26,7 @@ const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000
 #[tokio::test]
 async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let mut taken = Vec::new();
     for front in ["https", "connect"] {
         let mut wire = match front {
@@ -55,7 +55,7 @@ async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go()
 async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
     let app = App::http(|_| answer::endless()).await;
     let build = Road::build().config(|config| config.timeouts.drain = Duration::from_secs(1));
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let get = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let mut wires: Vec<Box<dyn Wire>> = vec![
         Box::new(road.tls().await),

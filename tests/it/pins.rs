@@ -12,8 +12,8 @@ use crate::{
         until,
     },
 };
-use causeway_certs::{Fingerprint, Leaf, NodeName, Pin};
-use causeway_edge::config::Scheme;
+use causeway_certs::{Fingerprint, LeafCertificate, NodeName, Pin};
+use causeway_edge::config::Protocol;
 use causeway_gateway::config;
 use futures_util::future::join;
 use rustls::{
@@ -47,7 +47,7 @@ struct Shows {
 }
 
 impl Shows {
-    fn of(leaves: &[&Leaf], turns: bool) -> Arc<Self> {
+    fn of(leaves: &[&LeafCertificate], turns: bool) -> Arc<Self> {
         Arc::new(Self {
             keys: leaves.iter().map(|leaf| leaf.certified_key()).collect(),
             now: AtomicUsize::new(0),
@@ -78,10 +78,10 @@ impl ResolvesServerCert for Shows {
     }
 }
 
-fn pinned() -> config::App {
-    config::App {
+fn pinned() -> config::UpstreamTls {
+    config::UpstreamTls {
         pin: true,
-        ..config::App::default()
+        ..config::UpstreamTls::default()
     }
 }
 
@@ -93,7 +93,7 @@ async fn world() -> World {
 
 async fn edge(world: &World, app: &App) -> Edge {
     let plan = world.edge("edge-1");
-    plan.port_as(KUBELET, Scheme::Tcp, app.address())
+    plan.port_as(KUBELET, Protocol::Tcp, app.address())
         .join()
         .await
 }
@@ -104,7 +104,7 @@ async fn order(line: &str, data: &Path) -> Ended {
     order.flag("--data-dir", data).run().await
 }
 
-fn key(leaf: &Leaf) -> Fingerprint {
+fn key(leaf: &LeafCertificate) -> Fingerprint {
     Fingerprint::of_key(&leaf.chain()[0]).unwrap()
 }
 

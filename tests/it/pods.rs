@@ -8,8 +8,8 @@ use crate::world::{
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
-    config::{ErrorForm, Front, Kind},
-    proxy::pods::Pods,
+    config::{ErrorFormat, Listener, ListenerProtocol},
+    proxy::pod_route::PodLookup,
 };
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{borrow::Cow, time::Duration};
@@ -18,7 +18,7 @@ use std::{borrow::Cow, time::Duration};
 #[derive(Debug)]
 struct Known;
 
-impl Pods for Known {
+impl PodLookup for Known {
     fn node(
         &self,
         namespace: &str,
@@ -37,23 +37,23 @@ impl Pods for Known {
 }
 
 async fn world() -> World {
-    let api = Front {
-        errors: ErrorForm::Kubernetes,
+    let api = Listener {
+        errors: ErrorFormat::Kubernetes,
         port: Some(10250),
-        ..front("api", Kind::Https)
+        ..front("api", ListenerProtocol::Https)
     };
-    let open = Front {
+    let open = Listener {
         anonymous: true,
         ..api.clone()
     };
-    let open = Front {
+    let open = Listener {
         name: "open".into(),
         ..open
     };
     let build = World::build().pods(Known).front(api).front(open);
-    let build = build.front(Front {
+    let build = build.front(Listener {
         port: Some(10250),
-        ..front("others", Kind::Https)
+        ..front("others", ListenerProtocol::Https)
     });
     let bound = Duration::from_millis(300);
     let build = build.config(|config| config.timeouts.authorize = bound);

@@ -6,13 +6,13 @@ use crate::world::{
     caller::{assert_problem, exchange, whole},
     gateway::{anonymous, front, loopback},
 };
-use causeway_certs::{Access, Ca, NodeName, Store, install_provider};
-use causeway_config::Given;
+use causeway_certs::{Ca, NodeName, OpenMode, Store, install_provider};
+use causeway_config::Specified;
 use causeway_gateway::{
     Config, Gateway,
-    config::{Callers, Front, Kind, policy},
-    core::Cores,
-    state::{Member, Policy, PolicyWriter},
+    config::{ClientAuth, Listener, ListenerProtocol, policy},
+    state::{ClusterNode, Policy, PolicyWriter},
+    worker::Workers,
 };
 use hyper::Request;
 use serde_json::{Value, json};
@@ -128,10 +128,10 @@ async fn labels_of_a_token_hold_on_when_the_cluster_has_a_node_of_that_name() {
     let edge = world.edge("edge-1").label("tier", "gold");
     let _gold = edge.port(9100, app.address()).join().await;
     for labels in [json!({}), json!({ "tier": "tin" })] {
-        let member = Member {
+        let member = ClusterNode {
             edge: true,
             labels: serde_json::from_value(labels).unwrap(),
-            ..Member::default()
+            ..ClusterNode::default()
         };
         let node = NodeName::parse("edge-1").unwrap();
         world.nodes().cluster([(node, member)].into());
@@ -151,7 +151,10 @@ async fn callers_are_told_apart_by_network_certificate_and_being_known() {
     ]);
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
-    let world = build.front(anonymous("open", Kind::Https)).start().await;
+    let world = build
+        .front(anonymous("open", ListenerProtocol::Https))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let url = "https://edge-1:9100/";
@@ -174,7 +177,10 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
     ]);
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
-    let world = build.front(front("connect", Kind::Connect)).start().await;
+    let world = build
+        .front(front("connect", ListenerProtocol::Connect))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _one = world.edge("edge-1").port(9100, app.address()).join().await;
     let _two = world.edge("edge-2").port(9100, app.address()).join().await;
@@ -197,19 +203,19 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
 async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
     install_provider();
     let folder = tempfile::tempdir().unwrap();
-    let store = Store::open(folder.path(), Access::Create).unwrap();
+    let store = Store::open(folder.path(), OpenMode::Create).unwrap();
     store
         .save_ca(&Ca::create(&"td".parse().unwrap()).unwrap())
         .unwrap();
     let mut config = Config {
         data_dir: folder.path().to_owned(),
-        policy: Given::from(PathBuf::from("policy.yaml")),
+        policy: Specified::from(PathBuf::from("policy.yaml")),
         fronts: Vec::new(),
         ..Config::default()
     };
     config.tunnel.listen = loopback();
     config.admin.listen = loopback();
-    let bind = |gateway: Gateway| gateway.cores(Cores::here()).bind();
+    let bind = |gateway: Gateway| gateway.cores(Workers::here()).bind();
     let refused = bind(Gateway::new(config.clone())).unwrap_err().to_string();
     assert!(refused.contains("policy.yaml"), "{refused}");
     let rules = PolicyWriter::new(Some(Policy::default()));
@@ -228,12 +234,12 @@ async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
         ["world.test", "partner.test"].map(|domain| Ca::create(&domain.parse().unwrap()).unwrap());
     let file = build.folder().join("partners.pem");
     std::fs::write(&file, cas.iter().map(Ca::root_pem).collect::<String>()).unwrap();
-    let theirs = Front {
-        callers: Callers {
+    let theirs = Listener {
+        callers: ClientAuth {
             client_ca: vec![file],
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("theirs", Kind::Https)
+        ..front("theirs", ListenerProtocol::Https)
     };
     let world = build.front(theirs).start().await;
     let app = App::saying("it").await;
@@ -255,12 +261,12 @@ async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
 async fn upgrades_and_tokens_on_a_kept_connection_are_decided_like_all_else() {
     let build = World::build();
     let (ann, bob) = (build.token("ann"), build.token("bob"));
-    let tokens = Front {
-        callers: Callers {
+    let tokens = Listener {
+        callers: ClientAuth {
             tokens: Some(build.tokens()),
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("tokens", Kind::Https)
+        ..front("tokens", ListenerProtocol::Https)
     };
     let rules = json!([
         { "what": { "streams": ["upgrade"] }, "then": "deny" },

@@ -5,7 +5,7 @@ use crate::world::{
     app::{App, answer},
     gateway::{anonymous, loopback},
 };
-use causeway_gateway::config::{Front, Kind};
+use causeway_gateway::config::{Listener, ListenerProtocol};
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -20,8 +20,8 @@ const ELSEWHERE: [u8; 4] = [127, 0, 0, 2];
 const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
 
 /// A front that believes the proxy.
-fn believing(name: &str, kind: Kind) -> Front {
-    Front {
+fn believing(name: &str, kind: ListenerProtocol) -> Listener {
+    Listener {
         proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
         original_destination: true,
         anonymous_from: vec![
@@ -71,8 +71,11 @@ async fn a_trusted_proxys_header_says_who_calls_and_where_to_and_nobody_elses_do
     let app = App::http(|_| answer::ok("here")).await;
     assert_eq!(loopback().ip(), Ipv4Addr::LOCALHOST);
     let build = World::build();
-    let build = build.front(believing("bytes", Kind::Tcp));
-    let world = build.front(believing("web", Kind::Http)).start().await;
+    let build = build.front(believing("bytes", ListenerProtocol::Tcp));
+    let world = build
+        .front(believing("web", ListenerProtocol::Http))
+        .start()
+        .await;
     let plan = world.edge("edge-1").port(9100, app.address());
     let _edge = plan.address("10.0.0.11").join().await;
     let (bytes, web) = (world.front("bytes"), world.front("web"));

@@ -11,11 +11,13 @@ use crate::{
         until,
     },
 };
-use causeway_certs::{Access, Ca, CaError, Certificate, Leaf, NodeName, Step, Store, StoreError};
+use causeway_certs::{
+    Ca, CaError, Certificate, LeafCertificate, NodeName, OpenMode, RotationStep, Store, StoreError,
+};
 use causeway_gateway::{
-    config::{Callers, Config, Front, Jwt, Kind, Serial, policy},
-    proxy::authorize::{Ask, Authorize, Verdict},
-    state::{Member, Node, Policy, PolicyWriter},
+    config::{ClientAuth, Config, Jwt, Listener, ListenerProtocol, Serial, policy},
+    proxy::authz::{Authorize, AuthzDecision, AuthzRequest},
+    state::{ClusterNode, Node, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
 use std::{
@@ -169,13 +171,16 @@ async fn a_client_that_reads_nothing_loses_its_download_as_well() {
 #[tokio::test]
 async fn sessions_over_connect_and_tcp_end_as_well() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
-    let tcp = Front {
+    let tcp = Listener {
         node: Some("edge-1".to_owned()),
         port: Some(22),
-        ..anonymous("bytes", Kind::Tcp)
+        ..anonymous("bytes", ListenerProtocol::Tcp)
     };
     let build = World::build().policy(rules.reader()).front(tcp);
-    let world = build.front(front("connect", Kind::Connect)).start().await;
+    let world = build
+        .front(front("connect", ListenerProtocol::Connect))
+        .start()
+        .await;
     let app = App::tcp(Script::new().echo()).await;
     let _edge = world.edge("edge-1").port(22, app.address()).join().await;
     let mut bytes = tokio::net::TcpStream::connect(world.front("bytes"))
@@ -198,19 +203,19 @@ async fn sessions_over_connect_and_tcp_end_as_well() {
 }
 
 /// A listener that takes certificates of another CA, and one of them.
-fn of_another_ca(world: &std::path::Path, ca: &Ca) -> Front {
+fn of_another_ca(world: &std::path::Path, ca: &Ca) -> Listener {
     let file = world.join("clients.pem");
     std::fs::write(&file, ca.root_pem()).unwrap();
-    Front {
-        callers: Callers {
+    Listener {
+        callers: ClientAuth {
             client_ca: vec![file],
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("clients", Kind::Https)
+        ..front("clients", ListenerProtocol::Https)
     }
 }
 
-fn serial(leaf: &Leaf) -> Serial {
+fn serial(leaf: &LeafCertificate) -> Serial {
     let certificate = Certificate::read(&leaf.chain()[0]).unwrap();
     Serial::try_from(certificate.serial_hex().to_uppercase()).unwrap()
 }
@@ -270,7 +275,7 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
     let build = World::build();
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let ends = of_another_ca(build.folder(), &ca);
-    let keeps = Front {
+    let keeps = Listener {
         name: "keeps".to_owned(),
         disconnect_expired: false,
         ..ends.clone()
@@ -299,7 +304,7 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
 }
 
 /// The front `clients` of this configuration.
-fn clients(config: &mut Config) -> &mut Front {
+fn clients(config: &mut Config) -> &mut Listener {
     let mut fronts = config.fronts.iter_mut();
     fronts.find(|front| front.name == "clients").unwrap()
 }
@@ -315,8 +320,8 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let listener = of_another_ca(build.folder(), &ca);
     let token = build.token("dan");
-    let clients = Front {
-        callers: Callers {
+    let clients = Listener {
+        callers: ClientAuth {
             own_ca: true,
             tokens: Some(build.tokens()),
             ..listener.callers.clone()
@@ -324,7 +329,7 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
         ..listener.clone()
     };
     // It takes the same certificates, and stays.
-    let beside = Front {
+    let beside = Listener {
         name: "beside".to_owned(),
         ..listener
     };
@@ -332,7 +337,7 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let leaves = ["ann", "bob", "cid"].map(|name| ca.issue_caller(name, &[], LIFE).unwrap());
-    let at = |leaf: &Leaf| world.caller_at("clients").certificate(leaf);
+    let at = |leaf: &LeafCertificate| world.caller_at("clients").certificate(leaf);
     let mut ann = session(&at(&leaves[0]), "").await;
     let mut bob = session(&at(&leaves[1]), "").await;
     let mut cid = session(&at(&leaves[2]), "").await;
@@ -370,18 +375,18 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
 
 #[tokio::test]
 async fn a_root_that_is_retired_ends_the_sessions_of_a_listener_that_was_removed() {
-    let build = World::build().front(front("clients", Kind::Https));
+    let build = World::build().front(front("clients", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = app().await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let store = world.store();
-    let step = |world: &mut World, step: fn(Ca) -> Result<(Ca, Step), CaError>| {
+    let step = |world: &mut World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>| {
         let changed = store.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
         changed.unwrap();
         world.reload(|_| {}).unwrap();
     };
     let believes = |roots: usize| {
-        let store = Store::open(edge.folder(), Access::Existing).unwrap();
+        let store = Store::open(edge.folder(), OpenMode::Existing).unwrap();
         store.edge().unwrap().unwrap().roots.len() == roots
     };
     let tunnels = async |world: &World| world.node("edge-1").await["details"].clone();
@@ -444,9 +449,9 @@ async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
 #[tokio::test]
 async fn sessions_that_were_dialled_from_here_end_with_their_network() {
     let networks = |list: &[&str]| list.iter().map(|net| net.parse().unwrap()).collect();
-    let dialling = Front {
+    let dialling = Listener {
         direct: networks(&["127.0.0.1/32", "127.0.0.2/32"]),
-        ..anonymous("connect", Kind::Connect)
+        ..anonymous("connect", ListenerProtocol::Connect)
     };
     let mut world = World::build().front(dialling).start().await;
     let script = || Script::new().echo();
@@ -497,12 +502,12 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     let _stays = port("edge-3").join().await;
     let cluster = |labels: &[(&str, &str)]| {
         let labels = labels.iter();
-        let member = Member {
+        let member = ClusterNode {
             edge: true,
             labels: labels
                 .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
                 .collect(),
-            ..Member::default()
+            ..ClusterNode::default()
         };
         let name = NodeName::parse("edge-3").unwrap();
         world.nodes().cluster([(name, member)].into());
@@ -537,15 +542,15 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
 }
 
 /// A front for JWTs of this issuer.
-fn jwts(jwt: Jwt, disconnect_expired: bool) -> Front {
-    Front {
+fn jwts(jwt: Jwt, disconnect_expired: bool) -> Listener {
+    Listener {
         disconnect_expired,
-        callers: Callers {
+        callers: ClientAuth {
             own_ca: false,
             jwt: vec![jwt],
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("clients", Kind::Https)
+        ..front("clients", ListenerProtocol::Https)
     }
 }
 
@@ -667,18 +672,18 @@ struct Slow {
 struct Judge(Arc<Slow>);
 
 impl Authorize for Judge {
-    fn authorize(&self, _: &Ask<'_>) -> Verdict {
+    fn authorize(&self, _: &AuthzRequest<'_>) -> AuthzDecision {
         match self.0.changes.load(SeqCst) {
-            0 => Verdict::Allow,
+            0 => AuthzDecision::Allow,
             1 => {
                 self.0.waiting.fetch_add(1, SeqCst);
                 let gate = self.0.gate.clone();
-                Verdict::Ask(Box::pin(async move {
+                AuthzDecision::Ask(Box::pin(async move {
                     gate.notified().await;
                     Ok(())
                 }))
             }
-            _ => Verdict::Deny("not any more".into()),
+            _ => AuthzDecision::Deny("not any more".into()),
         }
     }
 
@@ -715,7 +720,7 @@ async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
 
 #[tokio::test]
 async fn an_edge_whose_owner_allows_less_ends_what_that_was_and_says_so() {
-    let build = World::build().front(front("connect", Kind::Connect));
+    let build = World::build().front(front("connect", ListenerProtocol::Connect));
     let world = build.start().await;
     let (app, silent) = (app().await, App::http(|_| answer::silence()).await);
     let bytes = App::tcp(Script::new().echo()).await;

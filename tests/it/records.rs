@@ -10,7 +10,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use hyper::Request;
 use serde_json::{Value, json};
 use socket2::SockRef;
@@ -112,7 +112,7 @@ async fn a_target_that_breaks_off_and_a_tunnel_that_is_lost_are_recorded_as_such
         _ => answer::parts("text/plain", &["never"], &never),
     };
     let app = App::http(choose).await;
-    let mut road = Road::to_as(Scheme::Http, app.address()).await;
+    let mut road = Road::to_as(Protocol::Http, app.address()).await;
     let mut http1 = road.tls().await;
     begin(&mut http1, &GET.replace("endless", "reset"), "200").await;
     let mut http2 = road.http2().connect("edge-1").await.unwrap();

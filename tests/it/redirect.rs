@@ -15,7 +15,7 @@ use crate::world::{
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::Redirect,
-    control::nat::{Nat, NatError, Ports},
+    control::nat::{Nat, NatError, PortMap},
     state::{Node, NodesWriter},
 };
 use std::{
@@ -379,7 +379,7 @@ async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_o
     };
     let nodes = NodesWriter::default();
     nodes.replace([node(1)].into());
-    let ports = watch::Sender::<Ports>::default();
+    let ports = watch::Sender::<PortMap>::default();
     let table = Redirect::default().table;
     // A process that another test starts holds a copy of each socket until it is another program.
     let install = async || {

@@ -14,9 +14,10 @@ use Action::{Fresh, LeaveFresh, LeaveSpent, OtherCa, Outdated, RejoinFresh, Rejo
 use Outcome::{Ends, Keeps, Refused, Replaces};
 use State::{Damaged, Expired, LostCa, Nothing, Removed, Renamed, Revoked, Valid};
 use causeway_certs::{
-    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, JoinToken, NodeName, Revocation, Store, TrustDomain,
+    Ca, EdgeIdentity, JoinToken, NodeName, OpenMode, PrivateKey, Revocation, Store, TrustDomain,
+    VerifiedPublicKey,
 };
-use causeway_edge::{Config, config::AtGateways};
+use causeway_edge::{Config, config::TunnelMode};
 use futures_util::future::join_all;
 use std::time::{Duration, SystemTime};
 
@@ -165,14 +166,14 @@ struct Row {
 
 /// An identity of this CA whose certificate has this life.
 fn identity(ca: &Ca, node: &NodeName, life: Duration) -> EdgeIdentity {
-    let key = EdgeKey::generate().unwrap();
-    let request = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let request = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let issued = ca.issue_edge(&request, node, life).unwrap();
     EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
 fn opened(edge: &Edge) -> Store {
-    Store::open(edge.folder(), Access::Existing).unwrap()
+    Store::open(edge.folder(), OpenMode::Existing).unwrap()
 }
 
 fn certificate(store: &Store) -> Option<Vec<u8>> {
@@ -233,7 +234,7 @@ impl Row {
             // Of a lost CA there is an old token, too: it is of the CA that the node trusts, and the gateway is not.
             OtherCa if state == LostCa => {
                 let folder = tempfile::tempdir().unwrap();
-                let book = Store::open(folder.path(), Access::Create).unwrap();
+                let book = Store::open(folder.path(), OpenMode::Create).unwrap();
                 book.save_ca(lost).unwrap();
                 let tokens = book.tokens().unwrap();
                 Some(tokens.create(&node, LIFE, <_>::default()).unwrap())
@@ -402,7 +403,7 @@ async fn an_identity_that_one_gateway_accepts_is_not_replaced_for_another() {
     let elsewhere = other.tunnel().to_string();
     let plan = world.edge("edge-1").config(|config| {
         config.gateways.push(elsewhere.clone());
-        config.tunnels.gateways = AtGateways::Every;
+        config.tunnels.gateways = TunnelMode::Every;
         short_dials(config);
         config.backoff.refused_max = Duration::from_millis(100);
     });

@@ -10,8 +10,8 @@ use crate::world::{
     until,
 };
 use causeway_gateway::{
-    Turnover,
-    config::{Callers, Front, Kind},
+    ListenerDiff,
+    config::{ClientAuth, Listener, ListenerProtocol},
 };
 use http_body_util::BodyExt;
 use hyper::Request;
@@ -20,10 +20,10 @@ use tokio::net::{TcpListener, TcpStream};
 
 const URL: &str = "https://edge-1:9100/";
 
-fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> Turnover {
+fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> ListenerDiff {
     let [opened, replaced, closed] = [opened, replaced, closed]
         .map(|names| names.iter().map(|name| (*name).to_owned()).collect());
-    Turnover {
+    ListenerDiff {
         opened,
         replaced,
         closed,
@@ -32,7 +32,7 @@ fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> Turnover {
 
 #[tokio::test]
 async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_their_connections() {
-    let build = World::build().front(anonymous("goes", Kind::Https));
+    let build = World::build().front(anonymous("goes", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -43,7 +43,9 @@ async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_the
 
     let changed = world.reload(|config| {
         config.fronts.retain(|front| front.name != "goes");
-        config.fronts.push(anonymous("comes", Kind::Https));
+        config
+            .fronts
+            .push(anonymous("comes", ListenerProtocol::Https));
     });
     let changed = changed.unwrap();
     assert_eq!(changed.fronts, turnover(&["comes"], &[], &["goes"]));
@@ -56,19 +58,19 @@ async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_the
     })
     .await;
     let again = world.reload(|_| {}).unwrap();
-    assert_eq!(again.fronts, Turnover::default());
+    assert_eq!(again.fronts, ListenerDiff::default());
     assert_eq!(again.to_string(), "all fronts as they were");
 }
 
 /// A listener that takes the tokens of a file alone.
-fn by_tokens(tokens: &Path) -> Front {
-    Front {
-        callers: Callers {
+fn by_tokens(tokens: &Path) -> Listener {
+    Listener {
+        callers: ClientAuth {
             own_ca: false,
             tokens: Some(tokens.to_owned()),
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("tokens", Kind::Https)
+        ..front("tokens", ListenerProtocol::Https)
     }
 }
 
@@ -150,16 +152,16 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap();
     let missing = world.folder().join("nowhere");
-    let at_taken = Front {
+    let at_taken = Listener {
         anonymous: true,
-        ..Front::new("late", Kind::Http, address.into())
+        ..Listener::new("late", ListenerProtocol::Http, address.into())
     };
-    let by_missing = Front {
-        callers: Callers {
+    let by_missing = Listener {
+        callers: ClientAuth {
             tokens: Some(missing.clone()),
-            ..Callers::default()
+            ..ClientAuth::default()
         },
-        ..front("late", Kind::Https)
+        ..front("late", ListenerProtocol::Https)
     };
     for (late, word) in [
         (at_taken, address.to_string()),
@@ -167,7 +169,7 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
     ] {
         let refused = world.reload(|config| {
             // Both, or none.
-            config.fronts[0] = anonymous("https", Kind::Https);
+            config.fronts[0] = anonymous("https", ListenerProtocol::Https);
             config.fronts.push(late);
         });
         let said = refused.unwrap_err().to_string();
@@ -176,7 +178,8 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
         let nobody = world.caller().nobody().get(URL).await;
         assert_eq!(nobody.status, 401, "still closed");
     }
-    let changed = world.reload(|config| config.fronts[0] = anonymous("https", Kind::Https));
+    let changed =
+        world.reload(|config| config.fronts[0] = anonymous("https", ListenerProtocol::Https));
     let changed = changed.unwrap();
     assert_eq!(changed.fronts, turnover(&[], &["https"], &[]));
     assert_eq!(world.caller().nobody().get(URL).await.status, 200);
@@ -184,7 +187,7 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
 
 #[tokio::test]
 async fn a_caller_that_does_not_hear_its_leave_begins_nothing_new_all_the_same() {
-    let build = World::build().front(anonymous("open", Kind::Https));
+    let build = World::build().front(anonymous("open", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -196,7 +199,7 @@ async fn a_caller_that_does_not_hear_its_leave_begins_nothing_new_all_the_same()
     assert_eq!(ask(&mut *wire, 1).await, Some(200));
     let changed = world.reload(|config| {
         config.fronts.retain(|front| front.name != "open");
-        config.fronts.push(front("open", Kind::Https));
+        config.fronts.push(front("open", ListenerProtocol::Https));
     });
     assert_eq!(changed.unwrap().fronts, turnover(&[], &["open"], &[]));
     // It acknowledges no PING, so that the GOAWAY that says it is over never comes; and goes on asking.

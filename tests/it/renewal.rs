@@ -1,14 +1,14 @@
 //! Renewal: an edge gets its next certificate from the gateway that it serves, and comes back with it.
 
 use crate::world::{World, app::App, edge::Edge, until};
-use causeway_certs::{Access, Certificate, Store};
+use causeway_certs::{Certificate, OpenMode, Store};
 use std::time::Duration;
 
 /// Certificates begin an hour before they are issued: two thirds of this one's life are over when it comes.
 const DUE: Duration = Duration::from_mins(10);
 
 fn stored(edge: &Edge) -> Certificate {
-    let store = Store::open(edge.folder(), Access::Existing).unwrap();
+    let store = Store::open(edge.folder(), OpenMode::Existing).unwrap();
     let identity = store.edge().unwrap().unwrap();
     Certificate::read(&identity.leaf.chain()[0]).unwrap()
 }

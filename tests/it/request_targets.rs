@@ -10,8 +10,8 @@ use crate::{
         gateway::{Build, anonymous},
     },
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{ErrorForm, Kind};
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{ErrorFormat, ListenerProtocol};
 use std::fmt::Write as _;
 use tokio::io::AsyncWriteExt;
 
@@ -19,8 +19,8 @@ const KIB: usize = 1024;
 
 /// The road's listeners, and one for a kube-apiserver.
 fn build(judge: &Judge) -> Build {
-    let mut kubelets = anonymous("kubelets", Kind::Https);
-    kubelets.errors = ErrorForm::Kubernetes;
+    let mut kubelets = anonymous("kubelets", ListenerProtocol::Https);
+    kubelets.errors = ErrorFormat::Kubernetes;
     Road::build().front(kubelets).authorizer(judge.clone())
 }
 
@@ -103,7 +103,7 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
 async fn targets_of_a_mebibyte_reach_kubelets() {
     let judge = Judge::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Scheme::Http, app.address()).await;
+    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
     long_targets_arrive(&road, &judge).await;
     let record = road.log().records().pop().unwrap();
     assert!(record["path"].as_str().unwrap().len() < 100, "{record}");
@@ -120,7 +120,7 @@ async fn targets_of_a_mebibyte_reach_apps_to_which_the_gateway_speaks_tls() {
 async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
     let judge = Judge::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Scheme::Http, app.address()).await;
+    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
     for length in [64 * KIB + 1, 200 * KIB, 2048 * KIB] {
         let answer = get(&road, "plain", &target(length)).await;
         let says = if length == 64 * KIB + 1 {
@@ -176,7 +176,7 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
 async fn the_rest_of_a_target_is_checked() {
     let judge = Judge::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Scheme::Http, app.address()).await;
+    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
     for bad in ["#", "\"", "<", "\u{e4}", "\t"] {
         let target = target(100 * KIB) + bad + "x";
         let answer = get(&road, "kubelets", &target).await;

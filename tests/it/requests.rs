@@ -9,7 +9,7 @@ use crate::world::{
     gateway::{anonymous, fixed},
     until,
 };
-use causeway_gateway::config::{ErrorForm, Kind};
+use causeway_gateway::config::{ErrorFormat, ListenerProtocol};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 
@@ -210,8 +210,8 @@ async fn a_head_that_cannot_be_parsed_has_an_answer_and_a_record() {
 
 #[tokio::test]
 async fn kubectl_reads_that_a_head_is_too_large() {
-    let mut front = anonymous("kubelets", Kind::Https);
-    front.errors = ErrorForm::Kubernetes;
+    let mut front = anonymous("kubelets", ListenerProtocol::Https);
+    front.errors = ErrorFormat::Kubernetes;
     front.node = Some("edge-1".to_owned());
     let world = World::build().front(front).start().await;
     let mut wire = world
@@ -290,7 +290,7 @@ async fn http_without_tls_is_told_that_tls_is_spoken() {
 
 #[tokio::test]
 async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
-    let mut front = fixed("app", Kind::Http, "edge-1", 9100);
+    let mut front = fixed("app", ListenerProtocol::Http, "edge-1", 9100);
     front.anonymous = true;
     let world = World::build().front(front).start().await;
     let app =

@@ -13,11 +13,13 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
     BindError,
-    config::{self, Callers, ErrorForm, Front, IdentityHeaders, Kind, TokenReview},
-    proxy::reviews::{Access, Account, Reviews, Unanswered},
+    config::{
+        self, ClientAuth, ErrorFormat, IdentityHeaders, Listener, ListenerProtocol, TokenReview,
+    },
+    proxy::access_review::{ReviewAttributes, ReviewClient, ReviewError, UserInfo},
     state::{Policy, PolicyWriter},
 };
 use futures_util::{
@@ -50,19 +52,19 @@ struct Cluster {
 #[derive(Debug)]
 struct Api(Arc<Cluster>);
 
-fn away() -> Unanswered {
-    Unanswered {
+fn away() -> ReviewError {
+    ReviewError {
         says: "the cluster's API does not answer".into(),
         cause: "connection refused".into(),
     }
 }
 
-impl Reviews for Api {
+impl ReviewClient for Api {
     fn token(
         &self,
         token: &str,
         audiences: &[String],
-    ) -> BoxFuture<'static, Result<Option<Account>, Unanswered>> {
+    ) -> BoxFuture<'static, Result<Option<UserInfo>, ReviewError>> {
         self.0.tokens.fetch_add(1, SeqCst);
         if self.0.away.load(SeqCst) {
             return async { Err(away()) }.boxed();
@@ -77,7 +79,7 @@ impl Reviews for Api {
             ("slow-token", _) => return std::future::pending().boxed(),
             _ => return async { Ok(None) }.boxed(),
         };
-        let account = Account {
+        let account = UserInfo {
             user: user.to_owned(),
             uid: "1234".to_owned(),
             groups: vec![
@@ -89,7 +91,7 @@ impl Reviews for Api {
         async { Ok(Some(account)) }.boxed()
     }
 
-    fn access(&self, access: &Access) -> BoxFuture<'static, Result<bool, Unanswered>> {
+    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>> {
         self.0.accesses.fetch_add(1, SeqCst);
         if self.0.away.load(SeqCst) {
             return async { Err(away()) }.boxed();
@@ -111,16 +113,16 @@ impl Reviews for Api {
 }
 
 /// A front for tokens that the cluster knows, and kubelets behind it.
-fn reviewed(name: &str, kind: Kind) -> Front {
-    Front {
+fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
+    Listener {
         port: Some(10250),
         subject_access_review: vec![10250],
-        callers: Callers {
+        callers: ClientAuth {
             own_ca: false,
             token_review: Some(TokenReview {
                 audiences: vec!["causeway".to_owned()],
             }),
-            ..Callers::default()
+            ..ClientAuth::default()
         },
         ..front(name, kind)
     }
@@ -130,11 +132,11 @@ fn building() -> (Build, Arc<Cluster>) {
     let cluster = Arc::new(Cluster::default());
     let build = World::build().reviews(Api(cluster.clone()));
     let build = build
-        .front(reviewed("reviewed", Kind::Https))
-        .front(reviewed("clear", Kind::Http));
-    let build = build.front(Front {
-        errors: ErrorForm::Kubernetes,
-        ..reviewed("kubernetes", Kind::Https)
+        .front(reviewed("reviewed", ListenerProtocol::Https))
+        .front(reviewed("clear", ListenerProtocol::Http));
+    let build = build.front(Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..reviewed("kubernetes", ListenerProtocol::Https)
     });
     (build, cluster)
 }
@@ -223,11 +225,11 @@ async fn what_a_front_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_
     let app = App::tcp(Script::new().echo()).await;
     let port = app.port();
     let build = World::build().reviews(Api(cluster.clone()));
-    let build = build.front(Front {
+    let build = build.front(Listener {
         port: None,
         direct: vec!["127.0.0.0/8".parse().unwrap()],
         subject_access_review: vec![port],
-        ..reviewed("direct", Kind::Connect)
+        ..reviewed("direct", ListenerProtocol::Connect)
     });
     let world = build.start().await;
     let connect = async |token: &str, host: &str| {
@@ -288,13 +290,13 @@ async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_aske
     let issuer = Issuer::start(&key);
     let (build, cluster) = building();
     let opaque = build.token("bob");
-    let all = reviewed("reviewed", Kind::Https);
-    let callers = Callers {
+    let all = reviewed("reviewed", ListenerProtocol::Https);
+    let callers = ClientAuth {
         tokens: Some(build.tokens()),
         jwt: vec![issuer.jwt(build.folder())],
         ..all.callers.clone()
     };
-    let build = build.front(Front {
+    let build = build.front(Listener {
         callers,
         subject_access_review: Vec::new(),
         ..all
@@ -412,10 +414,10 @@ async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connect
 #[tokio::test]
 async fn no_spelling_of_a_path_gets_more_than_all_of_a_kubelet_would() {
     let (build, _) = building();
-    let build = build.front(Front {
+    let build = build.front(Listener {
         port: Some(10250),
         subject_access_review: vec![10250],
-        ..front("certificates", Kind::Https)
+        ..front("certificates", ListenerProtocol::Https)
     });
     let world = build.start().await;
     let app = App::saying("it").await;
@@ -459,10 +461,10 @@ async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
     let (build, cluster) = building();
     let build = build
         .policy(policy.reader())
-        .front(reviewed("connect", Kind::Connect));
-    let build = build.front(Front {
+        .front(reviewed("connect", ListenerProtocol::Connect));
+    let build = build.front(Listener {
         anonymous: true,
-        ..reviewed("open", Kind::Https)
+        ..reviewed("open", ListenerProtocol::Https)
     });
     let world = build.start().await;
     let app = App::saying("it").await;
@@ -504,15 +506,15 @@ async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
     let (build, _) = building();
     let app_files = crate::apps::asked(build.folder(), &authority, Some(&client));
     let build = build.config(|config| drop(config.apps.insert(10250, app_files)));
-    let build = build.front(Front {
+    let build = build.front(Listener {
         forward_authorization: true,
-        ..reviewed("reviewed", Kind::Https)
+        ..reviewed("reviewed", ListenerProtocol::Https)
     });
     let world = build.start().await;
     let leaf = authority.app(&["edge-1"]);
     let app = App::https(authority.serve(&leaf, true), crate::apps::by_path).await;
     let edge = world.edge("edge-1");
-    let edge = edge.port_as(10250, Scheme::Tcp, app.address());
+    let edge = edge.port_as(10250, Protocol::Tcp, app.address());
     let _edge = edge.join().await;
     assert_eq!(get(&world, "prom-token", "/metrics").await.text(), "well");
     assert_eq!(app.head().await.value("authorization"), None);
@@ -521,7 +523,11 @@ async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
 #[tokio::test]
 async fn a_front_that_asks_needs_somebody_who_answers() {
     let mut world = World::start().await;
-    let refused = world.reload(|config| config.fronts.push(reviewed("reviewed", Kind::Https)));
+    let refused = world.reload(|config| {
+        config
+            .fronts
+            .push(reviewed("reviewed", ListenerProtocol::Https));
+    });
     let Err(BindError::Name(why)) = refused else {
         panic!("{refused:?}");
     };
@@ -543,9 +549,9 @@ async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so
         });
     });
     let mut world = build
-        .front(Front {
+        .front(Listener {
             disconnect_expired: false,
-            ..reviewed("keeps", Kind::Https)
+            ..reviewed("keeps", ListenerProtocol::Https)
         })
         .start()
         .await;

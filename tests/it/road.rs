@@ -12,8 +12,8 @@ use crate::world::{
     gateway::{Build, anonymous, fixed},
     tool::Tool,
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::config::{self, Front, Kind, Listen};
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{self, ListenAddr, Listener, ListenerProtocol};
 use std::{net::SocketAddr, ops::Deref, path::PathBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
@@ -30,11 +30,11 @@ pub(crate) struct Road {
 impl Road {
     /// To an app that speaks HTTP/1.1.
     pub(crate) async fn to(app: &App) -> Self {
-        Self::to_as(Scheme::Http, app.address()).await
+        Self::to_as(Protocol::Http, app.address()).await
     }
 
     /// To an app that speaks something else.
-    pub(crate) async fn to_as(scheme: Scheme, app: SocketAddr) -> Self {
+    pub(crate) async fn to_as(scheme: Protocol, app: SocketAddr) -> Self {
         Self::along(Self::build(), scheme, app).await
     }
 
@@ -55,31 +55,31 @@ impl Road {
         std::fs::write(&ca, authority.pem()).unwrap();
         let tls = authority.serve(&authority.app(&["edge-1"]), false);
         let app = App::https(tls, choose).await;
-        let ours = config::App {
+        let ours = config::UpstreamTls {
             ca: Some(ca),
-            ..config::App::default()
+            ..config::UpstreamTls::default()
         };
         let build = build.config(|config| drop(config.apps.insert(9100, ours)));
-        let road = Box::pin(Self::along(build, Scheme::Tcp, app.address())).await;
+        let road = Box::pin(Self::along(build, Protocol::Tcp, app.address())).await;
         (app, road)
     }
 
     /// The fronts, to be changed before they open.
     pub(crate) fn build() -> Build {
         let build = World::build();
-        let unix = Listen::Unix(build.folder().join("connect.sock"));
+        let unix = ListenAddr::Unix(build.folder().join("connect.sock"));
         build
-            .front(anonymous("plain", Kind::Http))
-            .front(Front {
+            .front(anonymous("plain", ListenerProtocol::Http))
+            .front(Listener {
                 anonymous: true,
-                ..fixed("bytes", Kind::Tcp, "edge-1", 9100)
+                ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100)
             })
-            .front(anonymous("connect", Kind::Connect))
-            .front(Front::new("unix", Kind::Connect, unix))
+            .front(anonymous("connect", ListenerProtocol::Connect))
+            .front(Listener::new("unix", ListenerProtocol::Connect, unix))
     }
 
     /// Over those fronts.
-    pub(crate) async fn along(build: Build, scheme: Scheme, app: SocketAddr) -> Self {
+    pub(crate) async fn along(build: Build, scheme: Protocol, app: SocketAddr) -> Self {
         // Boxed: a gateway's configuration is large.
         let world = Box::pin(build.start()).await;
         let edge = world.edge("edge-1").port_as(9100, scheme, app).join().await;

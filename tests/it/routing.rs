@@ -9,10 +9,10 @@ use crate::world::{
     gateway::{anonymous, fixed, front},
 };
 use causeway_certs::NodeName;
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
-    config::{Front, Kind},
-    core::Cores,
+    config::{Listener, ListenerProtocol},
+    worker::Workers,
 };
 
 #[tokio::test]
@@ -79,16 +79,16 @@ async fn an_sni_that_names_no_node_leaves_it_to_the_host() {
 
 #[tokio::test]
 async fn a_front_may_stand_for_one_node() {
-    let plain = Front {
+    let plain = Listener {
         anonymous: true,
-        ..fixed("plain", Kind::Http, "edge-1", 9100)
+        ..fixed("plain", ListenerProtocol::Http, "edge-1", 9100)
     };
-    let bytes = fixed("bytes", Kind::Tcp, "edge-1", 22);
+    let bytes = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22);
     let world = World::build().front(plain).front(bytes).start().await;
     let app = App::saying("it").await;
     let echo = App::tcp(Script::new().echo()).await;
     let edge = world.edge("edge-1").port(9100, app.address());
-    let _edge = edge.port_as(22, Scheme::Tcp, echo.address()).join().await;
+    let _edge = edge.port_as(22, Protocol::Tcp, echo.address()).join().await;
     let _other = world.edge("edge-2").port(9100, app.address()).join().await;
 
     let answer = world
@@ -113,7 +113,7 @@ async fn a_front_may_stand_for_one_node() {
 #[tokio::test]
 async fn the_host_names_the_node_by_name_or_by_a_confirmed_address() {
     let world = World::build()
-        .front(anonymous("plain", Kind::Http))
+        .front(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let app = App::saying("it").await;
@@ -143,7 +143,7 @@ async fn the_host_names_the_node_by_name_or_by_a_confirmed_address() {
 #[tokio::test]
 async fn an_address_of_two_nodes_names_neither() {
     let world = World::build()
-        .front(anonymous("plain", Kind::Http))
+        .front(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let app = App::saying("it").await;
@@ -170,13 +170,13 @@ async fn an_address_of_two_nodes_names_neither() {
 #[tokio::test]
 async fn the_authority_of_a_connect_names_node_and_port() {
     let world = World::build()
-        .front(front("connect", Kind::Connect))
+        .front(front("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let echo = App::tcp(Script::new().echo()).await;
     let edge = world
         .edge("edge-1")
-        .port_as(22, Scheme::Tcp, echo.address());
+        .port_as(22, Protocol::Tcp, echo.address());
     let _edge = edge.address("10.0.0.7").join().await;
     for authority in ["edge-1:22", "10.0.0.7:22"] {
         let caller = world.caller_at("connect");
@@ -192,11 +192,11 @@ async fn the_authority_of_a_connect_names_node_and_port() {
 #[tokio::test]
 async fn the_port_is_the_hosts_if_that_names_the_node_else_the_fronts_own() {
     let world = World::build()
-        .front(Front {
+        .front(Listener {
             port: Some(9100),
-            ..front("metrics", Kind::Https)
+            ..front("metrics", ListenerProtocol::Https)
         })
-        .front(anonymous("plain", Kind::Http))
+        .front(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let (kubelet, metrics) = (App::saying("kubelet").await, App::saying("metrics").await);
@@ -242,9 +242,9 @@ async fn a_caller_cannot_say_the_target_in_our_own_words() {
 
 #[tokio::test]
 async fn only_routes_known_from_the_host_alone_cross_cores() {
-    let front = anonymous("plain", Kind::Http);
+    let front = anonymous("plain", ListenerProtocol::Http);
     let world = World::build().front(front).cores(2).start().await;
-    let cores = Cores::start(2).unwrap();
+    let cores = Workers::start(2).unwrap();
     let core = |node: &str| cores.of(&NodeName::parse(node).unwrap());
     let mut names = (1..).map(|number| format!("edge-{number}"));
     let one = names.next().unwrap();

@@ -11,7 +11,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use futures_util::future::join_all;
 use std::{
     sync::{
@@ -182,7 +182,7 @@ async fn lasting(app: &App) -> Road {
         config.timeouts.drain = LONG;
         config.timeouts.reconnect = LONG;
     });
-    Road::along(build, Scheme::Http, app.address()).await
+    Road::along(build, Protocol::Http, app.address()).await
 }
 
 #[tokio::test]
@@ -289,7 +289,7 @@ async fn requests_wait_no_longer_than_configured() {
     let app = app().await;
     let build = Road::build();
     let build = build.config(|config| config.timeouts.reconnect = Duration::from_millis(100));
-    let mut road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut road = Road::along(build, Protocol::Http, app.address()).await;
     road.edge.stop().await;
     let answer = road.caller().get(URL).await;
     assert_problem(&answer, 503, "node_away", "edge-1 is not connected since");

@@ -15,8 +15,8 @@ use crate::{
         recorder::{Arrived, Recorder},
     },
 };
-use causeway_edge::config::Scheme;
-use causeway_gateway::proxy::authorize::{Ask, Authorize, Verdict};
+use causeway_edge::config::Protocol;
+use causeway_gateway::proxy::authz::{Authorize, AuthzDecision, AuthzRequest};
 use serde::{Deserialize, de::DeserializeOwned};
 use std::{
     fmt::Write as _,
@@ -97,14 +97,14 @@ impl Judge {
 }
 
 impl Authorize for Judge {
-    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let node = ask.destination.node().expect("a node");
         let place = (node.as_str(), ask.destination.port());
         if place == ("edge-1", 9100) {
             let judged = (ask.method.to_string(), ask.path.to_owned());
             self.0.lock().unwrap().push(judged);
         }
-        Verdict::Allow
+        AuthzDecision::Allow
     }
 }
 
@@ -119,7 +119,7 @@ impl Ground {
     async fn new() -> Self {
         let (app, judge) = (Recorder::start().await, Judge::default());
         let build = Road::build().authorizer(judge.clone());
-        let road = Road::along(build, Scheme::Http, app.address()).await;
+        let road = Road::along(build, Protocol::Http, app.address()).await;
         Self { road, app, judge }
     }
 
@@ -216,7 +216,7 @@ async fn what_a_connect_says_leads_to_one_target_or_nowhere() {
     let app = App::tcp(Script::new().read_to_end().close()).await;
     let judge = Judge::default();
     let build = Road::build().authorizer(judge.clone());
-    let road = Road::along(build, Scheme::Tcp, app.address()).await;
+    let road = Road::along(build, Protocol::Tcp, app.address()).await;
     let (mut faults, mut sessions) = (Vec::new(), 0);
     let cases = cases::<Case>("connect.json");
     for case in &cases {

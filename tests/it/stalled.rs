@@ -13,7 +13,7 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Scheme;
+use causeway_edge::config::Protocol;
 use futures_util::{future::join_all, stream};
 use http_body_util::{BodyExt, StreamBody};
 use hyper::{
@@ -157,7 +157,7 @@ async fn one_that_stalls_and_one_that_is_slow_hold_up_nobody() {
 #[tokio::test]
 async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let count = 48;
     let mut stalled = Vec::new();
     for _ in 0..count {
@@ -192,7 +192,7 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
 async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let build = Road::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
-    let road = Road::along(build, Scheme::Http, deaf.local_addr().unwrap()).await;
+    let road = Road::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
     let (mut stays, mut leaves) = (road.tcp("plain").await, road.tcp("plain").await);
     fill(&mut stays).await;
     fill(&mut leaves).await;
@@ -211,7 +211,7 @@ async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went
 async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| config.limits.unread = FLOOR / 2);
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut stalled: TcpStream = road.tcp("plain").await;
     exchange(&mut stalled, get("/endless")).await;
     // What is unread goes up and down until the systems' buffers are full as well.
@@ -279,7 +279,7 @@ async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_conne
 #[tokio::test]
 async fn uploads_over_http1_that_stall_count_for_what_the_gateway_has_read_of_them() {
     let deaf = deaf();
-    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let unread = async || road.metrics().await.sum("unread_bytes", &[]);
     let mut wire = road.tcp("plain").await;
     fill(&mut wire).await;
@@ -430,7 +430,7 @@ async fn stalled_readers_beyond_the_bound_are_reset_and_nobody_else_is() {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = bound;
     });
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut session = road.tcp("bytes").await;
     goes_on(&mut session).await;
     let stalled = stall(&road, 300).await;
@@ -458,7 +458,7 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = bound;
     });
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut connection = road.http2().connect("edge-1").await.unwrap();
     let ask = || {
         let request = Request::get(format!("{URL}endless"));
@@ -482,7 +482,7 @@ async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = 8 * MIB;
     });
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let _wire = reads_nothing(&road, 1 << 30, 100).await;
     until("its streams are reset", async || {
         evicted(&road, "memory").await > 0
@@ -545,7 +545,7 @@ async fn where_the_kernels_memory_for_tcp_is_short_stalled_streams_are_reset() {
 async fn an_answer_that_nobody_takes_has_a_bound_and_a_session_has_none() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| config.timeouts.download = Duration::from_secs(1));
-    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut session = road.tcp("bytes").await;
     exchange(&mut session, get("/endless")).await;
     let _stalled = stall(&road, 3).await;

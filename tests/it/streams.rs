@@ -9,8 +9,8 @@ use crate::{
         until,
     },
 };
-use causeway_certs::FrontName;
-use causeway_edge::config::{Port, Scheme};
+use causeway_certs::ListenerName;
+use causeway_edge::config::{Port, Protocol};
 use futures_util::{StreamExt, future, stream};
 use http_body_util::{BodyExt, StreamBody};
 use hyper::{
@@ -62,7 +62,7 @@ async fn a_websockets_close_code_reaches_its_caller() {
 #[tokio::test]
 async fn a_session_that_rests_while_a_crowd_makes_windows_small_goes_on_afterwards() {
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let mut rests = road.connect("edge-1:9100").await;
     let half = pattern(700 << 10);
     let (mut reading, mut writing) = tokio::io::split(&mut rests);
@@ -128,7 +128,7 @@ async fn bytes_in_the_segment_of_an_upgrades_request_reach_the_app() {
 #[tokio::test]
 async fn grpc_passes_in_all_kinds_of_call_to_an_app_without_tls() {
     need!("python:grpc");
-    let (app, road) = python_as(Scheme::H2c, "grpc_server.py").await;
+    let (app, road) = python_as(Protocol::H2c, "grpc_server.py").await;
     grpc(app, &road).await;
 }
 
@@ -138,7 +138,7 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
     let build = Road::build();
     let folder = build.folder().to_owned();
     let world = build.start().await;
-    let name = FrontName::parse("app.test").unwrap();
+    let name = ListenerName::parse("app.test").unwrap();
     let leaf = world.ca().mint_front(&[name], Duration::from_mins(10));
     let leaf = leaf.unwrap();
     let files = [
@@ -148,7 +148,7 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
     let mut app = Tool::python("grpc_server.py").args(files).start();
     let port = Port {
         target: Some(format!("127.0.0.1:{}", listening(&mut app).await)),
-        scheme: Scheme::Https,
+        scheme: Protocol::Https,
         ca: Some(folder.join("gateway/ca.pem")),
         server_name: Some("app.test".into()),
         ..Port::default()
@@ -174,7 +174,7 @@ async fn grpc(mut app: Running, road: &Road) {
 #[tokio::test]
 async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_caller() {
     need!("python:h2");
-    let (mut app, road) = python_as(Scheme::H2c, "h2c_server.py").await;
+    let (mut app, road) = python_as(Protocol::H2c, "h2c_server.py").await;
     let caller = road.http2();
     let answer = caller.get("https://edge-1:9100/trailers").await;
     assert_eq!(answer.trailers.unwrap()["x-last"], "after");
@@ -255,7 +255,7 @@ async fn a_caller_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
     listener.set_recv_buffer_size(4 << 10).unwrap();
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
     let listener = listener.listen(8).unwrap();
-    let road = Road::to_as(Scheme::Http, listener.local_addr().unwrap()).await;
+    let road = Road::to_as(Protocol::Http, listener.local_addr().unwrap()).await;
     // Less than a tunnel's window, more than the edge's socket takes.
     let mut session = road.connect("edge-1:9100").await;
     let app = listener.accept().await.unwrap().0;
@@ -305,7 +305,7 @@ async fn an_http_2_callers_reset_ends_the_apps_request_and_nothing_else() {
 #[tokio::test]
 async fn a_session_that_its_caller_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
         let mut tcp = road.tcp("bytes").await;
         tcp.write_all(b"hello").await.unwrap();
@@ -404,7 +404,7 @@ async fn a_clean_end_stays_clean() {
     assert_eq!(road.caller().get(URL).await.text(), "all of it");
     assert_eq!(road.http2().get(URL).await.text(), "all of it");
     let app = App::tcp(Script::new().write("all of it").read_to_end()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let mut tcp = road.tcp("bytes").await;
     let mut connect = road.connect("edge-1:9100").await;
     for mut wire in [&mut tcp as &mut dyn Wire, &mut connect] {
@@ -417,7 +417,7 @@ async fn a_clean_end_stays_clean() {
 async fn a_session_that_the_app_resets_ends_with_a_reset() {
     let gate = Gate::new();
     let app = App::tcp(Script::new().write("hello").until(&gate).reset()).await;
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     for connects in [false, true] {
         let mut wire = road.session(connects).await;
         assert_eq!(read(&mut wire, 5).await, b"hello");
@@ -488,11 +488,11 @@ async fn python(script: &str, arguments: &[&str]) -> (Running, Road) {
     let port = listening(&mut app).await;
     (
         app,
-        Box::pin(Road::to_as(Scheme::Http, ([127, 0, 0, 1], port).into())).await,
+        Box::pin(Road::to_as(Protocol::Http, ([127, 0, 0, 1], port).into())).await,
     )
 }
 
-async fn python_as(scheme: Scheme, script: &str) -> (Running, Road) {
+async fn python_as(scheme: Protocol, script: &str) -> (Running, Road) {
     let mut app = Tool::python(script).start();
     let port = listening(&mut app).await;
     (

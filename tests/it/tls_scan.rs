@@ -10,8 +10,8 @@ use crate::world::{
     gateway::{fixed, front},
     tool::{Ran, Tool, need},
 };
-use causeway_certs::{Ca, CsrKey, EdgeKey, NodeName, TrustDomain};
-use causeway_gateway::config::Kind;
+use causeway_certs::{Ca, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey};
+use causeway_gateway::config::ListenerProtocol;
 use std::{net::SocketAddr, path::PathBuf};
 
 /// Kinds of front that speak TLS.
@@ -34,8 +34,8 @@ struct Scan {
 impl Scan {
     async fn new() -> Self {
         let app = App::saying("it").await;
-        let build = World::build().front(front("connect", Kind::Connect));
-        let build = build.front(fixed("bytes", Kind::Tcp, "edge-1", 9100));
+        let build = World::build().front(front("connect", ListenerProtocol::Connect));
+        let build = build.front(fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100));
         let world = build.start().await;
         let edge = world.edge("edge-1").port(9100, app.address()).join().await;
         Self {
@@ -95,8 +95,8 @@ impl Scan {
 
 /// An edge's certificate by this CA.
 fn edge_of(ca: &Ca) -> (String, String) {
-    let key = EdgeKey::generate().unwrap();
-    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let issued = ca
         .issue_edge(&csr, &NodeName::parse("edge-1").unwrap(), LIFE)
         .unwrap();

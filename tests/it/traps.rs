@@ -28,8 +28,8 @@ use crate::{
         until,
     },
 };
-use causeway_certs::FrontName;
-use causeway_edge::config::{Port, Scheme};
+use causeway_certs::ListenerName;
+use causeway_edge::config::{Port, Protocol};
 use rustls::{
     ClientConfig, HandshakeKind, RootCertStore, ServerConfig,
     pki_types::{PrivateKeyDer, ServerName, pem::PemObject},
@@ -135,7 +135,7 @@ async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_front() {
 #[tokio::test]
 async fn trap_4_a_refused_port_is_never_a_200() {
     let app = App::refusing();
-    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let caller = road.caller_at("connect");
     let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
@@ -248,7 +248,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
 #[tokio::test]
 async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
     let world = World::start().await;
-    let name = FrontName::parse("kubelet.test").unwrap();
+    let name = ListenerName::parse("kubelet.test").unwrap();
     let leaf = world
         .ca()
         .mint_front(&[name], Duration::from_mins(10))
@@ -259,7 +259,7 @@ async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port {
         target: Some(listener.local_addr().unwrap().to_string()),
-        scheme: Scheme::Https,
+        scheme: Protocol::Https,
         ca: Some(world.root_path()),
         server_name: Some("kubelet.test".into()),
         ..Port::default()

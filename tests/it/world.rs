@@ -22,8 +22,8 @@ pub(crate) mod recorder;
 pub(crate) mod tool;
 
 use caller::{Caller, Place};
-use causeway_certs::{Ca, Confirmed, JoinToken, Leaf, NodeName, Store};
-use causeway_gateway::{BindError, Changed, Config, state::NodesWriter};
+use causeway_certs::{Ca, JoinToken, LeafCertificate, NodeAttributes, NodeName, Store};
+use causeway_gateway::{BindError, Config, ReloadSummary, state::NodesWriter};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -82,7 +82,7 @@ impl World {
     }
 
     /// A caller's certificate by the world's CA.
-    pub(crate) fn caller_leaf(&self, name: &str) -> Leaf {
+    pub(crate) fn caller_leaf(&self, name: &str) -> LeafCertificate {
         self.ca.issue_caller(name, &[], LIFE).unwrap()
     }
 
@@ -162,7 +162,9 @@ impl World {
     pub(crate) fn token(&self, node: &str, life: Duration) -> JoinToken {
         let node = NodeName::parse(node).unwrap();
         let tokens = self.store().tokens().unwrap();
-        tokens.create(&node, life, Confirmed::default()).unwrap()
+        tokens
+            .create(&node, life, NodeAttributes::default())
+            .unwrap()
     }
 
     /// What was logged so far.
@@ -219,7 +221,7 @@ impl World {
     pub(crate) fn reload(
         &mut self,
         change: impl FnOnce(&mut Config),
-    ) -> Result<Changed, BindError> {
+    ) -> Result<ReloadSummary, BindError> {
         self.gateway
             .as_mut()
             .expect("the gateway runs")

@@ -69,7 +69,7 @@ pub(crate) fn clean(world: &World) {
         "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client",
         "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client-kubelet",
         "-n kube-system configmap causeway-ca --ignore-not-found",
-        "-n default events.events.k8s.io --field-selector=reason=NotSigned",
+        "-n default events.events.k8s.io --field-selector=reason=SignError",
     ];
     for what in deletes {
         world.cluster.kubectl("delete").words(what).run().ok();
@@ -130,7 +130,7 @@ fn signed(world: &World, name: &str) -> String {
 /// What was told on a request.
 fn told(world: &World, name: &str) -> Vec<String> {
     let line = format!(
-        "-n default events.events.k8s.io --field-selector regarding.name={name},reason=NotSigned"
+        "-n default events.events.k8s.io --field-selector regarding.name={name},reason=SignError"
     );
     let events = world.cluster.get(&line).unwrap();
     let note = |event: &Value| event["note"].as_str().unwrap().to_owned();

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use causeway_certs::{Access, Ca, NodeName, Pin, Store};
+use causeway_certs::{Ca, NodeName, OpenMode, Pin, Store};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
@@ -362,7 +362,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let other = Ca::create(&"pins.test".parse().unwrap()).unwrap();
     let (key, since) = (other.fingerprint(), 7);
     let node = NodeName::parse("edge-2").unwrap();
-    let store = Store::open(&data, Access::Existing).unwrap();
+    let store = Store::open(&data, OpenMode::Existing).unwrap();
     let pins = [(node, 10250, Pin { key, since })];
     store.pins().note(&pins).unwrap();
     until("both are in the Secret", || {

@@ -1,12 +1,12 @@
 //! Streams as HTTP bodies, and bodies into streams.
 //!
-//! A reset stays a reset: [`Receive`] as a body ends with an error that keeps the engine's code as its
+//! A reset stays a reset: [`StreamReceiver`] as a body ends with an error that keeps the engine's code as its
 //! source. [`pump`] joins chunks that are ready together into one frame (design trap 1: an app that
 //! answers in chunks of a few bytes), never waiting for more.
 
 use crate::{
     error::StreamError,
-    stream::{Receive, Send},
+    stream::{StreamReceiver, StreamSender},
 };
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt;
@@ -20,7 +20,7 @@ use std::{
 };
 use tokio::time::timeout;
 
-impl Body for Receive {
+impl Body for StreamReceiver {
     type Data = Bytes;
     type Error = StreamError;
 
@@ -71,7 +71,7 @@ pub enum PumpError<E> {
 /// If the body or the stream fails, or patience ends.
 pub async fn pump<B>(
     mut body: B,
-    send: &mut Send,
+    send: &mut StreamSender,
     patience: Option<Duration>,
 ) -> Result<(), PumpError<B::Error>>
 where
@@ -118,8 +118,8 @@ where
 /// Sends one chunk; gives the stream up if that takes longer than `patience`.
 async fn patient<E>(
     patience: Option<Duration>,
-    send: &mut Send,
-    chunk: impl AsyncFnOnce(&mut Send) -> Result<(), StreamError>,
+    send: &mut StreamSender,
+    chunk: impl AsyncFnOnce(&mut StreamSender) -> Result<(), StreamError>,
 ) -> Result<(), PumpError<E>> {
     let Some(patience) = patience else {
         return Ok(chunk(send).await?);
@@ -131,10 +131,10 @@ async fn patient<E>(
     Err(PumpError::Stalled(patience))
 }
 
-type Next<E> = Option<Option<Result<Frame<Bytes>, E>>>;
+type PolledFrame<E> = Option<Option<Result<Frame<Bytes>, E>>>;
 
 /// Appends what is ready behind a short chunk. What is not data is left in `next`.
-fn join<B>(first: Bytes, body: &mut B, next: &mut Next<B::Error>) -> Bytes
+fn join<B>(first: Bytes, body: &mut B, next: &mut PolledFrame<B::Error>) -> Bytes
 where
     B: Body<Data = Bytes> + Unpin,
 {

@@ -7,10 +7,10 @@
 
 use crate::{
     error::StreamError,
-    socket::Abort,
-    stream::{Receive, Send},
+    stream::{StreamReceiver, StreamSender},
 };
 use bytes::{Bytes, BytesMut};
+use causeway_rt::socket::ResetOnClose;
 use std::{
     future::{Future, poll_fn},
     io,
@@ -29,7 +29,7 @@ const LARGEST: usize = 64 * 1024;
 
 /// Bytes that passed, for whoever watches while the relay runs.
 #[derive(Debug, Default)]
-pub struct Passed {
+pub struct ByteCounters {
     /// From the socket into the stream.
     pub up: AtomicU64,
     /// From the stream to the socket.
@@ -38,7 +38,7 @@ pub struct Passed {
 
 /// How a relay ended.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum CopyOutcome {
     /// Both directions ended in order.
     Clean,
     /// The socket's peer reset or broke its connection; the stream was reset.
@@ -48,12 +48,12 @@ pub enum Outcome {
 }
 
 /// A socket that closes with a reset unless its relay came to its end in order: one that is given up must not look whole.
-struct Relayed<S: Abort> {
+struct Relayed<S: ResetOnClose> {
     socket: S,
     is_whole: bool,
 }
 
-impl<S: Abort> Drop for Relayed<S> {
+impl<S: ResetOnClose> Drop for Relayed<S> {
     fn drop(&mut self) {
         if !self.is_whole {
             self.socket.abort();
@@ -67,16 +67,16 @@ impl<S: Abort> Drop for Relayed<S> {
 /// behind the answer to its CONNECT before it has spoken (design trap 4).
 pub async fn relay<S>(
     socket: S,
-    send: Send,
-    receive: Receive,
-    passed: Arc<Passed>,
+    send: StreamSender,
+    receive: StreamReceiver,
+    passed: Arc<ByteCounters>,
     hold: bool,
-) -> Outcome
+) -> CopyOutcome
 where
-    S: AsyncRead + AsyncWrite + Abort + Unpin,
+    S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
-    let mut up = Up::new(send);
-    let mut down = Down::new(receive);
+    let mut up = ToStream::new(send);
+    let mut down = FromStream::new(receive);
     let mut near = Relayed {
         socket,
         is_whole: false,
@@ -87,9 +87,9 @@ where
     })
     .await;
     match &outcome {
-        Outcome::Clean => near.is_whole = true,
-        Outcome::Near(_) => up.send.break_off().await,
-        Outcome::Far(_) => {}
+        CopyOutcome::Clean => near.is_whole = true,
+        CopyOutcome::Near(_) => up.send.break_off().await,
+        CopyOutcome::Far(_) => {}
     }
     outcome
 }
@@ -97,9 +97,9 @@ where
 fn poll_both<S>(
     cx: &mut Context<'_>,
     socket: &mut S,
-    (up, down): (&mut Up, &mut Down),
-    (passed, hold): (&Passed, bool),
-) -> Poll<Outcome>
+    (up, down): (&mut ToStream, &mut FromStream),
+    (passed, hold): (&ByteCounters, bool),
+) -> Poll<CopyOutcome>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -115,7 +115,7 @@ where
         && let Poll::Ready(Err(outcome)) = down.poll(cx, socket, &passed.down)
     {
         match outcome {
-            Outcome::Near(error) if is_of_peer(&error) => down.broken = Some(error),
+            CopyOutcome::Near(error) if is_of_peer(&error) => down.broken = Some(error),
             outcome => return Poll::Ready(outcome),
         }
     }
@@ -128,43 +128,43 @@ where
         };
         match read {
             Poll::Pending => down.broken = Some(error),
-            Poll::Ready(Err(outcome @ Outcome::Far(_))) => return Poll::Ready(outcome),
-            Poll::Ready(_) => return Poll::Ready(Outcome::Near(error)),
+            Poll::Ready(Err(outcome @ CopyOutcome::Far(_))) => return Poll::Ready(outcome),
+            Poll::Ready(_) => return Poll::Ready(CopyOutcome::Near(error)),
         }
     }
     if up.done && down.done {
-        return Poll::Ready(Outcome::Clean);
+        return Poll::Ready(CopyOutcome::Clean);
     }
     // A socket that is not read says only here that its peer is gone.
     if !up.chunk.is_empty()
         && let Poll::Ready(Err(error)) = Pin::new(&mut *socket).poll_flush(cx)
     {
-        return Poll::Ready(Outcome::Near(error));
+        return Poll::Ready(CopyOutcome::Near(error));
     }
     // Down may be over, wait, or stand before a socket that takes nothing, and up idle: only this hears a reset then.
     let stuck = !down.chunk.is_empty();
     if !down.done && down.receive.poll_evicted(cx).is_ready() {
-        return Poll::Ready(Outcome::Far(StreamError::Evicted));
+        return Poll::Ready(CopyOutcome::Far(StreamError::Evicted));
     }
     if (stuck || (!up.done && (waits || down.done)))
         && let Poll::Ready(error) = up.send.poll_reset(cx)
     {
-        return Poll::Ready(Outcome::Far(error));
+        return Poll::Ready(CopyOutcome::Far(error));
     }
     Poll::Pending
 }
 
 /// Socket to stream.
-struct Up {
-    send: Send,
+struct ToStream {
+    send: StreamSender,
     buffer: BytesMut,
     size: usize,
     chunk: Bytes,
     done: bool,
 }
 
-impl Up {
-    fn new(send: Send) -> Self {
+impl ToStream {
+    fn new(send: StreamSender) -> Self {
         Self {
             send,
             buffer: BytesMut::new(),
@@ -179,16 +179,16 @@ impl Up {
         cx: &mut Context<'_>,
         socket: &mut S,
         passed: &AtomicU64,
-    ) -> Poll<Result<(), Outcome>> {
+    ) -> Poll<Result<(), CopyOutcome>> {
         loop {
             if !self.chunk.is_empty() {
-                ready!(self.send.poll_data(cx, &mut self.chunk)).map_err(Outcome::Far)?;
+                ready!(self.send.poll_data(cx, &mut self.chunk)).map_err(CopyOutcome::Far)?;
             }
-            let read = ready!(self.poll_read(cx, socket)).map_err(Outcome::Near)?;
+            let read = ready!(self.poll_read(cx, socket)).map_err(CopyOutcome::Near)?;
             if read == 0 {
                 self.done = true;
                 self.buffer = BytesMut::new();
-                return Poll::Ready(self.send.end().map_err(Outcome::Far));
+                return Poll::Ready(self.send.end().map_err(CopyOutcome::Far));
             }
             passed.fetch_add(u64::try_from(read).unwrap_or(u64::MAX), Relaxed);
             self.chunk = self.buffer.split().freeze();
@@ -216,8 +216,8 @@ impl Up {
 }
 
 /// Stream to socket.
-struct Down {
-    receive: Receive,
+struct FromStream {
+    receive: StreamReceiver,
     chunk: Bytes,
     unflushed: bool,
     ended: bool,
@@ -234,8 +234,8 @@ fn is_of_peer(error: &io::Error) -> bool {
     )
 }
 
-impl Down {
-    fn new(receive: Receive) -> Self {
+impl FromStream {
+    fn new(receive: StreamReceiver) -> Self {
         Self {
             receive,
             chunk: Bytes::new(),
@@ -251,15 +251,15 @@ impl Down {
         cx: &mut Context<'_>,
         socket: &mut S,
         passed: &AtomicU64,
-    ) -> Poll<Result<(), Outcome>> {
+    ) -> Poll<Result<(), CopyOutcome>> {
         while !self.ended {
-            ready!(self.poll_write(cx, socket, passed)).map_err(Outcome::Near)?;
+            ready!(self.poll_write(cx, socket, passed)).map_err(CopyOutcome::Near)?;
             match self.receive.poll_data(cx) {
                 Poll::Ready(Some(Ok(chunk))) => self.chunk = chunk,
-                Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(Outcome::Far(error))),
+                Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(CopyOutcome::Far(error))),
                 Poll::Ready(None) => self.ended = true,
                 Poll::Pending => {
-                    ready!(self.poll_flush(cx, socket)).map_err(Outcome::Near)?;
+                    ready!(self.poll_flush(cx, socket)).map_err(CopyOutcome::Near)?;
                     return Poll::Pending;
                 }
             }
@@ -269,7 +269,7 @@ impl Down {
         self.done = true;
         match shut {
             Err(error) if error.kind() != io::ErrorKind::NotConnected => {
-                Poll::Ready(Err(Outcome::Near(error)))
+                Poll::Ready(Err(CopyOutcome::Near(error)))
             }
             _ => Poll::Ready(Ok(())),
         }
@@ -310,7 +310,10 @@ impl Down {
 ///
 /// # Errors
 /// The reset.
-pub async fn unless_reset<F: Future>(send: &mut Send, future: F) -> Result<F::Output, StreamError> {
+pub async fn unless_reset<F: Future>(
+    send: &mut StreamSender,
+    future: F,
+) -> Result<F::Output, StreamError> {
     tokio::select! {
         output = future => Ok(output),
         error = send.reset() => Err(error),

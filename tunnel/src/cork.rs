@@ -53,7 +53,7 @@ impl<S> Cork<S> {
     }
 
     /// From now on small writes wait for [`Cork::release`], which the caller has to see to.
-    pub(crate) fn hold(&self) {
+    pub(crate) fn cork(&self) {
         self.inner().holds = true;
     }
 
@@ -66,7 +66,7 @@ impl<S> Cork<S> {
 impl<S: AsyncWrite + Unpin> Cork<S> {
     /// Sends what is held, as far as the connection takes it; the task is woken when it takes more, and has to call this
     /// again after it has polled the engine.
-    pub(crate) fn release(&self, cx: &mut Context<'_>) {
+    pub(crate) fn uncork(&self, cx: &mut Context<'_>) {
         let mut inner = self.inner();
         if let Poll::Ready(Err(error)) = inner.poll_flush(cx) {
             inner.broken = Some(error);
@@ -249,7 +249,7 @@ mod tests {
             room,
             ..Wire::default()
         });
-        cork.hold();
+        cork.cork();
         cork
     }
 
@@ -273,8 +273,8 @@ mod tests {
             flush(&mut cork);
         }
         assert!(cork.inner().io.writes.is_empty());
-        cork.release(&mut cx());
-        cork.release(&mut cx());
+        cork.uncork(&mut cx());
+        cork.uncork(&mut cx());
         let inner = cork.inner();
         assert_eq!(inner.io.writes, [b"onetwothree"]);
         // Once for what was written: a turn that wrote nothing costs nothing.
@@ -298,13 +298,13 @@ mod tests {
         let mut taken = Vec::new();
         while write(&mut cork, &part).is_ready() {
             taken.extend_from_slice(&part);
-            cork.release(&mut cx());
+            cork.uncork(&mut cx());
         }
         assert!(taken.len() <= MOST && taken.len() + part.len() > MOST);
         // Some at a time, as a slow link takes it.
         for room in [1, 700, MOST] {
             cork.inner().io.room = room;
-            cork.release(&mut cx());
+            cork.uncork(&mut cx());
         }
         assert_eq!(cork.inner().io.writes.concat(), taken);
     }
@@ -318,7 +318,7 @@ mod tests {
         assert!(write(&mut cork, b"preface").is_ready());
         flush(&mut cork);
         assert_eq!(cork.inner().io.flushes, 1);
-        cork.hold();
+        cork.cork();
         assert!(write(&mut cork, b"goaway").is_ready());
         assert!(Pin::new(&mut cork).poll_shutdown(&mut cx()).is_ready());
         assert_eq!(
@@ -341,7 +341,7 @@ mod tests {
         let mut cork = holding(usize::MAX);
         assert!(write(&mut cork, b"answer").is_ready());
         cork.inner().io.broken = true;
-        cork.release(&mut cx);
+        cork.uncork(&mut cx);
         assert_eq!(woken.0.load(Relaxed), 1);
         let mut space = [0; 8];
         let read = Pin::new(&mut cork).poll_read(&mut cx, &mut ReadBuf::new(&mut space));

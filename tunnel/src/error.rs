@@ -17,7 +17,7 @@ pub enum StreamError {
         cause: h2::Error,
     },
     /// The tunnel below the stream is gone.
-    #[error("the tunnel was lost: {}", Ended::by(.cause))]
+    #[error("the tunnel was lost: {}", TunnelEnd::by(.cause))]
     Lost {
         /// The engine's error.
         #[source]
@@ -136,7 +136,7 @@ fn has_code(error: &io::Error, codes: &[Errno]) -> bool {
 
 /// How a tunnel ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum TunnelEnd {
     /// The peer closed it in order, or went away without a word (a killed peer sends no `close_notify`).
     Peer,
     /// This side closed it: replaced, drained, or stopping.
@@ -147,7 +147,7 @@ pub enum Ended {
     Failed(String),
 }
 
-impl Ended {
+impl TunnelEnd {
     pub(crate) fn of(result: Result<(), h2::Error>) -> Self {
         result.err().map_or(Self::Peer, |error| Self::by(&error))
     }
@@ -176,7 +176,7 @@ impl Ended {
     }
 }
 
-impl fmt::Display for Ended {
+impl fmt::Display for TunnelEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Peer => f.write_str("the peer closed the connection"),
@@ -189,7 +189,7 @@ impl fmt::Display for Ended {
 
 /// Why an edge itself failed a stream. Travels as [`crate::wire::FAILURE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Refusal {
+pub enum RejectCode {
     /// The edge's allow-list does not have the target.
     Policy,
     /// The target refused the connection.
@@ -212,7 +212,7 @@ pub enum Refusal {
     Malformed,
 }
 
-impl Refusal {
+impl RejectCode {
     /// All of them, for parsing and for tests.
     pub const ALL: [Self; 10] = [
         Self::Policy,
@@ -273,8 +273,8 @@ impl Refusal {
     }
 
     /// The refusal with the sentence that a person reads.
-    pub fn because(self, detail: impl Into<Cow<'static, str>>) -> Refused {
-        Refused {
+    pub fn because(self, detail: impl Into<Cow<'static, str>>) -> Rejected {
+        Rejected {
             refusal: self,
             detail: detail.into(),
         }
@@ -284,9 +284,9 @@ impl Refusal {
 /// A refusal and its sentence.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{detail}")]
-pub struct Refused {
+pub struct Rejected {
     /// The kind.
-    pub refusal: Refusal,
+    pub refusal: RejectCode,
     /// What happened, for the caller.
     pub detail: Cow<'static, str>,
 }
@@ -298,30 +298,30 @@ mod tests {
     #[test]
     fn a_failed_dial_is_told_apart_by_its_cause() {
         for (code, refusal) in [
-            (Errno::ECONNREFUSED, Refusal::TargetRefused),
-            (Errno::ECONNRESET, Refusal::TargetRefused),
-            (Errno::ETIMEDOUT, Refusal::TargetTimeout),
-            (Errno::EHOSTUNREACH, Refusal::TargetUnreachable),
-            (Errno::ENETUNREACH, Refusal::TargetUnreachable),
-            (Errno::EACCES, Refusal::TargetUnreachable),
-            (Errno::EPERM, Refusal::TargetUnreachable),
-            (Errno::EMFILE, Refusal::Exhausted),
-            (Errno::ENFILE, Refusal::Exhausted),
-            (Errno::ENOBUFS, Refusal::Exhausted),
-            (Errno::ENOMEM, Refusal::Exhausted),
-            (Errno::EADDRNOTAVAIL, Refusal::Exhausted),
-            (Errno::EAGAIN, Refusal::Exhausted),
+            (Errno::ECONNREFUSED, RejectCode::TargetRefused),
+            (Errno::ECONNRESET, RejectCode::TargetRefused),
+            (Errno::ETIMEDOUT, RejectCode::TargetTimeout),
+            (Errno::EHOSTUNREACH, RejectCode::TargetUnreachable),
+            (Errno::ENETUNREACH, RejectCode::TargetUnreachable),
+            (Errno::EACCES, RejectCode::TargetUnreachable),
+            (Errno::EPERM, RejectCode::TargetUnreachable),
+            (Errno::EMFILE, RejectCode::Exhausted),
+            (Errno::ENFILE, RejectCode::Exhausted),
+            (Errno::ENOBUFS, RejectCode::Exhausted),
+            (Errno::ENOMEM, RejectCode::Exhausted),
+            (Errno::EADDRNOTAVAIL, RejectCode::Exhausted),
+            (Errno::EAGAIN, RejectCode::Exhausted),
         ] {
             let error = io::Error::from_raw_os_error(code as i32);
             let address = IpAddr::from([127, 0, 0, 1]);
-            assert_eq!(Refusal::of_dial(&error, address), refusal, "{code}");
+            assert_eq!(RejectCode::of_dial(&error, address), refusal, "{code}");
         }
         // A system without IPv6.
         let error = io::Error::from_raw_os_error(Errno::EADDRNOTAVAIL as i32);
         let address = "::1".parse().unwrap();
         assert_eq!(
-            Refusal::of_dial(&error, address),
-            Refusal::TargetUnreachable
+            RejectCode::of_dial(&error, address),
+            RejectCode::TargetUnreachable
         );
     }
 

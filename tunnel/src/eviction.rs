@@ -6,7 +6,8 @@
 //! either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for longest, as
 //! many as needed, long before that.
 
-use crate::{stream::Send, tcp_memory::TcpMemory, unread::Unread};
+use crate::{buffered::BufferedStreams, stream::StreamSender};
+use causeway_rt::tcp_memory::TcpMemory;
 use futures_util::task::AtomicWaker;
 use std::{
     cmp::Reverse,
@@ -25,18 +26,18 @@ use tokio::{
 
 /// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
 /// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
-pub const OVERHEAD: usize = 320 << 10;
+pub const STREAM_OVERHEAD_BYTES: usize = 320 << 10;
 /// Memory of the kernel that a stream can hold on one machine, in bytes: what the default `net.ipv4.tcp_wmem` and `tcp_rmem`
 /// let an app's send buffer and the edge's receive buffer grow to.
-const LARGEST: usize = (4 << 20) + (6 << 20);
+const MAX_SOCKET_BUFFERS: usize = (4 << 20) + (6 << 20);
 /// Interval between two looks while streams may stand still.
-const LOOK: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
-const LEAST: Duration = Duration::from_millis(100);
+const MIN_STALL: Duration = Duration::from_millis(100);
 /// The same while the kernel's memory has only passed its bound, maybe because of other programs, and not yet half as much again.
-const SLOW: Duration = Duration::from_secs(5);
+const SLOW_AFTER: Duration = Duration::from_secs(5);
 /// Looks without a stream that stands still, after which the guard rests.
-const REST_AFTER: u32 = 20;
+const IDLE_CHECKS: u32 = 20;
 
 /// Movement of one direction of a stream, and whether the stream was evicted.
 #[derive(Debug, Default)]
@@ -81,7 +82,7 @@ impl Progress {
     }
 
     /// Has the holder look whether the other end has evicted the stream.
-    fn stands_still(&self) {
+    fn mark_stalled(&self) {
         if !self.still.swap(true, Relaxed) {
             self.waker.wake();
         }
@@ -98,7 +99,7 @@ impl Progress {
 pub struct Eviction {
     progress: Arc<Progress>,
     /// The near half, which has ended, and tells of a reset by the other end.
-    send: Arc<Mutex<Option<Send>>>,
+    send: Arc<Mutex<Option<StreamSender>>>,
 }
 
 impl Eviction {
@@ -110,11 +111,11 @@ impl Eviction {
     }
 
     /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
-    pub fn hear(&self, send: Send) {
+    pub fn attach_sender(&self, send: StreamSender) {
         *self.send() = Some(send);
     }
 
-    /// Drops the half that was given to [`Eviction::hear`]: the stream has ended for its holder.
+    /// Drops the half that was given to [`Eviction::attach_sender`]: the stream has ended for its holder.
     pub fn release(&self) {
         let send = self.send().take();
         drop(send);
@@ -163,19 +164,19 @@ impl Eviction {
         self.progress.answer.store(true, Relaxed);
     }
 
-    fn send(&self) -> MutexGuard<'_, Option<Send>> {
+    fn send(&self) -> MutexGuard<'_, Option<StreamSender>> {
         self.send.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Since when one direction of a stream stands still, by comparison of two looks.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Mark {
+pub(crate) struct ProgressMark {
     moved: usize,
     since: Option<Instant>,
 }
 
-impl Mark {
+impl ProgressMark {
     /// Looks at a direction in which bytes wait, or none do. Returns since when nothing has moved.
     pub(crate) fn look(
         &mut self,
@@ -198,23 +199,23 @@ impl Mark {
 
 /// A stream that stands still.
 #[derive(Clone, Debug)]
-pub(crate) struct Stalled {
+pub(crate) struct StalledStream {
     pub(crate) since: Instant,
     /// Bytes that wait at this end.
     pub(crate) held: usize,
     pub(crate) progress: Arc<Progress>,
 }
 
-impl Stalled {
+impl StalledStream {
     fn cost(&self) -> usize {
-        self.held + OVERHEAD
+        self.held + STREAM_OVERHEAD_BYTES
     }
 }
 
 /// Streams of a process that may stand still.
 #[derive(Debug, Default)]
-pub struct Stalls {
-    tunnels: Mutex<Vec<Weak<Unread>>>,
+pub struct StallMonitor {
+    tunnels: Mutex<Vec<Weak<BufferedStreams>>>,
     /// Streams that stood still at the last look.
     count: AtomicUsize,
     /// The guard looks regularly, and need not be told.
@@ -222,9 +223,9 @@ pub struct Stalls {
     begun: Notify,
 }
 
-impl Stalls {
+impl StallMonitor {
     /// Adds the streams of a tunnel, until they are dropped.
-    pub(crate) fn add(&self, tunnel: &Arc<Unread>) {
+    pub(crate) fn add(&self, tunnel: &Arc<BufferedStreams>) {
         let mut tunnels = self.tunnels();
         if tunnels.len() == tunnels.capacity() {
             tunnels.retain(|tunnel| tunnel.strong_count() > 0);
@@ -245,7 +246,7 @@ impl Stalls {
     }
 
     /// Streams that stand still now, the longest first.
-    fn look(&self, now: Instant) -> Vec<Stalled> {
+    fn look(&self, now: Instant) -> Vec<StalledStream> {
         let mut tunnels = self.tunnels();
         tunnels.retain(|tunnel| tunnel.strong_count() > 0);
         let tunnels: Vec<_> = tunnels.iter().filter_map(Weak::upgrade).collect();
@@ -258,7 +259,7 @@ impl Stalls {
         stalled
     }
 
-    fn tunnels(&self) -> MutexGuard<'_, Vec<Weak<Unread>>> {
+    fn tunnels(&self) -> MutexGuard<'_, Vec<Weak<BufferedStreams>>> {
         self.tunnels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -304,15 +305,15 @@ impl Shortage {
 /// hold an eighth of it together stay, since other programs use it and their end would help nobody.
 fn excess_of_kernel(stalled: usize, used: usize, bound: usize) -> usize {
     let over = used.saturating_sub(bound);
-    if over == 0 || stalled.saturating_mul(LARGEST) < used / 8 {
+    if over == 0 || stalled.saturating_mul(MAX_SOCKET_BUFFERS) < used / 8 {
         return 0;
     }
     stalled.saturating_mul(over).div_ceil(used).min(stalled)
 }
 
 /// Number of streams, the longest first, whose eviction brings what all cost below `bound`.
-fn excess_of_process(stalled: &[Stalled], bound: usize) -> usize {
-    let mut left: usize = stalled.iter().map(Stalled::cost).sum();
+fn excess_of_process(stalled: &[StalledStream], bound: usize) -> usize {
+    let mut left: usize = stalled.iter().map(StalledStream::cost).sum();
     stalled
         .iter()
         .take_while(|stream| {
@@ -324,20 +325,24 @@ fn excess_of_process(stalled: &[Stalled], bound: usize) -> usize {
 }
 
 /// Runs for as long as the process has streams: evicts those that have stood still for longest whenever a bound is passed.
-pub async fn guard(stalls: &Stalls, bounds: Bounds, mut evicted: impl FnMut(Shortage, usize)) {
+pub async fn guard(
+    stalls: &StallMonitor,
+    bounds: Bounds,
+    mut evicted: impl FnMut(Shortage, usize),
+) {
     let memory = TcpMemory::open(bounds.tcp_memory);
     loop {
         stalls.begun.notified().await;
         stalls.looking.store(true, Relaxed);
         let mut quiet = 0;
-        while quiet < REST_AFTER {
+        while quiet < IDLE_CHECKS {
             let now = Instant::now();
             let stalled = stalls.look(now);
             quiet = if stalled.is_empty() { quiet + 1 } else { 0 };
             for (shortage, count) in relieve(&stalled, now, &bounds, memory.as_ref()) {
                 evicted(shortage, count);
             }
-            sleep(LOOK).await;
+            sleep(CHECK_INTERVAL).await;
         }
         stalls.looking.store(false, Relaxed);
         // What began between the last look and the line above has told nobody.
@@ -345,7 +350,7 @@ pub async fn guard(stalls: &Stalls, bounds: Bounds, mut evicted: impl FnMut(Shor
     }
 }
 
-impl Stalls {
+impl StallMonitor {
     fn may_begin_unless_idle(&self) {
         if !self.look(Instant::now()).is_empty() {
             self.begun.notify_one();
@@ -355,22 +360,22 @@ impl Stalls {
 
 /// Evicts what passes the bounds.
 fn relieve(
-    stalled: &[Stalled],
+    stalled: &[StalledStream],
     now: Instant,
     bounds: &Bounds,
     memory: Option<&TcpMemory>,
 ) -> Vec<(Shortage, usize)> {
-    let ripe = stalled.partition_point(|stream| now - stream.since >= LEAST);
+    let ripe = stalled.partition_point(|stream| now - stream.since >= MIN_STALL);
     let ripe = &stalled[..ripe];
     for stream in ripe {
-        stream.progress.stands_still();
+        stream.progress.mark_stalled();
     }
     if ripe.is_empty() {
         return Vec::new();
     }
     let kernel = memory.map_or(0, |memory| {
         let used = memory.used().unwrap_or_default();
-        let slow = ripe.partition_point(|stream| now - stream.since >= SLOW);
+        let slow = ripe.partition_point(|stream| now - stream.since >= SLOW_AFTER);
         let bound = memory.bound();
         let soon = excess_of_kernel(stalled.len(), used, bound.saturating_add(bound / 2));
         let late = excess_of_kernel(stalled.len(), used, bound);
@@ -388,7 +393,7 @@ fn relieve(
     }
     let mut late = 0;
     if let Some(patience) = bounds.patience {
-        let is_late = |stream: &&Stalled| {
+        let is_late = |stream: &&StalledStream| {
             stream.progress.answer.load(Relaxed) && now - stream.since >= patience
         };
         for stream in stay.iter().filter(is_late) {
@@ -404,10 +409,10 @@ fn relieve(
 mod tests {
     use super::*;
 
-    fn stalled(held: &[usize]) -> Vec<Stalled> {
+    fn stalled(held: &[usize]) -> Vec<StalledStream> {
         let since = Instant::now();
         held.iter()
-            .map(|held| Stalled {
+            .map(|held| StalledStream {
                 since,
                 held: *held,
                 progress: Arc::default(),
@@ -418,9 +423,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn as_many_streams_are_evicted_as_the_bound_needs() {
         let streams = stalled(&[0, 0, 0, 0]);
-        assert_eq!(excess_of_process(&streams, 4 * OVERHEAD), 0);
-        assert_eq!(excess_of_process(&streams, 4 * OVERHEAD - 1), 1);
-        assert_eq!(excess_of_process(&streams, OVERHEAD), 3);
+        assert_eq!(excess_of_process(&streams, 4 * STREAM_OVERHEAD_BYTES), 0);
+        assert_eq!(
+            excess_of_process(&streams, 4 * STREAM_OVERHEAD_BYTES - 1),
+            1
+        );
+        assert_eq!(excess_of_process(&streams, STREAM_OVERHEAD_BYTES), 3);
         assert_eq!(excess_of_process(&streams, 0), 4);
         assert_eq!(excess_of_kernel(100, 50, 50), 0);
         assert_eq!(excess_of_kernel(100, 100, 75), 25);
@@ -433,12 +441,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_streams_that_stood_still_for_longest_go_first_and_short_pauses_are_nobodys_end() {
         let bounds = Bounds {
-            memory: OVERHEAD,
+            memory: STREAM_OVERHEAD_BYTES,
             tcp_memory: None,
             patience: None,
         };
         let old = stalled(&[0, 0]);
-        tokio::time::advance(LEAST).await;
+        tokio::time::advance(MIN_STALL).await;
         let young = stalled(&[0, 0]);
         let all: Vec<_> = old.iter().chain(&young).cloned().collect();
         let gone = relieve(&all, Instant::now(), &bounds, None);
@@ -466,7 +474,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_reader_that_takes_something_begins_anew() {
-        let (progress, mut mark) = (Progress::default(), Mark::default());
+        let (progress, mut mark) = (Progress::default(), ProgressMark::default());
         let began = Instant::now();
         assert_eq!(mark.look(true, &progress, began), Some(began));
         tokio::time::advance(Duration::from_secs(1)).await;

@@ -10,11 +10,12 @@
 //! their turn in between.
 
 use crate::{
-    frames::{
-        CONTINUATION, DATA, Frames, HEADERS, Head, PING, Part, RST_STREAM, SETTINGS, WINDOW_UPDATE,
+    frame_parser::{
+        CONTINUATION, DATA, FrameEvent, FrameHeader, FrameParser, HEADERS, PING, RST_STREAM,
+        SETTINGS, WINDOW_UPDATE,
     },
-    small::Small,
-    tap::{Listen, Tap},
+    io_observer::{IoObserver, ObservedIo},
+    small_frames::SmallFrames,
 };
 use std::{
     io,
@@ -35,41 +36,41 @@ const BYTES: u64 = 1024;
 const RARE: u64 = 10;
 
 /// Frames that are read before others on this thread get their turn.
-const TURN: u32 = 1_000;
+const YIELD_AFTER_FRAMES: u32 = 1_000;
 /// The client's connection, which fails when its peer floods it.
-pub(crate) type Guarded<S> = Tap<S, Guard>;
+pub(crate) type FloodGuardedIo<S> = ObservedIo<S, FloodGuard>;
 
 /// A connection whose preface is still to be sent.
-pub(crate) fn guarded<S>(io: S, small: Arc<Small>) -> Guarded<S> {
-    Tap::new(io, Guard::new(small))
+pub(crate) fn guard_io<S>(io: S, small: Arc<SmallFrames>) -> FloodGuardedIo<S> {
+    ObservedIo::new(io, FloodGuard::new(small))
 }
 
 /// What listens to the peer.
 #[derive(Debug)]
-pub(crate) struct Guard {
-    read: Frames,
-    written: Frames,
-    purse: Purse,
-    small: Arc<Small>,
+pub(crate) struct FloodGuard {
+    read: FrameParser,
+    written: FrameParser,
+    purse: TokenBucket,
+    small: Arc<SmallFrames>,
     /// Frames since others had their turn.
     frames: u32,
 }
 
-impl Guard {
-    fn new(small: Arc<Small>) -> Self {
+impl FloodGuard {
+    fn new(small: Arc<SmallFrames>) -> Self {
         Self {
-            read: Frames::default(),
-            written: Frames::of_client(),
-            purse: Purse::new(MOST, PER_SECOND),
+            read: FrameParser::default(),
+            written: FrameParser::of_client(),
+            purse: TokenBucket::new(MOST, PER_SECOND),
             small,
             frames: 0,
         }
     }
 }
 
-impl Listen for Guard {
+impl IoObserver for FloodGuard {
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.frames < TURN {
+        if self.frames < YIELD_AFTER_FRAMES {
             return Poll::Ready(());
         }
         self.frames = 0;
@@ -87,7 +88,7 @@ impl Listen for Guard {
         let now = Instant::now();
         let mut flooded = None;
         self.read.pass(bytes, |part| {
-            let Part::Head(Head {
+            let FrameEvent::Head(FrameHeader {
                 kind,
                 length,
                 stream,
@@ -98,7 +99,7 @@ impl Listen for Guard {
             };
             *frames += 1;
             if kind == DATA {
-                small.came(stream, usize::try_from(length).unwrap_or(usize::MAX));
+                small.received(stream, usize::try_from(length).unwrap_or(usize::MAX));
             } else if !purse.pay(price(kind), now) {
                 flooded = Some(kind);
             }
@@ -111,7 +112,7 @@ impl Listen for Guard {
     fn written(&mut self, bytes: &[u8]) {
         let mut streams = 0;
         self.written.pass(bytes, |part| {
-            let opens = matches!(part, Part::Head(head) if head.kind == HEADERS);
+            let opens = matches!(part, FrameEvent::Head(head) if head.kind == HEADERS);
             streams += u64::from(opens);
         });
         self.purse.sent(bytes.len(), streams, PER_STREAM);
@@ -120,7 +121,7 @@ impl Listen for Guard {
 
 /// The peer's points.
 #[derive(Debug)]
-pub(crate) struct Purse {
+pub(crate) struct TokenBucket {
     points: u64,
     most: u64,
     per_second: u64,
@@ -129,7 +130,7 @@ pub(crate) struct Purse {
     bytes: u64,
 }
 
-impl Purse {
+impl TokenBucket {
     /// A full purse, which time fills again.
     pub(crate) fn new(most: u64, per_second: u64) -> Self {
         Self {
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    fn times(purse: &mut Purse, kind: u8, now: Instant) -> u64 {
+    fn times(purse: &mut TokenBucket, kind: u8, now: Instant) -> u64 {
         (0..2 * MOST)
             .take_while(|_| purse.pay(price(kind), now))
             .count() as u64
@@ -200,11 +201,11 @@ mod tests {
 
     #[test]
     fn a_peer_that_sends_thousands_of_frames_lets_others_have_their_turn() {
-        let mut guard = Guard::new(Arc::default());
+        let mut guard = FloodGuard::new(Arc::default());
         let mut cx = Context::from_waker(std::task::Waker::noop());
         let frame = [0, 0, 0, DATA, 0, 0, 0, 0, 1];
         for _ in 0..3 {
-            for _ in 0..TURN {
+            for _ in 0..YIELD_AFTER_FRAMES {
                 assert!(guard.poll_turn(&mut cx).is_ready());
                 guard.read(&frame).unwrap();
             }
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_flood_is_paid_for_a_while_and_time_and_traffic_earn_more() {
-        let mut purse = Purse::new(MOST, PER_SECOND);
+        let mut purse = TokenBucket::new(MOST, PER_SECOND);
         let now = purse.counted;
         assert_eq!(times(&mut purse, PING, now), MOST / RARE);
         let later = now + Duration::from_secs(1);

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 /// The bounds of liveness.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
+pub struct KeepaliveConfig {
     /// Silence in either direction after which a probe is sent.
     pub probe_after: Duration,
     /// Silence after a probe that takes the tunnel out of selection.
@@ -20,7 +20,7 @@ pub struct Bounds {
     pub close_after: Duration,
 }
 
-impl Default for Bounds {
+impl Default for KeepaliveConfig {
     /// 5 s each: both ends know of a silent death after 15 s.
     fn default() -> Self {
         Self {
@@ -33,7 +33,7 @@ impl Default for Bounds {
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum KeepaliveAction {
     /// All is well; look again then.
     Well(Instant),
     /// Send a probe, and look again then.
@@ -46,16 +46,16 @@ pub(crate) enum Verdict {
 
 /// The state of liveness on the side that probes.
 #[derive(Debug)]
-pub(crate) struct Liveness {
-    bounds: Bounds,
+pub(crate) struct Keepalive {
+    bounds: KeepaliveConfig,
     /// `probe_after`, shortened by up to a tenth so that a fleet's probes spread.
     probe_after: Duration,
     probed: Option<Instant>,
 }
 
-impl Liveness {
+impl Keepalive {
     /// `jitter` is from 0 to 1.
-    pub(crate) fn new(bounds: Bounds, jitter: f64) -> Self {
+    pub(crate) fn new(bounds: KeepaliveConfig, jitter: f64) -> Self {
         let shorten = bounds.probe_after.mul_f64(jitter.clamp(0.0, 1.0) / 10.0);
         Self {
             bounds,
@@ -75,26 +75,26 @@ impl Liveness {
         now: Instant,
         (read, written): (Instant, Instant),
         hurry: bool,
-    ) -> Verdict {
+    ) -> KeepaliveAction {
         if self.probed.is_some_and(|probed| read >= probed) {
             self.probed = None;
         }
         let Some(probed) = self.probed else {
             let due = read.min(written) + self.probe_after;
             if now < due && !hurry {
-                return Verdict::Well(due);
+                return KeepaliveAction::Well(due);
             }
             self.probed = Some(now);
-            return Verdict::Probe(now + self.bounds.suspect_after);
+            return KeepaliveAction::Probe(now + self.bounds.suspect_after);
         };
         let suspect = probed + self.bounds.suspect_after;
         let dead = suspect + self.bounds.close_after;
         if now >= dead {
-            Verdict::Dead
+            KeepaliveAction::Dead
         } else if now >= suspect {
-            Verdict::Suspect(dead)
+            KeepaliveAction::Suspect(dead)
         } else {
-            Verdict::Well(suspect)
+            KeepaliveAction::Well(suspect)
         }
     }
 }
@@ -110,54 +110,69 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_silent_link_is_probed_suspected_and_closed_within_fifteen_seconds() {
         let start = Instant::now();
-        let mut liveness = Liveness::new(Bounds::default(), 0.0);
+        let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let mut at = |after: u64| liveness.check(start + seconds(after), (start, start), false);
-        assert_eq!(at(0), Verdict::Well(start + seconds(5)));
-        assert_eq!(at(5), Verdict::Probe(start + seconds(10)));
-        assert_eq!(at(9), Verdict::Well(start + seconds(10)));
-        assert_eq!(at(10), Verdict::Suspect(start + seconds(15)));
-        assert_eq!(at(15), Verdict::Dead);
+        assert_eq!(at(0), KeepaliveAction::Well(start + seconds(5)));
+        assert_eq!(at(5), KeepaliveAction::Probe(start + seconds(10)));
+        assert_eq!(at(9), KeepaliveAction::Well(start + seconds(10)));
+        assert_eq!(at(10), KeepaliveAction::Suspect(start + seconds(15)));
+        assert_eq!(at(15), KeepaliveAction::Dead);
     }
 
     #[tokio::test(start_paused = true)]
     async fn any_byte_read_makes_a_suspect_well_again() {
         let start = Instant::now();
-        let mut liveness = Liveness::new(Bounds::default(), 0.0);
+        let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         liveness.check(start + seconds(5), (start, start), false);
         let read = start + seconds(12);
         let verdict = liveness.check(start + seconds(13), (read, start + seconds(11)), false);
-        assert_eq!(verdict, Verdict::Well(start + seconds(16)));
+        assert_eq!(verdict, KeepaliveAction::Well(start + seconds(16)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn silence_of_our_own_is_probed_too_so_that_the_edge_hears_something() {
         let start = Instant::now();
-        let mut liveness = Liveness::new(Bounds::default(), 0.0);
+        let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let read = start + seconds(5);
         let verdict = liveness.check(start + seconds(5), (read, start), false);
-        assert_eq!(verdict, Verdict::Probe(start + seconds(10)));
+        assert_eq!(verdict, KeepaliveAction::Probe(start + seconds(10)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_probe_may_be_had_before_it_is_due_and_only_one_at_a_time() {
         let start = Instant::now();
-        let mut liveness = Liveness::new(Bounds::default(), 0.0);
+        let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let mut at = |after: u64, hurry: bool, read: Instant| {
             let now = start + seconds(after);
             liveness.check(now, (read, now), hurry)
         };
-        assert_eq!(at(1, true, start), Verdict::Probe(start + seconds(6)));
-        assert_eq!(at(2, true, start), Verdict::Well(start + seconds(6)));
+        assert_eq!(
+            at(1, true, start),
+            KeepaliveAction::Probe(start + seconds(6))
+        );
+        assert_eq!(
+            at(2, true, start),
+            KeepaliveAction::Well(start + seconds(6))
+        );
         let read = start + seconds(3);
-        assert_eq!(at(3, false, read), Verdict::Well(start + seconds(8)));
-        assert_eq!(at(4, true, read), Verdict::Probe(start + seconds(9)));
+        assert_eq!(
+            at(3, false, read),
+            KeepaliveAction::Well(start + seconds(8))
+        );
+        assert_eq!(
+            at(4, true, read),
+            KeepaliveAction::Probe(start + seconds(9))
+        );
     }
 
     #[tokio::test(start_paused = true)]
     async fn jitter_only_shortens() {
         let start = Instant::now();
-        let mut liveness = Liveness::new(Bounds::default(), 1.0);
+        let mut liveness = Keepalive::new(KeepaliveConfig::default(), 1.0);
         let verdict = liveness.check(start, (start, start), false);
-        assert_eq!(verdict, Verdict::Well(start + Duration::from_millis(4_500)));
+        assert_eq!(
+            verdict,
+            KeepaliveAction::Well(start + Duration::from_millis(4_500))
+        );
     }
 }

@@ -4,8 +4,10 @@
 //! Only atomics, but for the list of streams that can hold unread bytes: nothing here waits.
 
 use crate::{
-    small::{Counted, Small},
-    unread::{Entry, Held, Pressure, SenderEntry, Siblings, Unread},
+    buffered::{
+        BufferedBytes, BufferedStream, BufferedStreams, MemoryBudget, NodeBudget, SenderEntry,
+    },
+    small_frames::{SmallFrameCounter, SmallFrames},
     wire,
 };
 use futures_util::task::AtomicWaker;
@@ -20,7 +22,7 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 
 /// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`], unless the edge says otherwise
-/// ([`crate::hello::Welcome::bulk_after`]).
+/// ([`crate::control_stream::EdgeHello::bulk_after`]).
 pub const BULK_BYTES: u64 = 1024 * 1024;
 /// See [`BULK_BYTES`].
 pub const BULK_SPAN: Duration = Duration::from_secs(2);
@@ -30,7 +32,7 @@ const CONTROL: usize = 1;
 
 /// The load of one tunnel.
 #[derive(Debug)]
-pub struct Load {
+pub struct TunnelLoad {
     began: Instant,
     /// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
     bulk: AtomicU64,
@@ -38,7 +40,7 @@ pub struct Load {
     streams: [AtomicUsize; 2],
     /// Generation of streams that are opened now. The first one holds the control stream for good.
     generation: AtomicUsize,
-    siblings: Arc<Siblings>,
+    siblings: Arc<NodeBudget>,
     opened: AtomicU64,
     sent: AtomicU64,
     received: AtomicU64,
@@ -48,23 +50,23 @@ pub struct Load {
     /// When the number of the node's streams reaches this, whoever sizes windows wants to know.
     crowd: AtomicUsize,
     crowded: AtomicWaker,
-    unread: Arc<Unread>,
-    small: Arc<Small>,
+    unread: Arc<BufferedStreams>,
+    small: Arc<SmallFrames>,
 }
 
-impl Default for Load {
+impl Default for TunnelLoad {
     fn default() -> Self {
         Self::new(BULK_BYTES)
     }
 }
 
-impl Load {
+impl TunnelLoad {
     /// A load that calls a stream bulk once it has moved more than `bulk` bytes within [`BULK_SPAN`].
     pub fn new(bulk: u64) -> Self {
         Self::shared(bulk, Arc::default(), Arc::default())
     }
 
-    fn shared(bulk: u64, siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
+    fn shared(bulk: u64, siblings: Arc<NodeBudget>, pressure: Arc<MemoryBudget>) -> Self {
         Self {
             began: Instant::now(),
             bulk: AtomicU64::new(bulk),
@@ -77,19 +79,19 @@ impl Load {
             bulk_seen: Notify::new(),
             crowd: AtomicUsize::new(usize::MAX),
             crowded: AtomicWaker::new(),
-            unread: Unread::new(pressure, &siblings),
+            unread: BufferedStreams::new(pressure, &siblings),
             siblings,
             small: Arc::default(),
         }
     }
 
     /// The load of a tunnel whose streams count for the process.
-    pub(crate) fn of_process(bulk: u64, pressure: Arc<Pressure>) -> Self {
+    pub(crate) fn of_process(bulk: u64, pressure: Arc<MemoryBudget>) -> Self {
         Self::shared(bulk, Arc::default(), pressure)
     }
 
     /// The load of one of several tunnels of a node, whose unread bytes count for the process.
-    pub(crate) fn among(siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
+    pub(crate) fn among(siblings: Arc<NodeBudget>, pressure: Arc<MemoryBudget>) -> Self {
         Self::shared(BULK_BYTES, siblings, pressure)
     }
 
@@ -104,7 +106,7 @@ impl Load {
     }
 
     /// What the tunnels of the node share.
-    pub(crate) fn siblings(&self) -> &Siblings {
+    pub(crate) fn siblings(&self) -> &NodeBudget {
         &self.siblings
     }
 
@@ -123,7 +125,7 @@ impl Load {
         ended
     }
 
-    /// Returns the number of streams that were open at the last [`Load::turn_over`] that returned true, and still are.
+    /// Returns the number of streams that were open at the last [`TunnelLoad::turn_over`] that returned true, and still are.
     pub fn earlier(&self) -> usize {
         match self.generation.load(Relaxed) {
             0 => self.streams[1].load(Relaxed),
@@ -168,12 +170,12 @@ impl Load {
     }
 
     /// What has arrived and nobody has taken. Asks each stream: not for every poll.
-    pub fn weigh(&self) -> Held {
+    pub fn weigh(&self) -> BufferedBytes {
         self.unread.weigh(&self.small)
     }
 
     /// Where small frames are counted.
-    pub(crate) fn small(&self) -> &Arc<Small> {
+    pub(crate) fn small(&self) -> &Arc<SmallFrames> {
         &self.small
     }
 
@@ -195,27 +197,27 @@ impl Load {
 
 /// One open stream; dropping the last clone closes the count.
 #[derive(Clone, Debug)]
-pub(crate) struct Open(Arc<OpenInner>);
+pub(crate) struct OpenStreamGuard(Arc<Inner>);
 
 #[derive(Debug)]
-struct OpenInner {
-    load: Arc<Load>,
+struct Inner {
+    load: Arc<TunnelLoad>,
     generation: usize,
     withdrawn: AtomicBool,
 }
 
-impl Open {
+impl OpenStreamGuard {
     /// Has this end's reset of the stream say that its policy does not allow the stream any more.
     pub(crate) fn withdraw(&self) {
         self.0.withdrawn.store(true, Relaxed);
     }
 
     /// Counts a stream, unless there are `limit` already.
-    pub(crate) fn new(load: &Arc<Load>, limit: usize) -> Option<Self> {
+    pub(crate) fn new(load: &Arc<TunnelLoad>, limit: usize) -> Option<Self> {
         let generation = load.generation.load(Relaxed);
         load.streams[generation].fetch_add(1, Relaxed);
         let crowd = load.siblings.count().fetch_add(1, Relaxed) + 1;
-        let open = Self(Arc::new(OpenInner {
+        let open = Self(Arc::new(Inner {
             load: load.clone(),
             generation,
             withdrawn: AtomicBool::new(false),
@@ -231,7 +233,7 @@ impl Open {
     }
 }
 
-impl Drop for OpenInner {
+impl Drop for Inner {
     fn drop(&mut self) {
         self.load.streams[self.generation].fetch_sub(1, Relaxed);
         self.load.siblings.count().fetch_sub(1, Relaxed);
@@ -240,15 +242,15 @@ impl Drop for OpenInner {
 
 /// The bytes of one direction of a stream.
 #[derive(Debug)]
-pub(crate) struct Moved {
-    open: Open,
+pub(crate) struct ByteCounter {
+    open: OpenStreamGuard,
     since: Instant,
     recent: u64,
-    small: Option<Counted>,
+    small: Option<SmallFrameCounter>,
 }
 
-impl Moved {
-    pub(crate) fn new(open: Open) -> Self {
+impl ByteCounter {
+    pub(crate) fn new(open: OpenStreamGuard) -> Self {
         Self {
             open,
             since: Instant::now(),
@@ -258,8 +260,8 @@ impl Moved {
     }
 
     /// As [`Moved::new`], of the stream with this number, whose small frames are counted.
-    pub(crate) fn of(open: Open, stream: u32) -> Self {
-        let small = Counted::new(&open.0.load.small, stream);
+    pub(crate) fn of(open: OpenStreamGuard, stream: u32) -> Self {
+        let small = SmallFrameCounter::new(&open.0.load.small, stream);
         Self {
             small: Some(small),
             ..Self::new(open)
@@ -267,8 +269,8 @@ impl Moved {
     }
 
     /// Enters the stream among those that can hold unread bytes.
-    pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> Entry {
-        Entry::new(&self.open.0.load.unread, stream, flow)
+    pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> BufferedStream {
+        BufferedStream::new(&self.open.0.load.unread, stream, flow)
     }
 
     /// Streams of the tunnel that are open now.
@@ -277,7 +279,7 @@ impl Moved {
     }
 
     /// The stream that the bytes are of.
-    pub(crate) fn open(&self) -> &Open {
+    pub(crate) fn open(&self) -> &OpenStreamGuard {
         &self.open
     }
 
@@ -331,8 +333,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_stream_is_bulk_while_it_moves_a_mebibyte_in_two_seconds() {
-        let load = Arc::new(Load::default());
-        let mut fast = Moved::new(Open::new(&load, 9).unwrap());
+        let load = Arc::new(TunnelLoad::default());
+        let mut fast = ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap());
         fast.received(1024 * 1024);
         assert!(!load.is_bulky(Instant::now()), "exactly 1 MiB is not more");
         fast.received(1);
@@ -341,12 +343,12 @@ mod tests {
         assert!(!load.is_bulky(Instant::now()));
 
         load.set_bulk(1000);
-        Moved::new(Open::new(&load, 9).unwrap()).received(1001);
+        ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap()).received(1001);
         assert!(load.is_bulky(Instant::now()), "as the edge has it");
         tokio::time::advance(Duration::from_millis(2_001)).await;
         load.set_bulk(BULK_BYTES);
 
-        let mut slow = Moved::new(Open::new(&load, 9).unwrap());
+        let mut slow = ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap());
         for _ in 0..10 {
             tokio::time::advance(Duration::from_secs(1)).await;
             slow.sent(300_000);
@@ -356,9 +358,9 @@ mod tests {
 
     #[test]
     fn a_stream_counts_until_its_last_half_is_gone() {
-        let load = Arc::new(Load::default());
-        let open = Open::new(&load, 1).unwrap();
-        assert!(Open::new(&load, 1).is_none(), "over the limit");
+        let load = Arc::new(TunnelLoad::default());
+        let open = OpenStreamGuard::new(&load, 1).unwrap();
+        assert!(OpenStreamGuard::new(&load, 1).is_none(), "over the limit");
         let half = open.clone();
         drop(open);
         assert_eq!(load.streams(), 1);
@@ -369,18 +371,18 @@ mod tests {
 
     #[test]
     fn streams_that_last_from_one_moment_to_the_next_are_told_from_those_that_follow_each_other() {
-        let load = Arc::new(Load::default());
-        let _control = Open::new(&load, 3).unwrap();
-        let session = Open::new(&load, 3).unwrap();
+        let load = Arc::new(TunnelLoad::default());
+        let _control = OpenStreamGuard::new(&load, 3).unwrap();
+        let session = OpenStreamGuard::new(&load, 3).unwrap();
         assert!(load.turn_over());
-        let mut request = Open::new(&load, 3).unwrap();
-        assert!(Open::new(&load, 3).is_none(), "over the limit");
+        let mut request = OpenStreamGuard::new(&load, 3).unwrap();
+        assert!(OpenStreamGuard::new(&load, 3).is_none(), "over the limit");
         assert!(!load.turn_over());
         assert_eq!((load.earlier(), load.streams()), (1, 3));
         drop(session);
         for _ in 0..3 {
             assert!(load.turn_over());
-            request = Open::new(&load, 3).unwrap();
+            request = OpenStreamGuard::new(&load, 3).unwrap();
         }
         assert!(load.turn_over());
         assert!(!load.turn_over(), "the last one lasts");

@@ -1,7 +1,7 @@
 //! Request targets that are longer than `http::Uri` can hold.
 //!
 //! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. The engines see the target's
-//! first [`ENGINE_TARGET`] bytes, path included. The rest of the query travels beside the request as a [`TargetRest`]: on a
+//! first [`MAX_URI_BYTES`] bytes, path included. The rest of the query travels beside the request as a [`TargetOverflow`]: on a
 //! tunnel as the first bytes of the stream, their number in [`crate::wire::TARGET_REST`]. [`TargetWriter`] puts the rest
 //! back into the request line of HTTP/1.1, below the engine.
 
@@ -15,28 +15,28 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Bytes of a target that an engine takes: the limit of `http::Uri`.
-pub const ENGINE_TARGET: usize = 65_534;
+pub const MAX_URI_BYTES: usize = 65_534;
 /// Largest rest of a target, in bytes: the longest command line that Linux takes is 6 MiB (`execve(2)`).
-pub const MAX_REST: usize = 8 << 20;
+pub const MAX_OVERFLOW_BYTES: usize = 8 << 20;
 /// Bytes of all rests in this process.
-const MOST_IN_PROCESS: usize = 64 << 20;
+const MAX_PROCESS_OVERFLOW_BYTES: usize = 64 << 20;
 
-static IN_PROCESS: AtomicUsize = AtomicUsize::new(0);
+static PROCESS_OVERFLOW_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// The bytes of a request's query behind those that the engine holds. An extension of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TargetRest(pub Bytes);
+pub struct TargetOverflow(pub Bytes);
 
-/// Collects a [`TargetRest`] within a budget of the process.
+/// Collects a [`TargetOverflow`] within a budget of the process.
 #[derive(Debug, Default)]
-pub struct RestBuffer(Vec<u8>);
+pub struct OverflowBuffer(Vec<u8>);
 
-impl RestBuffer {
+impl OverflowBuffer {
     /// Appends `bytes`. Returns whether the budget had room for them.
     pub fn append(&mut self, bytes: &[u8]) -> bool {
-        let before = IN_PROCESS.fetch_add(bytes.len(), Relaxed);
-        if before + bytes.len() > MOST_IN_PROCESS {
-            IN_PROCESS.fetch_sub(bytes.len(), Relaxed);
+        let before = PROCESS_OVERFLOW_BYTES.fetch_add(bytes.len(), Relaxed);
+        if before + bytes.len() > MAX_PROCESS_OVERFLOW_BYTES {
+            PROCESS_OVERFLOW_BYTES.fetch_sub(bytes.len(), Relaxed);
             return false;
         }
         self.0.extend_from_slice(bytes);
@@ -54,24 +54,24 @@ impl RestBuffer {
     }
 
     /// Returns what was collected. It counts against the budget until its last clone is dropped.
-    pub fn finish(self) -> TargetRest {
-        TargetRest(Bytes::from_owner(self))
+    pub fn finish(self) -> TargetOverflow {
+        TargetOverflow(Bytes::from_owner(self))
     }
 }
 
-impl AsRef<[u8]> for RestBuffer {
+impl AsRef<[u8]> for OverflowBuffer {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl Drop for RestBuffer {
+impl Drop for OverflowBuffer {
     fn drop(&mut self) {
-        IN_PROCESS.fetch_sub(self.0.len(), Relaxed);
+        PROCESS_OVERFLOW_BYTES.fetch_sub(self.0.len(), Relaxed);
     }
 }
 
-/// A connection that inserts a [`TargetRest`] behind the target of the first request that is written to it.
+/// A connection that inserts a [`TargetOverflow`] behind the target of the first request that is written to it.
 #[derive(Debug)]
 pub struct TargetWriter<S> {
     io: S,
@@ -82,8 +82,8 @@ pub struct TargetWriter<S> {
 
 impl<S> TargetWriter<S> {
     /// Inserts `rest`, if there is one.
-    pub fn new(io: S, rest: Option<TargetRest>) -> Self {
-        let rest = rest.map(|TargetRest(rest)| rest).unwrap_or_default();
+    pub fn new(io: S, rest: Option<TargetOverflow>) -> Self {
+        let rest = rest.map(|TargetOverflow(rest)| rest).unwrap_or_default();
         Self {
             io,
             rest,
@@ -179,7 +179,7 @@ mod tests {
     async fn the_rest_stands_behind_the_target_however_the_head_is_cut() {
         let head = b"GET /a?b HTTP/1.1\r\nHost: a b c\r\n\r\n";
         for cut in 1..=head.len() {
-            let rest = TargetRest(Bytes::from_static(b"=c&d"));
+            let rest = TargetOverflow(Bytes::from_static(b"=c&d"));
             let mut io = TargetWriter::new(Vec::new(), Some(rest));
             for part in head.chunks(cut) {
                 io.write_all(part).await.unwrap();

@@ -18,7 +18,7 @@ impl StatusLine {
     }
 
     /// Takes the next bytes.
-    pub fn pass(&mut self, bytes: &mut [u8]) {
+    pub fn rewrite(&mut self, bytes: &mut [u8]) {
         let mut bytes = bytes.iter_mut();
         while self.at <= VERSION.len()
             && let Some(byte) = bytes.next()
@@ -53,7 +53,7 @@ mod tests {
             for cut in 1..=line.len() {
                 let (mut status, mut bytes) = (StatusLine::default(), line.as_bytes().to_vec());
                 for part in bytes.chunks_mut(cut) {
-                    status.pass(part);
+                    status.rewrite(part);
                 }
                 assert_eq!(String::from_utf8(bytes).unwrap(), read, "{cut}");
             }

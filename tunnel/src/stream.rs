@@ -5,11 +5,11 @@
 //! that is when the far socket took the last one, and never before.
 
 use crate::{
+    buffered::{BufferedStream, SenderEntry},
     error::StreamError,
     eviction::Eviction,
     headers,
-    load::Moved,
-    unread::{Entry, SenderEntry},
+    load::ByteCounter,
     wire,
 };
 use bytes::Bytes;
@@ -27,16 +27,16 @@ const SMALL: usize = 16 << 10;
 
 /// What this end sends on a stream.
 #[derive(Debug)]
-pub struct Send {
+pub struct StreamSender {
     inner: h2::SendStream<Bytes>,
-    moved: Moved,
+    moved: ByteCounter,
     ended: bool,
     /// Entered when it had to wait for the first time.
     waits: Option<SenderEntry>,
 }
 
-impl Send {
-    pub(crate) fn new(inner: h2::SendStream<Bytes>, moved: Moved, ended: bool) -> Self {
+impl StreamSender {
+    pub(crate) fn new(inner: h2::SendStream<Bytes>, moved: ByteCounter, ended: bool) -> Self {
         Self {
             inner,
             moved,
@@ -56,7 +56,7 @@ impl Send {
     /// Sends as much of `chunk` as the window takes; ready when it is empty.
     ///
     /// # Errors
-    /// As [`Send::data`].
+    /// As [`StreamSender::data`].
     pub fn poll_data(
         &mut self,
         cx: &mut Context<'_>,
@@ -74,7 +74,7 @@ impl Send {
     /// Sends what the window takes of `bytes`, which is said; ready when that is something, or there is nothing to send.
     ///
     /// # Errors
-    /// As [`Send::data`].
+    /// As [`StreamSender::data`].
     pub fn poll_some(
         &mut self,
         cx: &mut Context<'_>,
@@ -144,7 +144,7 @@ impl Send {
     /// Sends the last chunk and ends this half, in one frame if the window allows.
     ///
     /// # Errors
-    /// As [`Send::data`].
+    /// As [`StreamSender::data`].
     pub async fn last(&mut self, chunk: Bytes) -> Result<(), StreamError> {
         let mut chunk = chunk;
         poll_fn(|cx| {
@@ -188,7 +188,7 @@ impl Send {
         self.inner.send_reset(self.moved.code());
     }
 
-    /// As [`Send::abort`], for a far end that broke off: its last bytes are still good, and go first if the
+    /// As [`StreamSender::abort`], for a far end that broke off: its last bytes are still good, and go first if the
     /// tunnel takes them at once.
     pub async fn break_off(&mut self) {
         // A reset clears what the engine has queued for the stream, the head included: its driver gets a turn before.
@@ -201,7 +201,7 @@ impl Send {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
 
-    /// See [`Send::reset`].
+    /// See [`StreamSender::reset`].
     pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
             Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
@@ -210,7 +210,7 @@ impl Send {
     }
 }
 
-impl Drop for Send {
+impl Drop for StreamSender {
     fn drop(&mut self) {
         if !self.ended {
             self.inner.send_reset(self.moved.code());
@@ -220,18 +220,18 @@ impl Drop for Send {
 
 /// What this end receives on a stream.
 #[derive(Debug)]
-pub struct Receive {
+pub struct StreamReceiver {
     /// Leaves before `inner` does.
-    holds: Option<Entry>,
+    holds: Option<BufferedStream>,
     inner: h2::RecvStream,
-    moved: Moved,
+    moved: ByteCounter,
     /// Bytes handed out whose window has not been given back.
     held: usize,
     ended: bool,
 }
 
-impl Receive {
-    pub(crate) fn new(mut inner: h2::RecvStream, moved: Moved) -> Self {
+impl StreamReceiver {
+    pub(crate) fn new(mut inner: h2::RecvStream, moved: ByteCounter) -> Self {
         let id = inner.stream_id().as_u32();
         let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
@@ -251,7 +251,7 @@ impl Receive {
         poll_fn(|cx| self.poll_data(cx)).await
     }
 
-    /// See [`Receive::data`].
+    /// See [`StreamReceiver::data`].
     pub fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
         if self.held > 0 {
             let held = std::mem::take(&mut self.held);
@@ -298,7 +298,7 @@ impl Receive {
     /// The trailers, after the last chunk: nothing in them is the other end's own word.
     ///
     /// # Errors
-    /// As [`Receive::data`].
+    /// As [`StreamReceiver::data`].
     pub fn poll_trailers(
         &mut self,
         cx: &mut Context<'_>,

@@ -33,7 +33,7 @@ pub const TARGET_REST: HeaderName = HeaderName::from_static("causeway-target-res
 pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 /// Answer of an upgrade: the app switched protocols (its 101 travels as 200).
 pub const SWITCHED: HeaderName = HeaderName::from_static("causeway-switched");
-/// Answer: the edge itself failed the stream; the value is a [`crate::Refusal`]'s word.
+/// Answer: the edge itself failed the stream; the value is a [`crate::RejectCode`]'s word.
 pub const FAILURE: HeaderName = HeaderName::from_static("causeway-failure");
 /// Answer: the sentence that goes with [`FAILURE`].
 pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");

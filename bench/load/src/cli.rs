@@ -1,6 +1,6 @@
 //! The command line: the clap tree, nothing else.
 
-use causeway_config::Listen;
+use causeway_config::ListenAddr;
 use clap::{Args, Parser, Subcommand, builder::ArgPredicate};
 use rustls_pki_types::ServerName;
 use serde::de::{
@@ -178,10 +178,10 @@ pub(crate) struct Idle {
 pub(crate) struct Connect {
     /// A proxy that is asked to CONNECT to the target: an address, or `unix:/path`
     #[arg(long, value_name = "ADDR", group = "road")]
-    pub(crate) proxy: Option<Listen>,
+    pub(crate) proxy: Option<ListenAddr>,
     /// An address that is called straight, as if it were the target: an https front, or an app
     #[arg(long, value_name = "ADDR", group = "road")]
-    pub(crate) front: Option<Listen>,
+    pub(crate) front: Option<ListenAddr>,
     /// The app, as a caller names it
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) target: String,
@@ -290,11 +290,11 @@ fn words(text: &str) -> StrDeserializer<'_, Error> {
 }
 
 fn duration(text: &str) -> Result<Duration, Error> {
-    causeway_config::HumanDuration::deserialize(words(text))
+    causeway_config::DurationStr::deserialize(words(text))
 }
 
 fn size(text: &str) -> Result<u64, Error> {
-    let bytes = causeway_config::HumanSize::deserialize(words(text))?;
+    let bytes = causeway_config::ByteSize::deserialize(words(text))?;
     Ok(u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 

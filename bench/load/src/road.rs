@@ -3,9 +3,9 @@
 use crate::{cli, http1::Line};
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
-use causeway_config::Listen;
+use causeway_config::ListenAddr;
 use causeway_rt::resolve;
-use causeway_tunnel::socket::tune;
+use causeway_rt::socket::set_tcp_options;
 use rustls::{
     ClientConfig, DigitallySignedStruct, Error, HandshakeKind, RootCertStore, SignatureScheme,
     client::{
@@ -28,7 +28,7 @@ const OPENING: Duration = Duration::from_secs(30);
 /// A way to an app, to be opened as often as needed.
 pub(crate) struct Road {
     /// What is dialled.
-    pub(crate) place: Listen,
+    pub(crate) place: ListenAddr,
     /// With whom TLS is spoken.
     pub(crate) tls: Option<Tls>,
     /// The target of a CONNECT.
@@ -79,7 +79,7 @@ impl Road {
             None
         };
         Ok(Self {
-            place: Listen::Tcp(place),
+            place: ListenAddr::Tcp(place),
             tls,
             connect: None,
         })
@@ -99,12 +99,12 @@ impl Road {
 
     async fn lay(&self) -> anyhow::Result<Opened> {
         let mut opened = match &self.place {
-            Listen::Tcp(address) => {
+            ListenAddr::Tcp(address) => {
                 let tcp = TcpStream::connect(address).await.context("cannot dial")?;
-                tune(&tcp);
+                set_tcp_options(&tcp);
                 self.secure(tcp).await?
             }
-            Listen::Unix(path) => {
+            ListenAddr::Unix(path) => {
                 let unix = UnixStream::connect(path).await.context("cannot dial")?;
                 self.secure(unix).await?
             }

@@ -4,7 +4,7 @@
 //! beginning.
 
 use anyhow::Context;
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use std::{fs::File, os::fd::AsFd, os::unix::fs::FileTypeExt};
 use tokio::{
     io::AsyncReadExt,
@@ -19,7 +19,7 @@ use tracing::Span;
 pub(crate) struct Stop {
     /// Cancelled when it is time.
     pub(crate) token: CancellationToken,
-    _listening: Tasks,
+    _listening: TaskGroup,
 }
 
 /// Begins to listen.
@@ -30,7 +30,7 @@ pub(crate) fn listen() -> anyhow::Result<Stop> {
     let take = |kind| signal(kind).context("cannot listen to signals");
     let terminate = take(SignalKind::terminate())?;
     let interrupt = take(SignalKind::interrupt())?;
-    let (token, listening) = (CancellationToken::new(), Tasks::default());
+    let (token, listening) = (CancellationToken::new(), TaskGroup::default());
     let stop = token.clone();
     listening.spawn(Span::none(), async move {
         wait(terminate, interrupt).await;

@@ -25,10 +25,10 @@ use rcgen::{
 use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::{EndEntityCert, KeyUsage};
 
-use super::root::{DEPTH, Kind, Root, begin};
-use super::{Ca, CaError, Stage, Step};
-use crate::certificate::{Authority, Certificate, date};
-use crate::identity::Issuing;
+use super::root::{DEPTH, LeafProfile, Root, begin};
+use super::{Ca, CaError, RootStage, RotationStep};
+use crate::certificate::{CaConstraints, Certificate, date};
+use crate::identity::IssuerPurpose;
 use crate::pem;
 use crate::secret::Fingerprint;
 use crate::verify::provider;
@@ -38,7 +38,7 @@ const BELOW: u32 = 3;
 
 /// An operator's own CA, with its key, for as long as it signs. `Debug` shows no key.
 pub struct OperatorCa {
-    authority: Authority,
+    authority: CaConstraints,
     /// By what it hangs on its root, itself first. A root itself is not sent: who trusts it has it.
     sent: Vec<CertificateDer<'static>>,
     /// What whoever believes it trusts.
@@ -59,7 +59,7 @@ impl std::fmt::Debug for OperatorCa {
 
 /// Who has signed a root of ours besides itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Above {
+pub struct CrossCertificate {
     /// The root.
     pub root: Fingerprint,
     /// Whose CA that was, by its common name.
@@ -82,7 +82,7 @@ impl OperatorCa {
     /// If the chain is none, or does not permit what is needed of it now, or the key is another's or cannot be used.
     pub fn load(certificates_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let chain = pem::certificates(certificates_pem).map_err(unusable)?;
-        let authorities = chain.iter().map(Authority::read);
+        let authorities = chain.iter().map(CaConstraints::read);
         let authorities = authorities.collect::<Result<Vec<_>, _>>()?;
         let facts = chain.iter().map(Certificate::read);
         let facts = facts.collect::<Result<Vec<_>, _>>()?;
@@ -106,7 +106,7 @@ impl OperatorCa {
         }
         let ends = facts.iter().map(|facts| facts.not_after).min();
         let limits_names = authorities.iter().any(|authority| authority.limits_names);
-        let rooted = authorities.last().is_some_and(Authority::is_root);
+        let rooted = authorities.last().is_some_and(CaConstraints::is_root);
         let (mut sent, mut authorities) = (chain, authorities.into_iter());
         let (Some(authority), Some(anchor)) = (authorities.next(), sent.last().cloned()) else {
             return Err(unusable("there is none".into()));
@@ -151,14 +151,14 @@ impl OperatorCa {
     }
 
     fn prove(&self, root: &Root, above: &[CertificateDer<'static>]) -> Result<(), CaError> {
-        let kind = Kind {
+        let kind = LeafProfile {
             common_name: "causeway front",
             groups: None,
             uri: None,
             names: &[],
             lifetime: Duration::from_mins(1),
         };
-        let chain = root.sign(Issuing::Fronts, &KeyPair::generate()?, kind)?;
+        let chain = root.sign(IssuerPurpose::Fronts, &KeyPair::generate()?, kind)?;
         let proven = || {
             let (leaf, behind) = chain.split_first().ok_or(webpki::Error::BadDer)?;
             let behind = [behind, above].concat();
@@ -186,7 +186,7 @@ impl OperatorCa {
 }
 
 /// Whether it may do, now, what is asked of the one that has so many of the operator's below it.
-fn permits(authority: &Authority, facts: &Certificate, below: u32) -> Result<(), CaError> {
+fn permits(authority: &CaConstraints, facts: &Certificate, below: u32) -> Result<(), CaError> {
     let name = &authority.subject.common;
     let now = UnixTime::now().as_secs();
     let wanted = BELOW + below;
@@ -241,19 +241,19 @@ impl Ca {
     ///
     /// # Errors
     /// If that CA cannot.
-    pub fn signed_by(mut self, operator: &OperatorCa) -> Result<(Self, Step), CaError> {
+    pub fn signed_by(mut self, operator: &OperatorCa) -> Result<(Self, RotationStep), CaError> {
         operator.sign(&mut self.active)?;
         if let Some((_, other)) = &mut self.other {
             operator.sign(other)?;
         }
-        Ok((self, Step::Made))
+        Ok((self, RotationStep::Made))
     }
 
     /// As [`Ca::prepare`], and has an operator's CA sign the prepared root; the one that signs too, if none has yet.
     ///
     /// # Errors
     /// If it is too early, or that CA cannot.
-    pub fn prepare_signed_by(self, operator: &OperatorCa) -> Result<(Self, Step), CaError> {
+    pub fn prepare_signed_by(self, operator: &OperatorCa) -> Result<(Self, RotationStep), CaError> {
         let (mut ca, _) = self.prepare()?;
         if let Some((_, next)) = &mut ca.other {
             operator.sign(next)?;
@@ -261,17 +261,20 @@ impl Ca {
         if ca.active.above().is_empty() {
             operator.sign(&mut ca.active)?;
         }
-        Ok((ca, Step::Made))
+        Ok((ca, RotationStep::Made))
     }
 
     /// Who has signed our roots besides, that of the root that signs first.
-    pub fn above(&self) -> Vec<Above> {
-        let of = |(_, root): (Stage, &Root)| {
+    pub fn above(&self) -> Vec<CrossCertificate> {
+        let of = |(_, root): (RootStage, &Root)| {
             let facts = root.above().iter().map(Certificate::read);
             let ends = facts.flatten().map(|facts| facts.not_after).min()?;
-            Some(Above {
+            Some(CrossCertificate {
                 root: root.fingerprint,
-                by: Authority::read(root.above().first()?).ok()?.issuer.common,
+                by: CaConstraints::read(root.above().first()?)
+                    .ok()?
+                    .issuer
+                    .common,
                 not_after: UnixTime::since_unix_epoch(Duration::from_secs(ends)),
             })
         };
@@ -284,7 +287,7 @@ impl Ca {
         let above = |root: &Root| !root.above().is_empty();
         match &self.other {
             None => false,
-            Some((Stage::Retiring, goes)) => above(goes) && !above(&self.active),
+            Some((RootStage::Retiring, goes)) => above(goes) && !above(&self.active),
             Some((_, comes)) => above(&self.active) && !above(comes),
         }
     }
@@ -292,7 +295,7 @@ impl Ca {
     /// What a front sends at the end, for those who trust an operator's CA.
     pub(super) fn shown_above(&self) -> &[CertificateDer<'static>] {
         match &self.other {
-            Some((Stage::Retiring, goes)) if self.active.crossed.is_some() => goes.above(),
+            Some((RootStage::Retiring, goes)) if self.active.crossed.is_some() => goes.above(),
             _ => self.active.above(),
         }
     }

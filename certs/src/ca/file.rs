@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::root::{Root, Signer};
-use super::{Ca, CaError, Stage};
+use super::root::{Intermediate, Root};
+use super::{Ca, CaError, RootStage};
 use crate::pem;
 
 /// The version of this form. The first was a certificate and a key in two files. What may be absent (`crossed`, `issuers`,
@@ -21,7 +21,7 @@ pub(crate) struct CaFile {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RootFile {
-    stage: Stage,
+    stage: RootStage,
     certificate: String,
     key: String,
     /// This root, signed by the one before it.
@@ -32,21 +32,21 @@ struct RootFile {
     above: Option<String>,
     /// Who signs for which purpose. Without them it signs leaves itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    issuers: Option<Issuers>,
+    issuers: Option<IntermediatesFile>,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Issuers {
-    edges: Pair,
-    fronts: Pair,
-    replicas: Pair,
-    callers: Pair,
+struct IntermediatesFile {
+    edges: KeyPairFile,
+    fronts: KeyPairFile,
+    replicas: KeyPairFile,
+    callers: KeyPairFile,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Pair {
+struct KeyPairFile {
     certificate: String,
     key: String,
 }
@@ -76,13 +76,13 @@ impl CaFile {
             roots.push((file.stage, file.read()?));
         }
         let mut roots = roots.into_iter();
-        let (Some((Stage::Active, active)), other, None) =
+        let (Some((RootStage::Active, active)), other, None) =
             (roots.next(), roots.next(), roots.next())
         else {
             return Err(bad("it wants an active root first, and one other at most"));
         };
         if let Some((stage, other)) = &other
-            && (*stage == Stage::Active || other.domain != active.domain)
+            && (*stage == RootStage::Active || other.domain != active.domain)
         {
             return Err(bad(
                 "its second root is active too, or of another trust domain",
@@ -98,7 +98,7 @@ impl CaFile {
 }
 
 impl RootFile {
-    fn of(stage: Stage, root: &Root) -> Self {
+    fn of(stage: RootStage, root: &Root) -> Self {
         let crossed = root.crossed.as_ref();
         let above = Some(root.above()).filter(|above| !above.is_empty());
         Self {
@@ -107,13 +107,13 @@ impl RootFile {
             key: root.own.key_pem().expose().to_owned(),
             crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
             above: above.map(pem::encode_chain),
-            issuers: root.issuers().and_then(Issuers::of),
+            issuers: root.issuers().and_then(IntermediatesFile::of),
         }
     }
 
     fn read(self) -> Result<Root, CaError> {
         let root = Root::load(&self.certificate, &self.key)?;
-        let read = |pair: Pair| Signer::load(&pair.certificate, &pair.key);
+        let read = |pair: KeyPairFile| Intermediate::load(&pair.certificate, &pair.key);
         let issuers = self.issuers.map(|issuers| {
             let pairs = [
                 issuers.edges,
@@ -136,10 +136,10 @@ impl RootFile {
     }
 }
 
-impl Issuers {
+impl IntermediatesFile {
     /// In the order of [`crate::identity::Issuing::ALL`].
-    fn of(signers: &[Signer]) -> Option<Self> {
-        let mut pairs = signers.iter().map(|signer| Pair {
+    fn of(signers: &[Intermediate]) -> Option<Self> {
+        let mut pairs = signers.iter().map(|signer| KeyPairFile {
             certificate: signer.certificate_pem(),
             key: signer.key_pem().expose().to_owned(),
         });

@@ -14,8 +14,8 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use time::OffsetDateTime;
 
 use super::CaError;
-use crate::certificate::{Authority, CLOCK_SKEW, Certificate};
-use crate::identity::{self, Issuing};
+use crate::certificate::{CLOCK_SKEW, CaConstraints, Certificate};
+use crate::identity::{self, IssuerPurpose};
 use crate::name::{HostName, TrustDomain};
 use crate::pem;
 use crate::secret::{self, Fingerprint, Secret};
@@ -33,7 +33,7 @@ const MAX_COMMON_NAME: usize = 64;
 pub(super) const DEPTH: u8 = 2;
 
 /// What tells one kind of leaf from another.
-pub(super) struct Kind<'a> {
+pub(super) struct LeafProfile<'a> {
     pub(super) common_name: &'a str,
     pub(super) groups: Option<String>,
     pub(super) uri: Option<String>,
@@ -42,7 +42,7 @@ pub(super) struct Kind<'a> {
 }
 
 /// A certificate that signs, with its key.
-pub(super) struct Signer {
+pub(super) struct Intermediate {
     pub(super) certificate: CertificateDer<'static>,
     pub(super) issuer: Issuer<'static, KeyPair>,
     pub(super) facts: Certificate,
@@ -50,9 +50,9 @@ pub(super) struct Signer {
 
 /// A root.
 pub(super) struct Root {
-    pub(super) own: Signer,
+    pub(super) own: Intermediate,
     /// In the order of [`Issuing::ALL`].
-    issuers: Option<Vec<Signer>>,
+    issuers: Option<Vec<Intermediate>>,
     /// The same name and key, signed by the root before: who knows that one alone recognises this one by it.
     pub(super) crossed: Option<CertificateDer<'static>>,
     /// The same name and key, signed by an operator's CA, and what that hangs by; empty without.
@@ -63,7 +63,7 @@ pub(super) struct Root {
     pub(super) domain: TrustDomain,
 }
 
-impl Signer {
+impl Intermediate {
     /// Reads a certificate that may sign, and its key, and checks that they are one.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let bad_certificate = |why| CaError::Unusable {
@@ -121,7 +121,7 @@ impl Root {
         let mut root = Self::load(&root.pem(), &key.serialize_pem())?;
         let make = |purpose| root.intermediate(purpose, id);
         root.issuers = Some(
-            Issuing::ALL
+            IssuerPurpose::ALL
                 .map(make)
                 .into_iter()
                 .collect::<Result<_, _>>()?,
@@ -131,7 +131,7 @@ impl Root {
 
     /// Reads a root that signs leaves itself.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
-        let own = Signer::load(certificate_pem, key_pem)?;
+        let own = Intermediate::load(certificate_pem, key_pem)?;
         let domain = identity::domain_of_root(&own.facts).map_err(|error| CaError::Unusable {
             part: "certificate",
             why: error.to_string(),
@@ -151,7 +151,7 @@ impl Root {
     /// Puts a root together with what was kept beside it, in the order of [`Issuing::ALL`].
     pub(super) fn with(
         mut self,
-        issuers: Option<Vec<Signer>>,
+        issuers: Option<Vec<Intermediate>>,
         crossed: Option<CertificateDer<'static>>,
         above: Vec<CertificateDer<'static>>,
     ) -> Result<Self, CaError> {
@@ -159,8 +159,8 @@ impl Root {
             part: "certificate",
             why,
         };
-        for (purpose, signer) in Issuing::ALL.iter().zip(issuers.iter().flatten()) {
-            if identity::issuing_of(&signer.facts, &self.domain) != Some(*purpose) {
+        for (purpose, signer) in IssuerPurpose::ALL.iter().zip(issuers.iter().flatten()) {
+            if identity::issuer_purpose(&signer.facts, &self.domain) != Some(*purpose) {
                 return Err(bad(format!("it is not the one that signs {purpose}")));
             }
         }
@@ -174,7 +174,7 @@ impl Root {
             }
         }
         for certificate in &above {
-            Authority::read(certificate)?;
+            CaConstraints::read(certificate)?;
         }
         (self.issuers, self.crossed) = (issuers, crossed);
         self.put_below(above);
@@ -198,11 +198,11 @@ impl Root {
         self.above = above;
     }
 
-    pub(super) fn issuers(&self) -> Option<&[Signer]> {
+    pub(super) fn issuers(&self) -> Option<&[Intermediate]> {
         self.issuers.as_deref()
     }
 
-    fn intermediate(&self, purpose: Issuing, id: u32) -> Result<Signer, CaError> {
+    fn intermediate(&self, purpose: IssuerPurpose, id: u32) -> Result<Intermediate, CaError> {
         let (key, domain) = (KeyPair::generate()?, &self.domain);
         let own = &self.own.facts;
         let mut params = authority((own.not_before, own.not_after), 0);
@@ -212,7 +212,7 @@ impl Root {
         params.extended_key_usages = usages(purpose);
         params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(&key, &self.own.issuer)?;
-        Signer::load(&signed.pem(), &key.serialize_pem())
+        Intermediate::load(&signed.pem(), &key.serialize_pem())
     }
 
     /// Signs the root that comes after this one.
@@ -242,12 +242,12 @@ impl Root {
     /// Signs a leaf; then come the certificates by which it hangs on this root.
     pub(super) fn sign(
         &self,
-        purpose: Issuing,
+        purpose: IssuerPurpose,
         key: &impl PublicKeyData,
-        kind: Kind<'_>,
+        kind: LeafProfile<'_>,
     ) -> Result<Vec<CertificateDer<'static>>, CaError> {
         let issuers = self.issuers.as_deref().into_iter().flatten();
-        let mut issuers = Issuing::ALL.iter().zip(issuers);
+        let mut issuers = IssuerPurpose::ALL.iter().zip(issuers);
         let intermediate = issuers.find(|(of, _)| **of == purpose);
         let intermediate = intermediate.map(|(_, signer)| signer);
         let signer = intermediate.unwrap_or(&self.own);
@@ -268,13 +268,13 @@ impl Root {
         // Machines whose clocks are behind check the certificates of servers. Gateways check the others, and read the time
         // of issue from their beginning.
         let begins = match purpose {
-            Issuing::Replicas => signer.facts.not_before,
-            Issuing::Fronts => {
+            IssuerPurpose::Replicas => signer.facts.not_before,
+            IssuerPurpose::Fronts => {
                 let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
                 let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
                 earliest.min(begin())
             }
-            Issuing::Edges | Issuing::Callers => begin(),
+            IssuerPurpose::Edges | IssuerPurpose::Callers => begin(),
         };
         let mut params = dated(begins, ends);
         params.distinguished_name = subject(kind.common_name, kind.groups);
@@ -291,12 +291,12 @@ impl Root {
 }
 
 /// What an intermediate permits. Its leaves are for the first: a gateway that is another's client will be for both.
-fn usages(purpose: Issuing) -> Vec<ExtendedKeyUsagePurpose> {
+fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
-        Issuing::Edges | Issuing::Callers => vec![ClientAuth],
-        Issuing::Fronts => vec![ServerAuth],
-        Issuing::Replicas => vec![ServerAuth, ClientAuth],
+        IssuerPurpose::Edges | IssuerPurpose::Callers => vec![ClientAuth],
+        IssuerPurpose::Fronts => vec![ServerAuth],
+        IssuerPurpose::Replicas => vec![ServerAuth, ClientAuth],
     }
 }
 

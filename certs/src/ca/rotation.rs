@@ -3,12 +3,12 @@
 //! Each gives back the CA as it is afterwards, and may be made again without harm. Whether everybody who must know has
 //! heard of the step before is for whoever makes the next one to find out.
 
-use super::{Ca, CaError, Stage, Step};
+use super::{Ca, CaError, RootStage, RotationStep};
 use crate::ca::root::Root;
 
 impl Ca {
     /// Where a rotation is: the other root, and what it does.
-    pub fn other(&self) -> Option<(Stage, crate::Fingerprint)> {
+    pub fn other(&self) -> Option<(RootStage, crate::Fingerprint)> {
         let other = self.other.as_ref();
         other.map(|(stage, root)| (*stage, root.fingerprint))
     }
@@ -26,55 +26,57 @@ impl Ca {
             return signatures.into_iter().all(is_kept);
         }
         let newest = match other {
-            Some((Stage::Prepared, next)) => next,
+            Some((RootStage::Prepared, next)) => next,
             _ => signed,
         };
         match comes_or_goes {
-            Some((Stage::Retiring, goes)) => goes == newest || (signs == newest && goes == signed),
+            Some((RootStage::Retiring, goes)) => {
+                goes == newest || (signs == newest && goes == signed)
+            }
             _ => signs == newest,
         }
     }
 
     /// A new root beside the one that signs: trusted, and signing nothing yet.
-    pub fn prepare(mut self) -> Result<(Self, Step), CaError> {
+    pub fn prepare(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
-            Some((Stage::Retiring, _)) => Err(CaError::Order(
+            Some((RootStage::Retiring, _)) => Err(CaError::Order(
                 "the root of the last rotation is still trusted: end that by `causeway ca rotate retire` first",
             )),
-            Some(_) => Ok((self, Step::Standing)),
+            Some(_) => Ok((self, RotationStep::Standing)),
             None => {
                 let begins = self.active.own.facts.not_before;
                 let mut next = Root::create_since(self.trust_domain(), begins)?;
                 next.crossed = Some(self.active.cross(&next)?);
-                self.other = Some((Stage::Prepared, next));
-                Ok((self, Step::Made))
+                self.other = Some((RootStage::Prepared, next));
+                Ok((self, RotationStep::Made))
             }
         }
     }
 
     /// From now on the new root signs everything; the one before it is trusted still.
-    pub fn activate(mut self) -> Result<(Self, Step), CaError> {
+    pub fn activate(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             None => Err(CaError::Order(
                 "no root is prepared to take the place of the one that signs: `causeway ca rotate prepare` first",
             )),
-            Some((Stage::Prepared, next)) => {
+            Some((RootStage::Prepared, next)) => {
                 let before = std::mem::replace(&mut self.active, next);
-                self.other = Some((Stage::Retiring, before));
-                Ok((self, Step::Made))
+                self.other = Some((RootStage::Retiring, before));
+                Ok((self, RotationStep::Made))
             }
-            Some(_) => Ok((self, Step::Standing)),
+            Some(_) => Ok((self, RotationStep::Standing)),
         }
     }
 
     /// The root before is trusted no more.
-    pub fn retire(mut self) -> Result<(Self, Step), CaError> {
+    pub fn retire(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
-            None => Ok((self, Step::Standing)),
-            Some((Stage::Retiring, _)) => {
+            None => Ok((self, RotationStep::Standing)),
+            Some((RootStage::Retiring, _)) => {
                 self.other = None;
                 self.active.crossed = None;
-                Ok((self, Step::Made))
+                Ok((self, RotationStep::Made))
             }
             Some(_) => Err(CaError::Order(
                 "the prepared root does not sign yet: `causeway ca rotate activate` first",

@@ -1,6 +1,6 @@
 use super::root::subject;
 use super::*;
-use crate::EdgeKey;
+use crate::PrivateKey;
 use crate::identity::Identity;
 use crate::name::HostName;
 use rcgen::{
@@ -14,7 +14,7 @@ fn ca() -> Ca {
     Ca::create(&TrustDomain::parse("td.example").unwrap()).unwrap()
 }
 
-fn facts(leaf: &Leaf) -> Certificate {
+fn facts(leaf: &LeafCertificate) -> Certificate {
     Certificate::read(&leaf.chain()[0]).unwrap()
 }
 
@@ -38,7 +38,7 @@ fn greedy_request() -> Vec<u8> {
 #[test]
 fn trap_12_nothing_but_the_key_is_taken_from_a_request() {
     let ca = ca();
-    let key = CsrKey::verify(&greedy_request()).unwrap();
+    let key = VerifiedPublicKey::verify(&greedy_request()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let issued = ca.issue_edge(&key, &node, DAY).unwrap();
     let facts = Certificate::read(&issued.certificate).unwrap();
@@ -98,7 +98,7 @@ fn each_kind_has_its_purpose_and_its_identity() {
     let caller = ca
         .issue_caller("ann", &["ops".into(), "dev".into()], DAY)
         .unwrap();
-    let of = |leaf: &Leaf| Identity::of_ours(&leaf.chain()[0], ca.trust_domain());
+    let of = |leaf: &LeafCertificate| Identity::of_ours(&leaf.chain()[0], ca.trust_domain());
     assert_eq!(of(&gateway).unwrap(), Identity::Gateway);
     assert!(matches!(
         of(&front),
@@ -112,13 +112,13 @@ fn each_kind_has_its_purpose_and_its_identity() {
             groups
         }
     );
-    let usage = |leaf: &Leaf| (facts(leaf).client_auth, facts(leaf).server_auth);
+    let usage = |leaf: &LeafCertificate| (facts(leaf).client_auth, facts(leaf).server_auth);
     assert_eq!(
         (usage(&gateway), usage(&front), usage(&caller)),
         ((false, true), (false, true), (true, false))
     );
     assert_eq!(gateway.chain()[2], *ca.root());
-    let signer = |leaf: &Leaf| Certificate::read(&leaf.chain()[1]).unwrap().uris;
+    let signer = |leaf: &LeafCertificate| Certificate::read(&leaf.chain()[1]).unwrap().uris;
     let signers = [&gateway, &front, &caller].map(signer).concat();
     let uris =
         ["replicas", "fronts", "callers"].map(|of| format!("spiffe://td.example/issuer/{of}"));
@@ -165,7 +165,8 @@ fn a_listeners_certificate_is_not_longer_valid_than_clients_take() {
 fn a_client_certificate_begins_when_it_is_issued() {
     let ca = old_ca(500 * DAY);
     let now = UnixTime::now().as_secs();
-    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let key =
+        VerifiedPublicKey::verify(&PrivateKey::generate().unwrap().request().unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let edge = ca.issue_edge(&key, &node, DAY).unwrap().certificate;
     let caller = facts(&ca.issue_caller("ann", &[], DAY).unwrap());
@@ -189,7 +190,8 @@ fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
 #[test]
 fn a_renewal_with_the_same_key_has_another_serial() {
     let ca = ca();
-    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let key =
+        VerifiedPublicKey::verify(&PrivateKey::generate().unwrap().request().unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let serial = || ca.issue_edge(&key, &node, DAY).unwrap().serial;
     let (first, second) = (serial(), serial());
@@ -243,7 +245,7 @@ fn intermediates_that_were_mixed_up_are_refused() {
 fn the_steps_of_a_rotation_come_in_order_and_each_may_be_repeated() {
     let first = ca();
     let old = first.fingerprint();
-    let order = |refused: Result<(Ca, Step), CaError>| match refused {
+    let order = |refused: Result<(Ca, RotationStep), CaError>| match refused {
         Err(CaError::Order(why)) => why,
         other => panic!("{other:?}"),
     };
@@ -255,29 +257,32 @@ fn the_steps_of_a_rotation_come_in_order_and_each_may_be_repeated() {
             .unwrap()
     };
     assert!(order(again(&first).activate()).contains("rotate prepare"));
-    assert_eq!(again(&first).retire().unwrap().1, Step::Standing);
+    assert_eq!(again(&first).retire().unwrap().1, RotationStep::Standing);
 
     let (prepared, step) = first.prepare().unwrap();
-    assert_eq!((step, prepared.fingerprint()), (Step::Made, old));
+    assert_eq!((step, prepared.fingerprint()), (RotationStep::Made, old));
     let both = prepared.fingerprints();
     let (prepared, step) = again(&prepared).prepare().unwrap();
     assert_eq!(
         (step, prepared.fingerprints()),
-        (Step::Standing, both.clone())
+        (RotationStep::Standing, both.clone())
     );
     assert!(order(again(&prepared).retire()).contains("rotate activate"));
 
     let (active, step) = prepared.activate().unwrap();
     assert_eq!(
         (step, active.fingerprints()),
-        (Step::Made, vec![both[1], old])
+        (RotationStep::Made, vec![both[1], old])
     );
-    assert_eq!(again(&active).activate().unwrap().1, Step::Standing);
+    assert_eq!(again(&active).activate().unwrap().1, RotationStep::Standing);
     assert!(order(again(&active).prepare()).contains("rotate retire"));
-    assert_eq!(active.other(), Some((Stage::Retiring, old)));
+    assert_eq!(active.other(), Some((RootStage::Retiring, old)));
 
     let (retired, step) = active.retire().unwrap();
-    assert_eq!((step, retired.fingerprints()), (Step::Made, vec![both[1]]));
-    assert_eq!(again(&retired).retire().unwrap().1, Step::Standing);
-    assert_eq!(again(&retired).prepare().unwrap().1, Step::Made);
+    assert_eq!(
+        (step, retired.fingerprints()),
+        (RotationStep::Made, vec![both[1]])
+    );
+    assert_eq!(again(&retired).retire().unwrap().1, RotationStep::Standing);
+    assert_eq!(again(&retired).prepare().unwrap().1, RotationStep::Made);
 }

@@ -4,7 +4,7 @@
 //! read and judged as a whole before any of it is written. To restore, the whole of it comes into the directory first, by
 //! one rename; from then on whoever opens the directory finishes what was begun. Nobody may live there meanwhile.
 
-use super::{NODES, PinTable, Store, StoreError, TICKETS, authority::CA, dir::failed, pins::PINS};
+use super::{NODES, PinTable, Store, StoreError, TICKETS, atomic_file::failed, ca::CA, pins::PINS};
 use crate::ca::{Ca, CaFile};
 use crate::name::NodeName;
 use crate::store::NodeRecord;

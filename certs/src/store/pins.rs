@@ -106,7 +106,7 @@ impl Pins {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Access;
+    use crate::store::OpenMode;
 
     fn name(text: &str) -> NodeName {
         NodeName::parse(text).unwrap()
@@ -121,7 +121,7 @@ mod tests {
 
     fn store() -> (tempfile::TempDir, Store) {
         let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         (folder, store)
     }
 

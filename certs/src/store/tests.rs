@@ -1,12 +1,12 @@
 use super::*;
-use crate::{Ca, CsrKey, EdgeKey, Step, TrustDomain};
+use crate::{Ca, PrivateKey, RotationStep, TrustDomain, VerifiedPublicKey};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 fn open() -> (tempfile::TempDir, Store) {
     let dir = tempfile::tempdir().unwrap();
-    let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
+    let store = Store::open(dir.path().join("data"), OpenMode::Create).unwrap();
     (dir, store)
 }
 
@@ -15,8 +15,8 @@ fn ca() -> Ca {
 }
 
 fn edge(ca: &Ca, node: &str) -> EdgeIdentity {
-    let key = EdgeKey::generate().unwrap();
-    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let node = NodeName::parse(node).unwrap();
     let issued = ca.issue_edge(&csr, &node, Duration::from_mins(1)).unwrap();
     EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
@@ -43,7 +43,7 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
         store.save_ca(&ca()),
         Err(StoreError::Exists { .. })
     ));
-    let again = Store::open(dir.path().join("data"), Access::Existing).unwrap();
+    let again = Store::open(dir.path().join("data"), OpenMode::Existing).unwrap();
     assert_eq!(
         again.ca().unwrap().unwrap().fingerprint(),
         first.fingerprint()
@@ -54,7 +54,7 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
 fn the_secret_of_tickets_is_made_once_and_a_damaged_one_is_named() {
     let (dir, store) = open();
     let made = store.ticket_secret().unwrap();
-    let again = Store::open(dir.path().join("data"), Access::Existing).unwrap();
+    let again = Store::open(dir.path().join("data"), OpenMode::Existing).unwrap();
     assert_eq!(again.ticket_secret().unwrap(), made);
     store.save_ca(&ca()).unwrap();
     assert_ne!(store.ticket_secret().unwrap(), made, "a new CA has another");
@@ -183,7 +183,7 @@ fn a_root_from_before_is_read_and_moves_into_the_one_file_when_it_is_rotated() {
             })
         })
         .unwrap();
-    assert_eq!(step, Step::Made);
+    assert_eq!(step, RotationStep::Made);
     assert!(data.join("ca.json").exists() && !data.join("ca.key").exists());
     let again = store.ca().unwrap().unwrap();
     assert_eq!(again.fingerprints(), prepared.fingerprints());
@@ -216,12 +216,12 @@ fn the_roots_for_people_follow_the_ca() {
 #[test]
 fn what_is_missing_or_of_another_version_is_refused() {
     let (dir, _store) = open();
-    let nowhere = Store::open(dir.path().join("other"), Access::Existing);
+    let nowhere = Store::open(dir.path().join("other"), OpenMode::Existing);
     assert!(matches!(nowhere, Err(StoreError::Missing { .. })));
-    let empty = Store::open(dir.path(), Access::Existing);
+    let empty = Store::open(dir.path(), OpenMode::Existing);
     assert!(matches!(empty, Err(StoreError::Missing { .. })));
     fs::write(dir.path().join("data/version"), "2").unwrap();
-    let newer = Store::open(dir.path().join("data"), Access::Create)
+    let newer = Store::open(dir.path().join("data"), OpenMode::Create)
         .unwrap_err()
         .to_string();
     assert!(newer.contains("version '2'"), "{newer}");
@@ -231,7 +231,7 @@ fn what_is_missing_or_of_another_version_is_refused() {
 fn a_directory_that_cannot_be_made_is_named() {
     let (dir, _store) = open();
     fs::write(dir.path().join("file"), "").unwrap();
-    let refused = Store::open(dir.path().join("file/data"), Access::Create).unwrap_err();
+    let refused = Store::open(dir.path().join("file/data"), OpenMode::Create).unwrap_err();
     assert!(refused.to_string().contains("file/data"), "{refused}");
 }
 
@@ -275,7 +275,7 @@ fn who_could_resume_by_a_root_that_is_gone_cannot_any_more() {
     let (_dir, store) = open();
     store.save_ca(&ca()).unwrap();
     let before = store.ticket_secret().unwrap().text().clone();
-    let step = |step: fn(Ca) -> Result<(Ca, Step), crate::CaError>| {
+    let step = |step: fn(Ca) -> Result<(Ca, RotationStep), crate::CaError>| {
         store
             .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
             .unwrap();
@@ -293,12 +293,13 @@ fn a_renewal_brings_back_no_node_that_was_removed_and_changes_none_that_is_revok
     let (_dir, store) = open();
     let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
-    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let key =
+        VerifiedPublicKey::verify(&PrivateKey::generate().unwrap().request().unwrap()).unwrap();
     let issued = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
     let nodes = store.nodes();
     nodes.put(record("edge-1")).unwrap();
-    let renew = |issued: &Issued| {
-        let change = (node.clone(), NodeChange::Renewed(issued.clone()));
+    let renew = |issued: &IssuedCertificate| {
+        let change = (node.clone(), NodeUpdate::Renewed(issued.clone()));
         nodes.change(&[change]).unwrap().remove(0)
     };
     let renewed = renew(&issued).unwrap();
@@ -374,8 +375,8 @@ fn preparing_for_an_edge_leaves_nothing_behind_and_says_what_stands_in_the_way()
 #[test]
 fn a_directory_is_lived_on_by_one_at_a_time() {
     let folder = tempfile::tempdir().unwrap();
-    let first = Store::open(folder.path(), Access::Create).unwrap();
-    let second = Store::open(folder.path(), Access::Existing).unwrap();
+    let first = Store::open(folder.path(), OpenMode::Create).unwrap();
+    let second = Store::open(folder.path(), OpenMode::Existing).unwrap();
     let claim = first.claim().unwrap();
     let refused = second.claim().unwrap_err();
     assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
@@ -394,7 +395,7 @@ fn full() -> (tempfile::TempDir, Store, Ca) {
     let node = NodeName::parse("edge-1").unwrap();
     let (tokens, life) = (store.tokens().unwrap(), Duration::from_mins(1));
     tokens
-        .create(&node, life, crate::Confirmed::default())
+        .create(&node, life, crate::NodeAttributes::default())
         .unwrap();
     store.nodes().put(record("edge-1")).unwrap();
     let (key, since) = (crate::Fingerprint::digest(b"an app's"), 7);
@@ -437,7 +438,7 @@ fn a_backup_makes_another_directory_the_same_and_overwrites_nothing() {
 
     let backup = Backup::read(&path).unwrap();
     let (data, copy) = (dir.path().join("data"), dir.path().join("other"));
-    let other = Store::open(&copy, Access::Create).unwrap();
+    let other = Store::open(&copy, OpenMode::Create).unwrap();
     other.restore(&backup).unwrap();
     assert!(says(&copy) == says(&data));
     for name in names(&copy) {
@@ -499,9 +500,9 @@ fn a_restore_that_was_cut_short_is_finished_by_whoever_comes_next() {
     let (dir, store, made) = full();
     let backup = serde_json::to_string(&store.backup().unwrap()).unwrap();
     let (wanted, data) = (says(&dir.path().join("data")), dir.path().join("other"));
-    drop(Store::open(&data, Access::Create).unwrap());
+    drop(Store::open(&data, OpenMode::Create).unwrap());
     fs::write(data.join(".restore.json"), &backup).unwrap();
-    let other = Store::open(&data, Access::Existing).unwrap();
+    let other = Store::open(&data, OpenMode::Existing).unwrap();
     let found = other.ca().unwrap().unwrap();
     assert_eq!(found.fingerprint(), made.fingerprint());
     assert!(says(&data) == wanted);
@@ -536,7 +537,7 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
 #[test]
 fn revocations_are_replaced_together_and_records_stay() {
     let folder = tempfile::tempdir().unwrap();
-    let store = Store::open(folder.path(), Access::Create).unwrap();
+    let store = Store::open(folder.path(), OpenMode::Create).unwrap();
     let name = |text: &str| NodeName::parse(text).unwrap();
     let revocation = |reason: &str| Revocation {
         at: 7,
@@ -569,7 +570,7 @@ fn revocations_are_replaced_together_and_records_stay() {
 #[test]
 fn who_released_a_claim_sees_that_another_process_has_claimed_the_directory() {
     let dir = tempfile::tempdir().unwrap();
-    let store = Store::open(dir.path(), Access::Create).unwrap();
+    let store = Store::open(dir.path(), OpenMode::Create).unwrap();
     let released = store.claim().unwrap().release();
     assert!(!released.is_taken());
     let _successor = store.claim().unwrap();

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Access, Ca, Store, TrustDomain};
+use crate::{Ca, OpenMode, Store, TrustDomain};
 use rustls_pki_types::UnixTime;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::open(dir.path(), Access::Create).unwrap();
+        let store = Store::open(dir.path(), OpenMode::Create).unwrap();
         store
             .save_ca(&Ca::create(&TrustDomain::parse("td").unwrap()).unwrap())
             .unwrap();
@@ -19,12 +19,12 @@ impl World {
     }
 
     /// A book as another process would see it.
-    fn book(&self) -> TokenBook {
+    fn book(&self) -> TokenStore {
         self.store.tokens().unwrap()
     }
 
     fn token(&self) -> JoinToken {
-        let confirmed = Confirmed {
+        let confirmed = NodeAttributes {
             addresses: vec![[10, 0, 0, 7].into()],
             pool: Some("p".into()),
             labels: [("site".to_owned(), "north".to_owned())].into(),
@@ -105,14 +105,14 @@ fn a_token_is_good_once_even_for_another_process() {
     let token = world.token();
     let record = world
         .book()
-        .redeem(&token, (&node(), Standing::New), later(0))
+        .redeem(&token, (&node(), NodeStatus::New), later(0))
         .unwrap();
     assert_eq!(record.pool.as_deref(), Some("p"));
     assert_eq!(record.addresses, [std::net::IpAddr::from([10, 0, 0, 7])]);
     let again = world
         .book()
-        .redeem(&token, (&node(), Standing::New), later(1));
-    assert!(matches!(again, Err(TokenRefused::Used { .. })));
+        .redeem(&token, (&node(), NodeStatus::New), later(1));
+    assert!(matches!(again, Err(TokenRejected::Used { .. })));
     assert_eq!(world.book().all().unwrap()[0].used.len(), 1);
 }
 
@@ -124,7 +124,7 @@ fn of_many_racing_redeems_one_wins() {
         let redeem = || {
             world
                 .book()
-                .redeem(&token, (&node(), Standing::New), later(0))
+                .redeem(&token, (&node(), NodeStatus::New), later(0))
                 .is_ok()
         };
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(redeem)).collect();
@@ -152,16 +152,16 @@ fn each_refusal_has_its_word_and_spends_nothing() {
     let refused = |token: &JoinToken, node: &NodeName, when| {
         world
             .book()
-            .redeem(token, (node, Standing::New), when)
+            .redeem(token, (node, NodeStatus::New), when)
             .unwrap_err()
     };
     let wrong_node = refused(&token, &other, later(0));
     assert!(
-        matches!(wrong_node, TokenRefused::OtherNode { bound_to } if bound_to.node() == Some(node()))
+        matches!(wrong_node, TokenRejected::OtherNode { bound_to } if bound_to.node() == Some(node()))
     );
     assert!(matches!(
         refused(&token, &node(), later(61)),
-        TokenRefused::Expired { .. }
+        TokenRejected::Expired { .. }
     ));
     let wrong_ca = JoinToken {
         root: Fingerprint::digest(b"x"),
@@ -169,7 +169,7 @@ fn each_refusal_has_its_word_and_spends_nothing() {
     };
     assert!(matches!(
         refused(&wrong_ca, &node(), later(0)),
-        TokenRefused::WrongCa
+        TokenRejected::UnexpectedCa
     ));
     let wrong_secret = JoinToken {
         secret: Secret::random(),
@@ -177,16 +177,16 @@ fn each_refusal_has_its_word_and_spends_nothing() {
     };
     assert!(matches!(
         refused(&wrong_secret, &node(), later(0)),
-        TokenRefused::Unknown
+        TokenRejected::Unknown
     ));
     let unheard = JoinToken::generate(token.root);
     assert!(matches!(
         refused(&unheard, &node(), later(0)),
-        TokenRefused::Unknown
+        TokenRejected::Unknown
     ));
     world
         .book()
-        .redeem(&token, (&node(), Standing::New), later(0))
+        .redeem(&token, (&node(), NodeStatus::New), later(0))
         .unwrap();
 }
 
@@ -199,8 +199,8 @@ fn the_book_keeps_no_secret_and_a_removed_token_is_unknown() {
     assert!(!world.book().remove(&token.id).unwrap());
     let refused = world
         .book()
-        .redeem(&token, (&node(), Standing::New), later(0));
-    assert!(matches!(refused, Err(TokenRefused::Unknown)));
+        .redeem(&token, (&node(), NodeStatus::New), later(0));
+    assert!(matches!(refused, Err(TokenRejected::Unknown)));
 }
 
 #[test]
@@ -209,20 +209,24 @@ fn a_pattern_joins_so_many_new_nodes_and_none_that_is_there() {
     let pattern = NodePattern::parse("Site-7-*").unwrap();
     let token = world
         .book()
-        .create_for((&pattern, 2), Duration::from_mins(1), Confirmed::default())
+        .create_for(
+            (&pattern, 2),
+            Duration::from_mins(1),
+            NodeAttributes::default(),
+        )
         .unwrap();
     let redeem = |name: &str, standing| {
         let node = NodeName::parse(name).unwrap();
         world.book().redeem(&token, (&node, standing), later(0))
     };
-    let known = redeem("site-7-a", Standing::Known);
-    assert!(matches!(known, Err(TokenRefused::NotNew { .. })));
-    let elsewhere = redeem("site-8-a", Standing::New);
-    assert!(matches!(elsewhere, Err(TokenRefused::OtherNode { .. })));
-    redeem("site-7-a", Standing::New).unwrap();
-    redeem("site-7-b", Standing::New).unwrap();
-    let third = redeem("site-7-c", Standing::New);
-    assert!(matches!(third, Err(TokenRefused::Used { .. })));
+    let known = redeem("site-7-a", NodeStatus::Known);
+    assert!(matches!(known, Err(TokenRejected::NotNew { .. })));
+    let elsewhere = redeem("site-8-a", NodeStatus::New);
+    assert!(matches!(elsewhere, Err(TokenRejected::OtherNode { .. })));
+    redeem("site-7-a", NodeStatus::New).unwrap();
+    redeem("site-7-b", NodeStatus::New).unwrap();
+    let third = redeem("site-7-c", NodeStatus::New);
+    assert!(matches!(third, Err(TokenRejected::Used { .. })));
     let used = &world.book().all().unwrap()[0].used;
     let names: Vec<_> = used.iter().flat_map(|one| &one.node).collect();
     assert_eq!(
@@ -240,7 +244,7 @@ fn a_token_for_one_node_brings_that_node_back() {
     let token = world.token();
     let again = world
         .book()
-        .redeem(&token, (&node(), Standing::Known), later(0));
+        .redeem(&token, (&node(), NodeStatus::Known), later(0));
     assert!(again.is_ok());
 }
 
@@ -252,8 +256,8 @@ fn a_revoked_token_says_so_and_stays_in_the_book() {
     assert!(!world.book().revoke("nobody", later(0)).unwrap());
     let refused = world
         .book()
-        .redeem(&token, (&node(), Standing::New), later(1));
-    assert!(matches!(refused, Err(TokenRefused::Revoked { .. })));
+        .redeem(&token, (&node(), NodeStatus::New), later(1));
+    assert!(matches!(refused, Err(TokenRejected::Revoked { .. })));
     assert_eq!(world.book().all().unwrap().len(), 1);
 }
 
@@ -270,7 +274,7 @@ fn a_book_from_before_there_were_patterns_reads() {
     let (fresh, spent) = (old("null"), old("7"));
     assert_eq!((fresh.uses, fresh.used.len()), (1, 0));
     assert_eq!(fresh.nodes.node(), Some(node()));
-    assert_eq!(spent.used, [Joined { node: None, at: 7 }]);
+    assert_eq!(spent.used, [JoinRecord { node: None, at: 7 }]);
     let again = serde_json::to_string(&spent).unwrap();
     assert_eq!(serde_json::from_str::<TokenRecord>(&again).unwrap(), spent);
 }

@@ -19,12 +19,12 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error as ThisError;
 
-use super::{ALPN_CONTROL, ALPN_TUNNEL, Purpose, Trust, TrustError, check_peer, none_revoked};
-use super::{PeerRefused, provider};
+use super::{ALPN_CONTROL, ALPN_TUNNEL, Purpose, TrustError, TrustStore, check_peer, none_revoked};
+use super::{PeerRejected, provider};
 use crate::certificate::Certificate;
-use crate::edge::EdgeIdentity;
+use crate::edge_identity::EdgeIdentity;
 use crate::identity;
-use crate::leaf::Leaf;
+use crate::leaf::LeafCertificate;
 use crate::pem;
 use crate::secret::Fingerprint;
 
@@ -35,14 +35,14 @@ use crate::secret::Fingerprint;
      the CA's root was replaced since the token was made, the token is of another gateway, or the connection \
      is intercepted; make a new token at this gateway: causeway token create --node NODE"
 )]
-pub struct WrongCa {
+pub struct UnexpectedCa {
     /// The last certificate of the chain that the server presented.
     pub presented: Fingerprint,
     /// What the token carries.
     pub expected: Fingerprint,
 }
 
-impl WrongCa {
+impl UnexpectedCa {
     /// Finds it in what a handshake failed with, `io::Error` and `rustls::Error` included.
     pub fn find<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a Self> {
         find(error)
@@ -91,24 +91,27 @@ pub fn control_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustErr
 }
 
 /// Joining: no certificate yet, the gateway recognised by the token's fingerprint. A failure is
-/// recognisable by `WrongCa::find`.
+/// recognisable by `UnexpectedCa::find`.
 pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
-    let anchor = Anchor::Pinned(root);
+    let anchor = RootSource::Pinned(root);
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
+        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(anchor)))
         .with_no_client_auth();
     config.alpn_protocols = owned(&ALPN_CONTROL);
     Ok(Arc::new(config))
 }
 
 /// Joining by what a cluster's signer has made for this node: gateways are recognised by these roots.
-pub fn vouched_client(roots_pem: &str, shown: &Leaf) -> Result<Arc<ClientConfig>, TrustError> {
+pub fn csr_exchange_client(
+    roots_pem: &str,
+    shown: &LeafCertificate,
+) -> Result<Arc<ClientConfig>, TrustError> {
     let unusable = |error: &dyn StdError| TrustError::Root(error.to_string());
     let roots = pem::certificates(roots_pem).map_err(TrustError::Root)?;
     let domain = EdgeIdentity::domain_of(roots_pem).map_err(|error| unusable(&error))?;
-    let anchor = Anchor::Root(Trust::below(&roots, &domain)?);
+    let anchor = RootSource::Root(TrustStore::below(&roots, &domain)?);
     showing(anchor, (shown.chain().to_vec(), shown), &ALPN_CONTROL)
 }
 
@@ -127,18 +130,18 @@ fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, Tr
     // Who of ours has signed it is known where it is shown.
     let shown = if edge.given { usize::MAX } else { 1 };
     let own = edge.leaf.chain().iter().take(shown).cloned().collect();
-    showing(Anchor::Root(edge.trust()?), (own, &edge.leaf), alpn)
+    showing(RootSource::Root(edge.trust()?), (own, &edge.leaf), alpn)
 }
 
 fn showing(
-    anchor: Anchor,
-    (own, leaf): (Vec<CertificateDer<'static>>, &Leaf),
+    anchor: RootSource,
+    (own, leaf): (Vec<CertificateDer<'static>>, &LeafCertificate),
     alpn: &[&[u8]],
 ) -> Result<Arc<ClientConfig>, TrustError> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
+        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(anchor)))
         .with_client_auth_cert(own, leaf.key())?;
     config.alpn_protocols = owned(alpn);
     Ok(Arc::new(config))
@@ -150,20 +153,20 @@ pub(super) fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
 
 /// How the root is known.
 #[derive(Debug)]
-enum Anchor {
-    Root(Trust),
+enum RootSource {
+    Root(TrustStore),
     Pinned(Fingerprint),
 }
 
 /// Accepts gateways of one root, under whatever name they were dialled.
 #[derive(Debug)]
-struct GatewayVerifier {
-    anchor: Anchor,
+struct GatewayCertVerifier {
+    anchor: RootSource,
     provider: Arc<CryptoProvider>,
 }
 
-impl GatewayVerifier {
-    fn new(anchor: Anchor) -> Self {
+impl GatewayCertVerifier {
+    fn new(anchor: RootSource) -> Self {
         Self {
             anchor,
             provider: provider(),
@@ -171,7 +174,7 @@ impl GatewayVerifier {
     }
 }
 
-impl ServerCertVerifier for GatewayVerifier {
+impl ServerCertVerifier for GatewayCertVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -186,8 +189,8 @@ impl ServerCertVerifier for GatewayVerifier {
         }
         let pinned;
         let trust = match &self.anchor {
-            Anchor::Root(trust) => trust,
-            Anchor::Pinned(expected) => {
+            RootSource::Root(trust) => trust,
+            RootSource::Pinned(expected) => {
                 pinned = pin(end_entity, intermediates, *expected)?;
                 &pinned
             }
@@ -231,25 +234,25 @@ fn pin(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
     expected: Fingerprint,
-) -> Result<Trust, Error> {
+) -> Result<TrustStore, Error> {
     let Some(root) = pinned_root(intermediates, expected) else {
         let presented = Fingerprint::of(intermediates.last().unwrap_or(end_entity));
-        return Err(other(WrongCa {
+        return Err(other(UnexpectedCa {
             presented,
             expected,
         }));
     };
     let facts = Certificate::read(&root).map_err(other)?;
     let domain = identity::domain_of_root(&facts).map_err(other)?;
-    Trust::below([&root], &domain).map_err(other)
+    TrustStore::below([&root], &domain).map_err(other)
 }
 
 /// The words of a refusal, with the TLS alert that fits.
-pub(super) fn alert(refused: PeerRefused) -> Error {
+pub(super) fn alert(refused: PeerRejected) -> Error {
     match refused {
-        PeerRefused::UnknownIssuer => CertificateError::UnknownIssuer.into(),
-        PeerRefused::Expired { .. } => CertificateError::Expired.into(),
-        PeerRefused::NotYetValid { .. } => CertificateError::NotValidYet.into(),
+        PeerRejected::UnknownIssuer => CertificateError::UnknownIssuer.into(),
+        PeerRejected::Expired { .. } => CertificateError::Expired.into(),
+        PeerRejected::NotYetValid { .. } => CertificateError::NotValidYet.into(),
         refused => other(refused),
     }
 }

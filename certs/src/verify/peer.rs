@@ -14,10 +14,10 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use webpki::{EndEntityCert, KeyUsage};
 
-use super::known::is_anothers;
-use super::{Trust, known_by, provider};
+use super::issuers::is_anothers;
+use super::{TrustStore, provider, root_key};
 use crate::certificate::{Certificate, CertificateError, date};
-use crate::identity::{Identity, Issuing, issuing_of};
+use crate::identity::{Identity, IssuerPurpose, issuer_purpose};
 use crate::name::NameError;
 use crate::secret::Fingerprint;
 
@@ -43,7 +43,7 @@ impl fmt::Display for Purpose {
 }
 
 /// Asked with the serial number (as in the certificate) and the identity: is it revoked?
-pub type Revoked<'a> = &'a dyn Fn(&[u8], &Identity) -> bool;
+pub type IsRevokedFn<'a> = &'a dyn Fn(&[u8], &Identity) -> bool;
 
 /// The answer of whoever keeps no list of revoked certificates.
 pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
@@ -52,7 +52,7 @@ pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
 
 /// Why a peer is not let in.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum PeerRefused {
+pub enum PeerRejected {
     /// No certificate; a caller may authenticate otherwise.
     #[error("no certificate presented")]
     Missing,
@@ -91,7 +91,7 @@ pub enum PeerRefused {
         /// As what the peer came.
         wanted: Purpose,
         /// What its signer signs.
-        found: Issuing,
+        found: IssuerPurpose,
     },
     /// A cluster's CA has signed it, and for somebody else than a node.
     #[error(
@@ -116,7 +116,7 @@ pub enum PeerRefused {
 
 /// Who a peer is, and by which certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Proven {
+pub struct VerifiedPeer {
     /// Who it is.
     pub identity: Identity,
     /// The certificate's serial number, in hexadecimal.
@@ -134,35 +134,35 @@ pub fn check_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
     now: UnixTime,
-    trust: &Trust,
-    revoked: Revoked<'_>,
-) -> Result<Identity, PeerRefused> {
-    prove_peer(chain, purpose, now, trust, revoked).map(|proven| proven.identity)
+    trust: &TrustStore,
+    revoked: IsRevokedFn<'_>,
+) -> Result<Identity, PeerRejected> {
+    verify_peer(chain, purpose, now, trust, revoked).map(|proven| proven.identity)
 }
 
 /// As [`check_peer`], and says by which certificate.
-pub fn prove_peer(
+pub fn verify_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
     now: UnixTime,
-    trust: &Trust,
-    revoked: Revoked<'_>,
-) -> Result<Proven, PeerRefused> {
+    trust: &TrustStore,
+    revoked: IsRevokedFn<'_>,
+) -> Result<VerifiedPeer, PeerRejected> {
     let (leaf, issuers) = chain
         .and_then(<[_]>::split_first)
-        .ok_or(PeerRefused::Missing)?;
+        .ok_or(PeerRejected::Missing)?;
     let facts = Certificate::read(leaf).map_err(unreadable)?;
     if now.as_secs() > facts.not_after {
-        return Err(PeerRefused::Expired {
+        return Err(PeerRejected::Expired {
             not_after: facts.not_after,
         });
     }
     if now.as_secs() < facts.not_before {
-        return Err(PeerRefused::NotYetValid {
+        return Err(PeerRejected::NotYetValid {
             not_before: facts.not_before,
         });
     }
-    let signed = Signed {
+    let signed = ChainInProgress {
         leaf,
         issuers,
         now,
@@ -176,7 +176,7 @@ pub fn prove_peer(
         check_kind(&identity, &facts, purpose)?;
         if let Some(found) = signer.purpose.filter(|found| *found != purpose.issuing()) {
             let wanted = purpose;
-            return Err(PeerRefused::WrongIssuer { wanted, found });
+            return Err(PeerRejected::WrongIssuer { wanted, found });
         }
         root = signer.root;
         identity
@@ -184,16 +184,16 @@ pub fn prove_peer(
         // Where one CA makes the certificates of edges and of callers, an edge's is no caller's.
         if let Some(found) = Identity::machine(&facts, &trust.domain) {
             let wanted = purpose;
-            return Err(PeerRefused::Kind { wanted, found });
+            return Err(PeerRejected::Kind { wanted, found });
         }
         Identity::foreign(facts)
     } else {
-        return Err(PeerRefused::UnknownIssuer);
+        return Err(PeerRejected::UnknownIssuer);
     };
     if revoked(&serial, &identity) {
-        return Err(PeerRefused::Revoked(identity.to_string()));
+        return Err(PeerRejected::Revoked(identity.to_string()));
     }
-    Ok(Proven {
+    Ok(VerifiedPeer {
         identity,
         serial: serial_hex,
         issued_at,
@@ -203,7 +203,7 @@ pub fn prove_peer(
 }
 
 /// A chain whose signatures are being checked.
-struct Signed<'a> {
+struct ChainInProgress<'a> {
     leaf: &'a CertificateDer<'a>,
     issuers: &'a [CertificateDer<'a>],
     now: UnixTime,
@@ -211,18 +211,18 @@ struct Signed<'a> {
 }
 
 /// Who of us has signed: for which purpose that one is, and below which root.
-struct Signer {
-    purpose: Option<Issuing>,
+struct SignerInfo {
+    purpose: Option<IssuerPurpose>,
     root: Option<Fingerprint>,
 }
 
-impl Signed<'_> {
-    fn by_us(&self, trust: &Trust) -> Result<Option<Signer>, PeerRefused> {
+impl ChainInProgress<'_> {
+    fn by_us(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         match (&trust.issuers, self.purpose) {
             (Some(issuers), Purpose::Edge | Purpose::Caller) => {
                 let found = issuers.find(self.leaf, self.now);
                 self.judge(found).map(|found| {
-                    found.map(|issuer| Signer {
+                    found.map(|issuer| SignerInfo {
                         purpose: issuer.purpose,
                         root: Some(issuer.root),
                     })
@@ -233,7 +233,7 @@ impl Signed<'_> {
     }
 
     /// Only callers may come with a foreign certificate.
-    fn by_a_foreign_root(&self, trust: &Trust) -> Result<bool, PeerRefused> {
+    fn by_a_foreign_root(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
         match (&trust.foreign, self.purpose) {
             (Some(foreign), Purpose::Caller) => {
                 let verified = foreign.verify_client_cert(self.leaf, self.issuers, self.now);
@@ -244,7 +244,7 @@ impl Signed<'_> {
     }
 
     /// Follows the chain to one of our roots. What counts is who has signed the leaf, and no other in the chain.
-    fn below_a_root(&self, trust: &Trust) -> Result<Option<Signer>, PeerRefused> {
+    fn below_a_root(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         use webpki::Error;
         if trust.roots.is_empty() {
             return Ok(None);
@@ -253,7 +253,7 @@ impl Signed<'_> {
             Purpose::Gateway => KeyUsage::server_auth(),
             Purpose::Edge | Purpose::Caller => KeyUsage::client_auth(),
         };
-        let invalid = |error: Error| PeerRefused::Invalid(error.to_string());
+        let invalid = |error: Error| PeerRejected::Invalid(error.to_string());
         let leaf = EndEntityCert::try_from(self.leaf).map_err(invalid)?;
         let algorithms = provider().signature_verification_algorithms.all;
         let anchors = &trust.roots.roots;
@@ -269,27 +269,27 @@ impl Signed<'_> {
         match found {
             Ok(path) => {
                 if trust.is_given() {
-                    let (purpose, root) = (None, Some(known_by(path.anchor())));
-                    return Ok(Some(Signer { purpose, root }));
+                    let (purpose, root) = (None, Some(root_key(path.anchor())));
+                    return Ok(Some(SignerInfo { purpose, root }));
                 }
                 let signer = path.intermediate_certificates().next();
                 let facts = signer.map(|signer| Certificate::read(&signer.der()));
                 let purpose = match facts.transpose().map_err(unreadable)? {
                     // A root that signs leaves itself.
                     None => None,
-                    Some(facts) => {
-                        Some(issuing_of(&facts, &trust.domain).ok_or(PeerRefused::UnknownIssuer)?)
-                    }
+                    Some(facts) => Some(
+                        issuer_purpose(&facts, &trust.domain).ok_or(PeerRejected::UnknownIssuer)?,
+                    ),
                 };
                 let root = None;
-                Ok(Some(Signer { purpose, root }))
+                Ok(Some(SignerInfo { purpose, root }))
             }
             Err(
                 Error::UnknownIssuer
                 | Error::InvalidSignatureForPublicKey
                 | Error::UnsupportedSignatureAlgorithmForPublicKeyContext(_),
             ) => Ok(None),
-            Err(Error::RequiredEkuNotFoundContext(_)) => Err(PeerRefused::WrongPurpose {
+            Err(Error::RequiredEkuNotFoundContext(_)) => Err(PeerRejected::WrongPurpose {
                 wanted: self.purpose,
             }),
             Err(error) => Err(invalid(error)),
@@ -297,28 +297,28 @@ impl Signed<'_> {
     }
 
     /// Whether these have signed.
-    fn judge<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRefused> {
+    fn judge<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRejected> {
         match outcome {
             Ok(found) => Ok(Some(found)),
             Err(error) if is_anothers(&error) => Ok(None),
             Err(TlsError::InvalidCertificate(
                 TlsCertificateError::InvalidPurpose
                 | TlsCertificateError::InvalidPurposeContext { .. },
-            )) => Err(PeerRefused::WrongPurpose {
+            )) => Err(PeerRejected::WrongPurpose {
                 wanted: self.purpose,
             }),
-            Err(error) => Err(PeerRefused::Invalid(error.to_string())),
+            Err(error) => Err(PeerRejected::Invalid(error.to_string())),
         }
     }
 }
 
 impl Purpose {
     /// Who signs what comes so.
-    pub(super) fn issuing(self) -> Issuing {
+    pub(super) fn issuing(self) -> IssuerPurpose {
         match self {
-            Self::Edge => Issuing::Edges,
-            Self::Caller => Issuing::Callers,
-            Self::Gateway => Issuing::Replicas,
+            Self::Edge => IssuerPurpose::Edges,
+            Self::Caller => IssuerPurpose::Callers,
+            Self::Gateway => IssuerPurpose::Replicas,
         }
     }
 }
@@ -328,7 +328,7 @@ fn check_kind(
     identity: &Identity,
     facts: &Certificate,
     purpose: Purpose,
-) -> Result<(), PeerRefused> {
+) -> Result<(), PeerRejected> {
     let usage = match purpose {
         Purpose::Edge | Purpose::Caller => facts.client_auth,
         Purpose::Gateway => facts.server_auth,
@@ -344,15 +344,15 @@ fn check_kind(
         (Purpose::Edge, Identity::Edge(_))
         | (Purpose::Caller, Identity::Caller { .. })
         | (Purpose::Gateway, Identity::Gateway) => {
-            Err(PeerRefused::WrongPurpose { wanted: purpose })
+            Err(PeerRejected::WrongPurpose { wanted: purpose })
         }
-        _ => Err(PeerRefused::Kind {
+        _ => Err(PeerRejected::Kind {
             wanted: purpose,
             found: identity.kind(),
         }),
     }
 }
 
-fn unreadable(error: CertificateError) -> PeerRefused {
-    PeerRefused::Identity(NameError::Certificate(error))
+fn unreadable(error: CertificateError) -> PeerRejected {
+    PeerRejected::Identity(NameError::Certificate(error))
 }

@@ -13,20 +13,20 @@ use rustls::server::{
 };
 use rustls::{SupportedProtocolVersion, version};
 
-use super::known::Clients;
-use super::tickets::{TicketSecret, Tickets};
-use super::{ALPN_CONTROL, ALPN_TUNNEL, Trust, TrustError, provider};
-use crate::cluster::ClusterTrust;
-use crate::identity::Issuing;
+use super::issuers::ClientVerifier;
+use super::session_tickets::{SharedTicketer, TicketSecret};
+use super::{ALPN_CONTROL, ALPN_TUNNEL, TrustError, TrustStore, provider};
+use crate::identity::IssuerPurpose;
+use crate::kubernetes_ca::ClusterCa;
 
 /// The tunnel: TLS 1.3, `rh2`, a client certificate required of those whom `trust` names.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
-    trust: &Trust,
+    trust: &TrustStore,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = edges(trust, None, true)?;
-    let tickets = Some(Arc::new(Tickets::new(tickets)) as Arc<dyn ProducesTickets>);
+    let tickets = Some(Arc::new(SharedTicketer::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
     Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
@@ -36,8 +36,8 @@ pub fn tunnel_server(
 /// key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
-    trust: &Trust,
-    cluster: Option<&ClusterTrust>,
+    trust: &TrustStore,
+    cluster: Option<&ClusterCa>,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = edges(trust, cluster, false)?;
     Ok(config(
@@ -50,20 +50,20 @@ pub fn join_server(
 }
 
 fn edges(
-    trust: &Trust,
-    cluster: Option<&ClusterTrust>,
+    trust: &TrustStore,
+    cluster: Option<&ClusterCa>,
     required: bool,
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    let asked = (Issuing::Edges, required);
+    let asked = (IssuerPurpose::Edges, required);
     let others = trust.of_others()?;
     let others = others.or_else(|| cluster.map(|cluster| cluster.verifier.clone()));
-    Ok(Clients::new(trust.issuers.clone(), others, asked))
+    Ok(ClientVerifier::new(trust.issuers.clone(), others, asked))
 }
 
 /// A front: TLS 1.2 and 1.3, client certificates of those whom `trust` names, `required` or not.
 pub fn front_server(
     leaves: Arc<dyn ResolvesServerCert>,
-    trust: &Trust,
+    trust: &TrustStore,
     required: bool,
     alpn: &[&[u8]],
 ) -> Result<Arc<ServerConfig>, TrustError> {
@@ -71,10 +71,10 @@ pub fn front_server(
     let clients = match (nobody, required) {
         (true, true) => return Err(TrustError::NobodyTrusted),
         (true, false) => WebPkiClientVerifier::no_client_auth(),
-        (false, required) => Clients::new(
+        (false, required) => ClientVerifier::new(
             trust.issuers.clone(),
             trust.foreign.clone(),
-            (Issuing::Callers, required),
+            (IssuerPurpose::Callers, required),
         ),
     };
     let versions = [&version::TLS13, &version::TLS12];

@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
-    Ca, Certificate, CsrKey, EdgeIdentity, EdgeKey, Fingerprint, FrontName, Identity, Issuing,
-    Leaf, NodeName, PeerRefused,
+    Ca, Certificate, EdgeIdentity, Fingerprint, Identity, IssuerPurpose, LeafCertificate,
+    ListenerName, NodeName, PeerRejected, PrivateKey, VerifiedPublicKey,
 };
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
@@ -17,7 +17,7 @@ const HOUR: Duration = Duration::from_hours(1);
 
 struct World {
     ca: Ca,
-    trust: Trust,
+    trust: TrustStore,
     tickets: TicketSecret,
 }
 
@@ -27,7 +27,7 @@ impl World {
     }
 
     fn with(ca: Ca) -> Self {
-        let trust = Trust::of(&ca).unwrap();
+        let trust = TrustStore::of(&ca).unwrap();
         Self {
             ca,
             trust,
@@ -35,15 +35,15 @@ impl World {
         }
     }
 
-    fn gateway(&self) -> Leaf {
+    fn gateway(&self) -> LeafCertificate {
         self.ca
-            .issue_gateway(&[FrontName::parse("gw.example").unwrap()], HOUR)
+            .issue_gateway(&[ListenerName::parse("gw.example").unwrap()], HOUR)
             .unwrap()
     }
 
     fn edge(&self) -> EdgeIdentity {
-        let key = EdgeKey::generate().unwrap();
-        let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+        let key = PrivateKey::generate().unwrap();
+        let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
         let issued = self
             .ca
             .issue_edge(&csr, &NodeName::parse("edge-1").unwrap(), HOUR)
@@ -51,7 +51,7 @@ impl World {
         EdgeIdentity::new(&self.ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
     }
 
-    fn caller(&self) -> Leaf {
+    fn caller(&self) -> LeafCertificate {
         self.ca.issue_caller("ann", &["ops".into()], HOUR).unwrap()
     }
 
@@ -74,7 +74,7 @@ impl World {
         &self,
         chain: &[CertificateDer<'_>],
         purpose: Purpose,
-    ) -> Result<Identity, PeerRefused> {
+    ) -> Result<Identity, PeerRejected> {
         check_peer(
             Some(chain),
             purpose,
@@ -85,14 +85,14 @@ impl World {
     }
 
     /// Trust of a front that accepts our callers and those of `other`.
-    fn front(&self, other: &Ca) -> (FrontTrust, Trust) {
+    fn front(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
         let client_roots = vec![other.root().clone()];
-        let front = FrontTrust {
+        let front = ListenerClientTrust {
             own: true,
             client_roots,
             require: true,
         };
-        let trust = Trust::front(&self.ca, &front).unwrap();
+        let trust = TrustStore::front(&self.ca, &front).unwrap();
         (front, trust)
     }
 }
@@ -102,7 +102,7 @@ fn edge_1() -> Identity {
 }
 
 /// A client with a certificate that trusts `ca` for `edge-1`, as curl would.
-fn curl(ca: &Ca, leaf: Option<&Leaf>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
+fn curl(ca: &Ca, leaf: Option<&LeafCertificate>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .unwrap()
@@ -196,7 +196,7 @@ fn an_edge_of_another_root_does_not_get_in() {
     assert!(dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").is_err());
     let chain = other.edge();
     let refused = world.check(chain.leaf.chain(), Purpose::Edge);
-    assert_eq!(refused, Err(PeerRefused::UnknownIssuer));
+    assert_eq!(refused, Err(PeerRejected::UnknownIssuer));
 }
 
 #[test]
@@ -227,8 +227,8 @@ fn the_tunnel_wants_a_certificate_and_rh2() {
         &world.trust,
         &none_revoked,
     );
-    assert_eq!(missing, Err(PeerRefused::Missing));
-    assert_eq!(world.check(&[], Purpose::Edge), Err(PeerRefused::Missing));
+    assert_eq!(missing, Err(PeerRejected::Missing));
+    assert_eq!(world.check(&[], Purpose::Edge), Err(PeerRejected::Missing));
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn an_edge_cannot_pose_as_a_gateway_nor_can_a_front() {
     let world = World::new();
     let front = world
         .ca
-        .mint_front(&[FrontName::parse("gw").unwrap()], HOUR)
+        .mint_front(&[ListenerName::parse("gw").unwrap()], HOUR)
         .unwrap();
     for leaf in [world.edge().leaf, world.caller(), front] {
         let server = tunnel_server(leaf.resolver(), &world.trust, &world.tickets).unwrap();
@@ -260,8 +260,8 @@ fn a_token_of_another_ca_says_which_two_differ() {
     let (world, other) = (World::new(), World::new());
     let client = join_client(other.ca.fingerprint()).unwrap();
     let failed = dial(&client, &world.join(), "gw").unwrap_err();
-    let wrong = *WrongCa::find(&failed).unwrap();
-    let expected = WrongCa {
+    let wrong = *UnexpectedCa::find(&failed).unwrap();
+    let expected = UnexpectedCa {
         presented: world.ca.fingerprint(),
         expected: other.ca.fingerprint(),
     };
@@ -269,15 +269,15 @@ fn a_token_of_another_ca_says_which_two_differ() {
     let text = wrong.to_string();
     assert!(text.contains(&world.ca.fingerprint().to_string()), "{text}");
     let wrapped = io::Error::new(io::ErrorKind::InvalidData, failed);
-    assert_eq!(WrongCa::find(&wrapped), Some(&expected));
-    assert_eq!(WrongCa::find(&io::Error::other("x")), None);
+    assert_eq!(UnexpectedCa::find(&wrapped), Some(&expected));
+    assert_eq!(UnexpectedCa::find(&io::Error::other("x")), None);
     assert!(text.contains("root was replaced") && text.contains("causeway token create"));
 }
 
 #[test]
 fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
     let world = World::new();
-    let names = [crate::FrontName::parse("gw").unwrap()];
+    let names = [crate::ListenerName::parse("gw").unwrap()];
     let front = world.ca.mint_front(&names, HOUR).unwrap();
     let server = join_server(front.resolver(), &world.trust, None).unwrap();
     for client in [
@@ -286,7 +286,7 @@ fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
     ] {
         let failed = dial(&client, &server, "gw").unwrap_err();
         assert!(NotAGateway::is_in(&failed), "{failed}");
-        assert_eq!(WrongCa::find(&failed), None);
+        assert_eq!(UnexpectedCa::find(&failed), None);
     }
 }
 
@@ -296,7 +296,7 @@ fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
     let leaf = stranger.gateway();
     let key = leaf.key_pem();
     let chain = pem_chain(&[leaf.chain()[0].clone(), world.ca.root().clone()]);
-    let forged = Leaf::load(&chain, key.expose()).unwrap();
+    let forged = LeafCertificate::load(&chain, key.expose()).unwrap();
     let server = join_server(forged.resolver(), &stranger.trust, None).unwrap();
     let client = join_client(world.ca.fingerprint()).unwrap();
     assert_eq!(
@@ -310,7 +310,7 @@ fn a_token_that_pins_a_leaf_does_not_make_it_a_root() {
     let world = World::new();
     let client = join_client(Fingerprint::of(&world.gateway().chain()[0])).unwrap();
     let failed = dial(&client, &world.join(), "gw").unwrap_err();
-    assert!(WrongCa::find(&failed).is_some());
+    assert!(UnexpectedCa::find(&failed).is_some());
 }
 
 fn pem_chain(chain: &[CertificateDer<'_>]) -> String {
@@ -336,10 +336,10 @@ fn an_expired_edge_is_refused_in_the_handshake_and_after() {
     };
     assert!(matches!(
         at(later(HOUR * 2)),
-        Err(PeerRefused::Expired { .. })
+        Err(PeerRejected::Expired { .. })
     ));
     let before = UnixTime::since_unix_epoch(HOUR);
-    assert!(matches!(at(before), Err(PeerRefused::NotYetValid { .. })));
+    assert!(matches!(at(before), Err(PeerRejected::NotYetValid { .. })));
     assert!(at(later(Duration::ZERO)).is_ok());
 }
 
@@ -384,11 +384,11 @@ fn trap_10_a_resumed_session_is_checked_again() {
     assert!(check(UnixTime::now(), &none_revoked).is_ok());
     assert!(matches!(
         check(UnixTime::now(), &revoked),
-        Err(PeerRefused::Revoked(_))
+        Err(PeerRejected::Revoked(_))
     ));
     assert!(matches!(
         check(later(HOUR * 2), &none_revoked),
-        Err(PeerRefused::Expired { .. })
+        Err(PeerRejected::Expired { .. })
     ));
     assert!(
         world
@@ -460,7 +460,7 @@ fn even_with_shared_ticket_keys_the_check_refuses_a_session_without_a_certificat
     let chain = server.peer_certificates();
     let now = UnixTime::now();
     let refused = check_peer(chain, Purpose::Edge, now, &world.trust, &none_revoked);
-    assert_eq!(refused, Err(PeerRefused::Missing));
+    assert_eq!(refused, Err(PeerRejected::Missing));
 }
 
 #[test]
@@ -469,10 +469,10 @@ fn a_front_knows_our_callers_and_foreign_ones_apart() {
     let (front, trust) = world.front(&other.ca);
     let leaf = world
         .ca
-        .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+        .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
     let server = front_server(leaf.resolver(), &trust, front.require, &[b"http/1.1"]).unwrap();
-    let identity = |caller: &Leaf| {
+    let identity = |caller: &LeafCertificate| {
         let client = curl(&world.ca, Some(caller), &[b"http/1.1"]);
         let (_client, server) = dial(&client, &server, "edge-1").unwrap();
         let chain = server.peer_certificates();
@@ -503,22 +503,22 @@ fn a_front_knows_our_callers_and_foreign_ones_apart() {
 fn an_edge_is_no_caller_and_a_caller_no_edge() {
     let world = World::new();
     let (edge, caller, gateway) = (world.edge().leaf, world.caller(), world.gateway());
-    let kind = |leaf: &Leaf, purpose| match world.check(leaf.chain(), purpose) {
-        Err(PeerRefused::Kind { found, .. }) => found,
+    let kind = |leaf: &LeafCertificate, purpose| match world.check(leaf.chain(), purpose) {
+        Err(PeerRejected::Kind { found, .. }) => found,
         other => panic!("{other:?}"),
     };
     assert_eq!(kind(&edge, Purpose::Caller), "edge");
     assert_eq!(kind(&caller, Purpose::Edge), "caller");
-    let wrong = |leaf: &Leaf, purpose| world.check(leaf.chain(), purpose).unwrap_err();
+    let wrong = |leaf: &LeafCertificate, purpose| world.check(leaf.chain(), purpose).unwrap_err();
     assert_eq!(
         wrong(&gateway, Purpose::Caller),
-        PeerRefused::WrongPurpose {
+        PeerRejected::WrongPurpose {
             wanted: Purpose::Caller
         }
     );
     assert_eq!(
         wrong(&edge, Purpose::Gateway),
-        PeerRefused::WrongPurpose {
+        PeerRejected::WrongPurpose {
             wanted: Purpose::Gateway
         }
     );
@@ -533,7 +533,7 @@ fn an_edge_is_no_caller_and_a_caller_no_edge() {
 fn a_foreign_ca_cannot_mint_an_edge() {
     let (world, other) = (World::new(), World::new());
     let (_, trust) = world.front(&other.ca);
-    let check = |leaf: &Leaf, purpose| {
+    let check = |leaf: &LeafCertificate, purpose| {
         check_peer(
             Some(leaf.chain()),
             purpose,
@@ -543,30 +543,33 @@ fn a_foreign_ca_cannot_mint_an_edge() {
         )
     };
     let (edge, gateway) = (other.edge().leaf, other.gateway());
-    assert_eq!(check(&edge, Purpose::Edge), Err(PeerRefused::UnknownIssuer));
+    assert_eq!(
+        check(&edge, Purpose::Edge),
+        Err(PeerRejected::UnknownIssuer)
+    );
     // Of the same trust domain it names one of our machines, which no caller is.
     assert_eq!(
         check(&edge, Purpose::Caller),
-        Err(PeerRefused::Kind {
+        Err(PeerRejected::Kind {
             wanted: Purpose::Caller,
             found: "edge"
         })
     );
     assert_eq!(
         check(&gateway, Purpose::Gateway),
-        Err(PeerRefused::UnknownIssuer)
+        Err(PeerRejected::UnknownIssuer)
     );
 }
 
 #[test]
 fn a_front_that_does_not_trust_our_ca_takes_no_callers_of_it() {
     let (world, other) = (World::new(), World::new());
-    let front = FrontTrust {
+    let front = ListenerClientTrust {
         client_roots: vec![other.ca.root().clone()],
-        ..FrontTrust::default()
+        ..ListenerClientTrust::default()
     };
-    let trust = Trust::front(&world.ca, &front).unwrap();
-    let check = |leaf: &Leaf| {
+    let trust = TrustStore::front(&world.ca, &front).unwrap();
+    let check = |leaf: &LeafCertificate| {
         check_peer(
             Some(leaf.chain()),
             Purpose::Caller,
@@ -575,20 +578,20 @@ fn a_front_that_does_not_trust_our_ca_takes_no_callers_of_it() {
             &none_revoked,
         )
     };
-    assert_eq!(check(&world.caller()), Err(PeerRefused::UnknownIssuer));
+    assert_eq!(check(&world.caller()), Err(PeerRejected::UnknownIssuer));
     assert_eq!(check(&other.caller()).unwrap().kind(), "foreign");
 }
 
 #[test]
 fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
     let world = World::new();
-    let front = FrontTrust {
+    let front = ListenerClientTrust {
         client_roots: vec![world.ca.root().clone()],
-        ..FrontTrust::default()
+        ..ListenerClientTrust::default()
     };
-    let trust = Trust::front(&world.ca, &front).unwrap();
+    let trust = TrustStore::front(&world.ca, &front).unwrap();
     let now = UnixTime::now();
-    let check = |leaf: &Leaf| {
+    let check = |leaf: &LeafCertificate| {
         check_peer(
             Some(leaf.chain()),
             Purpose::Caller,
@@ -600,7 +603,7 @@ fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
     assert_eq!(check(&world.caller()).unwrap().kind(), "caller");
     assert!(matches!(
         check(&world.edge().leaf),
-        Err(PeerRefused::Kind { .. })
+        Err(PeerRejected::Kind { .. })
     ));
 }
 
@@ -609,15 +612,15 @@ fn a_front_without_trust_asks_for_no_certificate_and_cannot_require_one() {
     let world = World::new();
     let leaf = world
         .ca
-        .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+        .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
-    let front = FrontTrust::default();
-    let trust = |front: &FrontTrust| Trust::front(&world.ca, front).unwrap();
+    let front = ListenerClientTrust::default();
+    let trust = |front: &ListenerClientTrust| TrustStore::front(&world.ca, front).unwrap();
     let server = front_server(leaf.resolver(), &trust(&front), front.require, &[]).unwrap();
     let client = curl(&world.ca, Some(&world.caller()), &[]);
     let (_client, server) = dial(&client, &server, "edge-1").unwrap();
     assert!(server.peer_certificates().is_none());
-    let required = FrontTrust {
+    let required = ListenerClientTrust {
         require: true,
         ..front
     };
@@ -636,12 +639,12 @@ fn namesake(world: &World) -> (Ca, CertificateDer<'static>) {
 fn a_foreign_root_of_the_same_name_stays_foreign() {
     let world = World::new();
     let (twin, root) = namesake(&world);
-    let front = FrontTrust {
+    let front = ListenerClientTrust {
         own: true,
         client_roots: vec![root],
         require: true,
     };
-    let trust = Trust::front(&world.ca, &front).unwrap();
+    let trust = TrustStore::front(&world.ca, &front).unwrap();
     let caller = twin.issue_caller("ann", &[], HOUR).unwrap();
     let now = UnixTime::now();
     let found = check_peer(
@@ -655,7 +658,7 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
 }
 
 /// Who signs for this purpose below the CA's first root, with the key.
-fn signer(ca: &Ca, purpose: Issuing) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
+fn signer(ca: &Ca, purpose: IssuerPurpose) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
     let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
     let pair = &file["roots"][0]["issuers"][purpose.to_string()];
     let text = |part: &str| pair[part].as_str().unwrap().to_owned();
@@ -678,7 +681,7 @@ fn params(uris: &[&str], usages: &[ExtendedKeyUsagePurpose]) -> CertificateParam
 #[test]
 fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
     let world = World::new();
-    let (_, issuer) = signer(&world.ca, Issuing::Edges);
+    let (_, issuer) = signer(&world.ca, IssuerPurpose::Edges);
     let check = |uris: &[&str], usages: &[ExtendedKeyUsagePurpose]| {
         let own = KeyPair::generate().unwrap();
         let leaf = params(uris, usages).signed_by(&own, &issuer).unwrap();
@@ -691,24 +694,24 @@ fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
     let wanted = Purpose::Edge;
     assert_eq!(
         check(&[edge], &[]),
-        Err(PeerRefused::WrongPurpose { wanted })
+        Err(PeerRejected::WrongPurpose { wanted })
     );
     assert_eq!(check(&[edge], std::slice::from_ref(&client)), Ok(edge_1()));
     let refused = check(&[edge, "spiffe://td/gateway"], &[client]);
-    assert!(matches!(refused, Err(PeerRefused::Identity(_))));
+    assert!(matches!(refused, Err(PeerRejected::Identity(_))));
 }
 
 #[test]
 fn what_signs_for_one_purpose_signs_for_no_other() {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     let world = World::new();
-    let below = Trust::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
     for (uri, purpose) in [
         ("spiffe://td/edge/edge-1", Purpose::Edge),
         ("spiffe://td/caller/ann", Purpose::Caller),
         ("spiffe://td/gateway", Purpose::Gateway),
     ] {
-        for signs in Issuing::ALL {
+        for signs in IssuerPurpose::ALL {
             let (certificate, issuer) = signer(&world.ca, signs);
             let own = KeyPair::generate().unwrap();
             let leaf = params(&[uri], &[ClientAuth, ServerAuth]);
@@ -724,15 +727,15 @@ fn what_signs_for_one_purpose_signs_for_no_other() {
                     continue;
                 }
                 let (wanted, found) = (purpose, found.unwrap_err());
-                let wrong = PeerRefused::WrongIssuer {
+                let wrong = PeerRejected::WrongIssuer {
                     wanted,
                     found: signs,
                 };
                 assert!(
-                    found == wrong || found == PeerRefused::WrongPurpose { wanted },
+                    found == wrong || found == PeerRejected::WrongPurpose { wanted },
                     "{signs} as {purpose}: {found}"
                 );
-                if signs == Issuing::Replicas {
+                if signs == IssuerPurpose::Replicas {
                     assert_eq!(found, wrong, "it permits both usages");
                 }
             }
@@ -743,7 +746,7 @@ fn what_signs_for_one_purpose_signs_for_no_other() {
 #[test]
 fn an_intermediate_makes_no_further_ones() {
     let world = World::new();
-    let (above, issuer) = signer(&world.ca, Issuing::Callers);
+    let (above, issuer) = signer(&world.ca, IssuerPurpose::Callers);
     let mut forged = params(&["spiffe://td/issuer/edges"], &[]);
     forged.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
     forged.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
@@ -760,9 +763,9 @@ fn an_intermediate_makes_no_further_ones() {
     let chain = [leaf.der().clone(), forged, above];
     assert_eq!(
         world.check(&chain, Purpose::Edge),
-        Err(PeerRefused::UnknownIssuer)
+        Err(PeerRejected::UnknownIssuer)
     );
-    let below = Trust::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
     let now = UnixTime::now();
     assert!(check_peer(Some(&chain), Purpose::Edge, now, &below, &none_revoked).is_err());
 }
@@ -786,7 +789,7 @@ fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
         "caller"
     );
     let refused = world.check(caller.chain(), Purpose::Edge);
-    assert!(matches!(refused, Err(PeerRefused::Kind { .. })));
+    assert!(matches!(refused, Err(PeerRejected::Kind { .. })));
 }
 
 /// The root before, with purposes kept apart or not; then a rotation of it, step by step.
@@ -850,7 +853,7 @@ fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_un
         // By which root somebody comes is known, and callers of either find the fronts.
         let chain = edges[0].leaf.chain();
         let now = UnixTime::now();
-        let proven = prove_peer(
+        let proven = verify_peer(
             Some(chain),
             Purpose::Edge,
             now,
@@ -860,7 +863,7 @@ fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_un
         assert_eq!(proven.unwrap().root, Some(first));
         let leaf = active
             .ca
-            .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+            .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
             .unwrap();
         let server = front_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
         for ca in [&old.ca, &retired.ca] {

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use causeway_config::whole;
+use causeway_config::canonical_network;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -76,7 +76,7 @@ impl FromStr for AllowedHost {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Ok(net) = text.parse::<IpNet>() {
-            return whole(net).map(Self::Net);
+            return canonical_network(net).map(Self::Net);
         }
         if let Ok(address) = text.parse::<IpAddr>() {
             return Ok(Self::Net(address.to_canonical().into()));
@@ -137,7 +137,7 @@ pub struct Port {
     /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
     pub target: Option<String>,
     /// What the app speaks: `http`, `h2c` (HTTP/2 in the clear, as gRPC apps do), `https` or `tcp` (bytes only).
-    pub scheme: Scheme,
+    pub scheme: Protocol,
     /// PEM file of the CAs that may have signed the app's certificate (`https`).
     pub ca: Option<PathBuf>,
     /// Name that the app's certificate must have (`https`); the target's host if absent.
@@ -154,7 +154,7 @@ impl Default for Port {
     fn default() -> Self {
         Self {
             target: None,
-            scheme: Scheme::Http,
+            scheme: Protocol::Http,
             ca: None,
             server_name: None,
             certificate: None,
@@ -178,7 +178,7 @@ impl Port {
 /// What an app speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Scheme {
+pub enum Protocol {
     /// HTTP/1.1 in the clear; raw bytes by CONNECT as well.
     Http,
     /// HTTP/2 in the clear, known beforehand; upgrades go by HTTP/1.1.
@@ -189,7 +189,7 @@ pub enum Scheme {
     Tcp,
 }
 
-impl Scheme {
+impl Protocol {
     /// The word used in configuration and messages.
     pub fn as_str(self) -> &'static str {
         match self {

@@ -6,15 +6,15 @@
 
 use std::net::IpAddr;
 
-use causeway_certs::{ClusterSubject, NodeName};
-use causeway_config::{Fault, Faults, Secret, Validate, host_port};
+use causeway_certs::{NodeName, SignerProfile};
+use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
 use causeway_tunnel::wire::MOST_TUNNELS;
 
-use super::{Allow, Config, Port, Scheme};
+use super::{Allow, Config, Port, Protocol};
 
 impl Validate for Config {
-    fn validate(&self) -> Vec<Fault> {
-        let mut faults = Faults::default();
+    fn validate(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
         for (index, text) in self.gateways.iter().enumerate() {
             if let Err(message) = host_port(text) {
                 faults.add(format!("gateways[{index}]"), message);
@@ -60,7 +60,7 @@ impl Validate for Config {
                 );
                 continue;
             }
-            PortCheck {
+            PortValidator {
                 port,
                 path,
                 faults: &mut faults,
@@ -70,8 +70,8 @@ impl Validate for Config {
         faults.into_vec()
     }
 
-    fn validate_files(&self) -> Vec<Fault> {
-        let mut faults = Faults::default();
+    fn validate_files(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
         if let Some(files) = &self.identity {
             faults.file("identity.chain", &files.chain);
             faults.file("identity.key", &files.key);
@@ -100,7 +100,7 @@ impl Validate for Config {
 
 impl Config {
     /// One of a token, files and a cluster says who this node is.
-    fn cluster(&self, faults: &mut Faults) {
+    fn cluster(&self, faults: &mut ConfigErrors) {
         let Some(cluster) = &self.kubernetes else {
             return;
         };
@@ -116,8 +116,7 @@ impl Config {
             }
         }
         let clusters = cluster.signer.contains("kubernetes.io/");
-        if !cluster.signer.contains('/')
-            || clusters && ClusterSubject::of(&cluster.signer).is_none()
+        if !cluster.signer.contains('/') || clusters && SignerProfile::of(&cluster.signer).is_none()
         {
             let message = format!(
                 "\"{}\" is no signer that a gateway can be; write it as the gateway's kubernetes.certificates.signer, such as causeway.io/edge or kubernetes.io/kube-apiserver-client",
@@ -132,7 +131,7 @@ impl Config {
         }
     }
 
-    fn numbers(&self, faults: &mut Faults) {
+    fn numbers(&self, faults: &mut ConfigErrors) {
         let timeouts = &self.timeouts;
         let spans = [
             ("bulk_idle", self.tunnels.bulk_idle),
@@ -183,16 +182,16 @@ impl Config {
 }
 
 /// The checks of one port.
-struct PortCheck<'a> {
+struct PortValidator<'a> {
     port: &'a Port,
     path: String,
-    faults: &'a mut Faults,
+    faults: &'a mut ConfigErrors,
 }
 
-impl PortCheck<'_> {
+impl PortValidator<'_> {
     fn run(mut self, number: u16, allow: &Allow) {
         self.target(number, allow);
-        if self.port.scheme == Scheme::Https {
+        if self.port.scheme == Protocol::Https {
             self.https();
         } else {
             self.without_tls();

@@ -5,11 +5,13 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
-use super::listen::{ConnectionPlace, LimitedListener, Own, announcing_close, guard, keep_place};
+use super::http_server::{
+    AllowedHosts, ConnectionPlace, LimitedListener, announcing_close, check_host, keep_place,
+};
 use crate::{
-    config::Reloads,
+    config::ReloadSender,
     metrics::Metrics,
-    state::{Reader, Status},
+    status::{Status, StatusReader},
 };
 use axum::{
     Json, Router,
@@ -23,7 +25,7 @@ use axum::{
     routing::{get, post},
 };
 use causeway_rt::Exposition;
-use causeway_tunnel::unread::Pressure;
+use causeway_tunnel::buffered::MemoryBudget;
 use std::{future::pending, sync::Arc, time::Duration};
 use tokio::net::{TcpListener, UnixListener};
 use tokio_util::sync::CancellationToken;
@@ -40,21 +42,25 @@ const CONNECTIONS: usize = 256;
 pub(crate) type Listeners = (TcpListener, Option<UnixListener>);
 
 #[derive(Clone)]
-struct Tables {
-    reader: Reader,
+struct AdminState {
+    reader: StatusReader,
     metrics: Arc<Metrics>,
-    pressure: Arc<Pressure>,
-    reloads: Reloads,
+    pressure: Arc<MemoryBudget>,
+    reloads: ReloadSender,
 }
 
 /// Serves until `stop`; connections end with their next response once the edge is `stopping`.
 pub(crate) async fn run(
     (listener, socket): Listeners,
-    (reader, (metrics, pressure), reloads): (Reader, (Arc<Metrics>, Arc<Pressure>), Reloads),
+    (reader, (metrics, pressure), reloads): (
+        StatusReader,
+        (Arc<Metrics>, Arc<MemoryBudget>),
+        ReloadSender,
+    ),
     (stopping, stop): (CancellationToken, CancellationToken),
 ) {
     let limited = metrics.clone();
-    let own = Arc::new(Own {
+    let own = Arc::new(AllowedHosts {
         address: listener.local_addr().map(|address| address.ip()).ok(),
         node: reader.status().node,
         shown: None,
@@ -70,9 +76,9 @@ pub(crate) async fn run(
             BOUND,
         ))
         .layer(middleware::from_fn(move |request, next| {
-            guard(own.clone(), request, next)
+            check_host(own.clone(), request, next)
         }))
-        .with_state(Tables {
+        .with_state(AdminState {
             reader,
             metrics,
             pressure,
@@ -101,13 +107,13 @@ pub(crate) async fn run(
     }
 }
 
-async fn health(State(tables): State<Tables>) -> Response {
+async fn health(State(tables): State<AdminState>) -> Response {
     let status = tables.reader.status();
     let well = status.state != "refused";
     answer(well, status)
 }
 
-async fn ready(State(tables): State<Tables>) -> Response {
+async fn ready(State(tables): State<AdminState>) -> Response {
     let status = tables.reader.status();
     let ready = status.state == "connected";
     answer(ready, status)
@@ -125,7 +131,7 @@ fn answer(well: bool, status: Status) -> Response {
     (code, format!("{}{trouble}\n", status.state)).into_response()
 }
 
-async fn metrics_text(State(tables): State<Tables>, fields: HeaderMap) -> Response {
+async fn metrics_text(State(tables): State<AdminState>, fields: HeaderMap) -> Response {
     if let Some(reading) = tables.reader.status().reader {
         tables.metrics.reads(&reading);
     }
@@ -137,11 +143,11 @@ async fn metrics_text(State(tables): State<Tables>, fields: HeaderMap) -> Respon
 }
 
 /// Has the configuration read anew, and says what that did.
-async fn reload(State(tables): State<Tables>, fields: HeaderMap) -> (StatusCode, String) {
+async fn reload(State(tables): State<AdminState>, fields: HeaderMap) -> (StatusCode, String) {
     let (code, said) = tables.reloads.answer(fields.contains_key(ORIGIN)).await;
     (StatusCode::from_u16(code).unwrap_or_default(), said)
 }
 
-async fn status(State(tables): State<Tables>) -> Response {
+async fn status(State(tables): State<AdminState>) -> Response {
     Json(tables.reader.status()).into_response()
 }

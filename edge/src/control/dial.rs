@@ -5,16 +5,13 @@
 //! up after `timeouts.tcp`. Through a proxy (HTTP CONNECT or SOCKS5) the proxy resolves the name. Which
 //! gateway answers is for its certificate to say, so the dialled name is only SNI.
 
-use super::trouble::Trouble;
+use super::connect_error::ConnectError;
 use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
 use causeway_config::{Secret, host_port};
 use causeway_rt::resolve;
-use causeway_tunnel::{
-    Target,
-    socket::{Counted, tune_tunnel},
-    wire,
-};
+use causeway_rt::socket::{CountedIo, tune_tunnel};
+use causeway_tunnel::{Target, wire};
 use futures_util::{
     StreamExt,
     future::{join_all, pending},
@@ -45,7 +42,7 @@ use tracing::{debug, info};
 const STAGGER: Duration = Duration::from_millis(250);
 
 /// How gateways are dialled.
-pub(crate) struct Dialler {
+pub(crate) struct GatewayConnector {
     tls: ArcSwap<ClientConfig>,
     timeouts: Timeouts,
     proxy: Option<Proxy>,
@@ -80,25 +77,25 @@ impl Proxy {
 
 /// A connection to a gateway, authenticated.
 #[derive(Debug)]
-pub(crate) struct Dialled {
+pub(crate) struct GatewayConnection {
     /// The connection.
-    pub(crate) io: TlsStream<Counted<TcpStream>>,
+    pub(crate) io: TlsStream<CountedIo<TcpStream>>,
     /// The gateway, as it was dialled.
-    pub(crate) place: Place,
+    pub(crate) place: GatewayAddr,
     /// What its TLS handshake took.
     pub(crate) round_trip: Duration,
 }
 
 /// Where a gateway was found: its configured name, and the address that it led to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct GatewayAddr {
     /// `host:port`, as configured or told.
     pub(crate) gateway: String,
     /// Its address; `None` behind a proxy.
     pub(crate) address: Option<SocketAddr>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for GatewayAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.gateway)?;
         let own = self.address.map(|address| address.to_string());
@@ -109,7 +106,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl Dialler {
+impl GatewayConnector {
     /// Dials as `config` says, with this identity or trust.
     pub(crate) fn new(tls: Arc<ClientConfig>, config: &Config) -> Self {
         let proxy = config.proxy.as_ref().map(|uri| Proxy {
@@ -135,9 +132,9 @@ impl Dialler {
     pub(crate) async fn dial(
         &self,
         gateways: &[String],
-        avoid: Option<&Place>,
-    ) -> Result<Dialled, Trouble> {
-        let mut worst: Option<Trouble> = None;
+        avoid: Option<&GatewayAddr>,
+    ) -> Result<GatewayConnection, ConnectError> {
+        let mut worst: Option<ConnectError> = None;
         for gateway in gateways {
             match self.dial_gateway(gateway, avoid).await {
                 Ok(dialled) => {
@@ -159,15 +156,18 @@ impl Dialler {
                 Err(trouble) => worst = Some(trouble.or_worse(worst)),
             }
         }
-        Err(worst.unwrap_or_else(|| Trouble::silent("no gateway is known")))
+        Err(worst.unwrap_or_else(|| ConnectError::silent("no gateway is known")))
     }
 
     /// The gateway at this place.
     ///
     /// # Errors
     /// The trouble with it.
-    pub(crate) async fn dial_at(&self, place: &Place) -> Result<Dialled, Trouble> {
-        let (host, port) = host_port(&place.gateway).map_err(Trouble::silent)?;
+    pub(crate) async fn dial_at(
+        &self,
+        place: &GatewayAddr,
+    ) -> Result<GatewayConnection, ConnectError> {
+        let (host, port) = host_port(&place.gateway).map_err(ConnectError::silent)?;
         let tcp = self.connect(place, host, port).await?;
         self.handshake(place, tcp, host).await
     }
@@ -176,27 +176,32 @@ impl Dialler {
     pub(crate) async fn places_of(
         &self,
         gateways: &[String],
-    ) -> Vec<(String, Result<Vec<Place>, Trouble>)> {
+    ) -> Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)> {
         let found = gateways.iter().map(async |gateway| {
             let places = match host_port(gateway) {
                 Ok((host, port)) => self.places(gateway, host, port).await,
-                Err(why) => Err(Trouble::silent(why)),
+                Err(why) => Err(ConnectError::silent(why)),
             };
             (gateway.clone(), places)
         });
         join_all(found).await
     }
 
-    async fn dial_gateway(&self, gateway: &str, avoid: Option<&Place>) -> Result<Dialled, Trouble> {
-        let (host, port) = host_port(gateway).map_err(Trouble::silent)?;
+    async fn dial_gateway(
+        &self,
+        gateway: &str,
+        avoid: Option<&GatewayAddr>,
+    ) -> Result<GatewayConnection, ConnectError> {
+        let (host, port) = host_port(gateway).map_err(ConnectError::silent)?;
         let mut worst = None;
         let mut places = self.places(gateway, host, port).await?;
         places.retain(|place| Some(place) != avoid);
-        let is_v6 = |place: &Place| place.address.is_some_and(|address| address.is_ipv6());
+        let is_v6 = |place: &GatewayAddr| place.address.is_some_and(|address| address.is_ipv6());
         let mut places = alternating(places, is_v6);
         // A place at which something answers that is no gateway is followed by the next one.
         loop {
-            let connect = |place: Place| async move { self.connect(&place, host, port).await };
+            let connect =
+                |place: GatewayAddr| async move { self.connect(&place, host, port).await };
             let (connected, troubles) = race(&mut places, connect).await;
             worst = troubles
                 .into_iter()
@@ -207,16 +212,22 @@ impl Dialler {
                 Err(trouble) => worst = Some(trouble.or_worse(worst)),
             }
         }
-        Err(worst
-            .unwrap_or_else(|| Trouble::silent(format!("{gateway} leads to no other address"))))
+        Err(worst.unwrap_or_else(|| {
+            ConnectError::silent(format!("{gateway} leads to no other address"))
+        }))
     }
 
     fn intercept(&self, host: &str, port: u16) -> Option<Intercept> {
         self.proxy.as_ref()?.intercept(host, port)
     }
 
-    async fn places(&self, gateway: &str, host: &str, port: u16) -> Result<Vec<Place>, Trouble> {
-        let place = |address| Place {
+    async fn places(
+        &self,
+        gateway: &str,
+        host: &str,
+        port: u16,
+    ) -> Result<Vec<GatewayAddr>, ConnectError> {
+        let place = |address| GatewayAddr {
             gateway: gateway.to_owned(),
             address,
         };
@@ -228,62 +239,76 @@ impl Dialler {
                 .into_iter()
                 .map(|address| place(Some(address)))
                 .collect()),
-            Ok(Err(error)) => Err(Trouble::silent(format!(
+            Ok(Err(error)) => Err(ConnectError::silent(format!(
                 "could not resolve {host}: {error}"
             ))),
-            Err(_) => Err(Trouble::silent(format!("{host} was not resolved in time"))),
+            Err(_) => Err(ConnectError::silent(format!(
+                "{host} was not resolved in time"
+            ))),
         }
     }
 
     /// A connection to this place, or through the proxy.
-    async fn connect(&self, place: &Place, host: &str, port: u16) -> Result<TcpStream, Trouble> {
+    async fn connect(
+        &self,
+        place: &GatewayAddr,
+        host: &str,
+        port: u16,
+    ) -> Result<TcpStream, ConnectError> {
         match (place.address, self.intercept(host, port)) {
             (Some(address), _) => self.connect_to(place, address).await,
             (None, Some(proxy)) => self.through(&proxy, host, port).await,
-            (None, None) => Err(Trouble::silent(format!("{} has no address", place.gateway))),
+            (None, None) => Err(ConnectError::silent(format!(
+                "{} has no address",
+                place.gateway
+            ))),
         }
     }
 
     async fn handshake(
         &self,
-        place: &Place,
+        place: &GatewayAddr,
         tcp: TcpStream,
         host: &str,
-    ) -> Result<Dialled, Trouble> {
+    ) -> Result<GatewayConnection, ConnectError> {
         tune_tunnel(&tcp);
         // The zone of an address is a matter of this machine (RFC 6874).
         let host = host.split_once('%').map_or(host, |(address, _)| address);
         let name = ServerName::try_from(host.to_owned())
-            .map_err(|_| Trouble::silent(format!("{host} is no host name")))?;
+            .map_err(|_| ConnectError::silent(format!("{host} is no host name")))?;
         let began = Instant::now();
         let connector = TlsConnector::from(self.tls.load_full());
         match timeout(
             self.timeouts.tls,
-            connector.connect(name, Counted::new(tcp)),
+            connector.connect(name, CountedIo::new(tcp)),
         )
         .await
         {
             Ok(Ok(mut io)) => {
                 io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
-                Ok(Dialled {
+                Ok(GatewayConnection {
                     io,
                     place: place.clone(),
                     round_trip: began.elapsed(),
                 })
             }
-            Ok(Err(error)) => Err(Trouble::handshake(&place.gateway, &error)),
-            Err(_) => Err(Trouble::slow_handshake(&place.gateway)),
+            Ok(Err(error)) => Err(ConnectError::handshake(&place.gateway, &error)),
+            Err(_) => Err(ConnectError::slow_handshake(&place.gateway)),
         }
     }
 
-    async fn connect_to(&self, place: &Place, address: SocketAddr) -> Result<TcpStream, Trouble> {
+    async fn connect_to(
+        &self,
+        place: &GatewayAddr,
+        address: SocketAddr,
+    ) -> Result<TcpStream, ConnectError> {
         let bound = self.timeouts.tcp;
         connect(address, bound).await.map_err(|error| {
             let what = format!("could not dial {} ({address}): {error}", place.gateway);
             if error.kind() == io::ErrorKind::TimedOut {
-                Trouble::unanswered(what, bound)
+                ConnectError::unanswered(what, bound)
             } else {
-                Trouble::silent(what)
+                ConnectError::silent(what)
             }
         })
     }
@@ -294,7 +319,7 @@ impl Dialler {
         proxy: &Intercept,
         host: &str,
         port: u16,
-    ) -> Result<TcpStream, Trouble> {
+    ) -> Result<TcpStream, ConnectError> {
         let bound = self.timeouts.tcp;
         let dial =
             service_fn(
@@ -302,7 +327,7 @@ impl Dialler {
             );
         let target: Uri = format!("https://{}", Target::new(host, port))
             .parse()
-            .map_err(|_| Trouble::silent(format!("{host} is no host")))?;
+            .map_err(|_| ConnectError::silent(format!("{host} is no host")))?;
         let uri = proxy.uri().clone();
         let asking = async {
             if uri
@@ -330,16 +355,16 @@ impl Dialler {
         };
         match timeout(bound + self.timeouts.tls, asking).await {
             Ok(connected) => connected.map(TokioIo::into_inner),
-            Err(_) => Err(Trouble::silent("the proxy did not answer in time")),
+            Err(_) => Err(ConnectError::silent("the proxy did not answer in time")),
         }
     }
 }
 
-fn refused_by_proxy(error: &(dyn Error + 'static)) -> Trouble {
+fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     let mut cause = Some(error);
     while let Some(each) = cause {
         if let Some(error) = each.downcast_ref::<io::Error>() {
-            return Trouble::silent(format!("the proxy could not be used: {error}"));
+            return ConnectError::silent(format!("the proxy could not be used: {error}"));
         }
         cause = each.source();
     }
@@ -347,9 +372,11 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> Trouble {
     // The types of these errors are private to the library.
     let denied = ["proxy authorization required", "credentials not accepted"];
     if denied.iter().any(|denied| what.ends_with(denied)) {
-        return Trouble::unwelcome(format!("{what}; `proxy` has to name its user and password"));
+        return ConnectError::unwelcome(format!(
+            "{what}; `proxy` has to name its user and password"
+        ));
     }
-    Trouble::refused(what)
+    ConnectError::refused(what)
 }
 
 /// IPv6 and IPv4 in turn, each in its order, beginning with the family of the first (RFC 8305 section 4).
@@ -497,7 +524,7 @@ mod tests {
     }
 
     /// The trouble with a proxy that gives these answers, one to each read.
-    async fn trouble_with(scheme: &str, answers: &[&'static [u8]]) -> Trouble {
+    async fn trouble_with(scheme: &str, answers: &[&'static [u8]]) -> ConnectError {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let proxy = async {
@@ -519,7 +546,7 @@ mod tests {
             .unwrap()
             .with_root_certificates(rustls::RootCertStore::empty())
             .with_no_client_auth();
-        let dialler = Dialler::new(Arc::new(tls), &config);
+        let dialler = GatewayConnector::new(Arc::new(tls), &config);
         let gateways = ["gw.example:10262".to_owned()];
         let (done, ()) = tokio::join!(dialler.dial(&gateways, None), proxy);
         done.unwrap_err()

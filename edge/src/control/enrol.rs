@@ -5,15 +5,15 @@
 //! which it is; a network that is silent, or a gateway that is busy, is tried again until it answers.
 
 use super::{
-    ask::{self, Asking, Failed, Granted},
-    dial::Dialler,
-    trouble::Trouble,
+    connect_error::ConnectError,
+    dial::GatewayConnector,
+    enrol_client::{self, EnrolRequest, EnrolRequestError, EnrolResponse},
 };
 use crate::config::Config;
 use causeway_certs::{
-    CsrError, EdgeIdentity, EdgeKey, Fingerprint, JoinToken, WrongCa, verify::join_client,
+    CsrError, EdgeIdentity, Fingerprint, JoinToken, PrivateKey, UnexpectedCa, verify::join_client,
 };
-use causeway_tunnel::backoff::Backoff;
+use causeway_rt::backoff::Backoff;
 use rustls::ClientConfig;
 use std::sync::Arc;
 use tokio::time::sleep;
@@ -24,7 +24,7 @@ use tracing::{info, warn};
 const UNKNOWN_TRIES: u32 = 5;
 
 /// Who hears why joining takes longer than it should.
-pub(crate) type Listener<'a> = dyn Fn(&str) + Send + Sync + 'a;
+pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
 
 /// Why an edge could not join. None of these mends itself.
 #[derive(Debug, thiserror::Error)]
@@ -52,7 +52,7 @@ pub enum EnrolError {
     Unnamed(String),
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
-    WrongCa(#[from] WrongCa),
+    UnexpectedCa(#[from] UnexpectedCa),
     /// The node is revoked, so that no token helps.
     #[error("the gateway refused to enrol this node: {0}")]
     NodeRevoked(String),
@@ -96,7 +96,7 @@ impl EnrolError {
 pub(crate) async fn join(
     token: &JoinToken,
     config: &Config,
-    tell: &Listener<'_>,
+    tell: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, EnrolError> {
     let request = JoinRequest::new(token, config.node.as_deref(), config)?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
@@ -109,7 +109,7 @@ pub(crate) async fn join(
                 .map_or(Ok(trouble), |wrong| Err(EnrolError::from(wrong)))?,
             Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) if unknown < UNKNOWN_TRIES => {
                 unknown += 1;
-                Trouble::refused(format!(
+                ConnectError::refused(format!(
                     "{error}; another gateway behind the same address may know it"
                 ))
             }
@@ -126,9 +126,9 @@ pub(crate) async fn join(
 
 /// A request to join with a token, with one key however often it is sent.
 pub(crate) struct JoinRequest {
-    key: EdgeKey,
-    asking: Asking,
-    dialler: Dialler,
+    key: PrivateKey,
+    asking: EnrolRequest,
+    dialler: GatewayConnector,
     /// The root that the token names.
     root: Fingerprint,
 }
@@ -136,7 +136,7 @@ pub(crate) struct JoinRequest {
 /// Why one request to join has brought no identity.
 pub(crate) enum NotJoined {
     /// A later request may succeed.
-    Trouble(Trouble),
+    Trouble(ConnectError),
     /// The gateway refuses, and would again.
     Refused(EnrolError),
 }
@@ -151,10 +151,10 @@ impl JoinRequest {
         node: Option<&str>,
         config: &Config,
     ) -> Result<Self, EnrolError> {
-        let key = EdgeKey::generate()?;
+        let key = PrivateKey::generate()?;
         Ok(Self {
-            asking: Asking::new(&key)?.joining(token.text(), node),
-            dialler: Dialler::new(trust(token.root)?, config),
+            asking: EnrolRequest::new(&key)?.joining(token.text(), node),
+            dialler: GatewayConnector::new(trust(token.root)?, config),
             root: token.root,
             key,
         })
@@ -178,7 +178,7 @@ impl JoinRequest {
         Err(match (trouble, unknown) {
             (None, Some(unknown)) => NotJoined::Refused(unknown),
             (Some(trouble), _) => NotJoined::Trouble(trouble),
-            (None, None) => NotJoined::Trouble(Trouble::silent("no gateway is known")),
+            (None, None) => NotJoined::Trouble(ConnectError::silent("no gateway is known")),
         })
     }
 
@@ -186,9 +186,11 @@ impl JoinRequest {
         let gateways = std::slice::from_ref(gateway);
         let asked = self.asking.ask(&self.dialler, gateways, "/v1/enrol").await;
         let granted = asked.map_err(|failed| match failed {
-            Failed::Trouble(trouble) => NotJoined::Trouble(trouble),
-            Failed::Answer(why) => NotJoined::Refused(EnrolError::Answer(why)),
-            Failed::Refused { reason, detail } => NotJoined::Refused(refusal(&reason, detail)),
+            EnrolRequestError::Trouble(trouble) => NotJoined::Trouble(trouble),
+            EnrolRequestError::Answer(why) => NotJoined::Refused(EnrolError::Answer(why)),
+            EnrolRequestError::Refused { reason, detail } => {
+                NotJoined::Refused(refusal(&reason, detail))
+            }
         })?;
         identity(&granted, &self.key, self.root).map_err(NotJoined::Refused)
     }
@@ -196,12 +198,12 @@ impl JoinRequest {
 
 fn trust(root: Fingerprint) -> Result<Arc<ClientConfig>, EnrolError> {
     let config = join_client(root).map_err(|error| EnrolError::Tls(error.to_string()))?;
-    Ok(ask::http1(&config))
+    Ok(enrol_client::http1(&config))
 }
 
 fn identity(
-    granted: &Granted,
-    key: &EdgeKey,
+    granted: &EnrolResponse,
+    key: &PrivateKey,
     root: Fingerprint,
 ) -> Result<EdgeIdentity, EnrolError> {
     let mut identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem())
@@ -209,7 +211,7 @@ fn identity(
     // The token was shown only to whoever hangs on the root that it names; while that is being replaced there are two.
     let roots = identity.fingerprints();
     if let (false, Some(presented)) = (roots.contains(&root), roots.first()) {
-        return Err(WrongCa {
+        return Err(UnexpectedCa {
             presented: *presented,
             expected: root,
         }

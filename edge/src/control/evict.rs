@@ -2,18 +2,18 @@
 
 use crate::{config::Limits, metrics::Metrics};
 use causeway_tunnel::{
+    buffered::MemoryBudget,
     eviction::{self, Bounds},
-    unread::Pressure,
 };
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 use tracing::warn;
 
 /// Evictions are logged not more often than this.
-const SAY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Runs until it is dropped.
-pub(crate) async fn run(limits: Limits, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
+pub(crate) async fn run(limits: Limits, pressure: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
     let bounds = Bounds {
         memory: limits.stalled,
         tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
@@ -24,7 +24,7 @@ pub(crate) async fn run(limits: Limits, pressure: Arc<Pressure>, metrics: Arc<Me
     let evicted = |shortage: eviction::Shortage, count: usize| {
         metrics.evicted(shortage.word(), count);
         streams += count;
-        if said.is_none_or(|said| said.elapsed() >= SAY) {
+        if said.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
             said = Some(Instant::now());
             warn!(
                 reason = shortage.word(),

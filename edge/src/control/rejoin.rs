@@ -7,11 +7,11 @@
 //! is kept aside in the data directory.
 
 use super::{
+    connect_error::{ConnectError, IdentityRefusal},
+    csr_bootstrap::{self, CsrClient},
     enrol::{EnrolError, JoinRequest, NotJoined},
-    held::Held,
-    link::Links,
-    trouble::{IdentityRefusal, Trouble},
-    vouch::{self, Cluster},
+    identity_store::IdentityStore,
+    tunnels::TunnelContext,
 };
 use crate::config::{Config, Secret};
 use arc_swap::ArcSwap;
@@ -29,7 +29,7 @@ pub(crate) struct TokenSource {
 
 /// Why the configured join token cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum TokenFault {
+pub enum TokenReadError {
     /// The text is no token.
     #[error(transparent)]
     Malformed(#[from] TokenError),
@@ -55,14 +55,15 @@ impl TokenSource {
     }
 
     /// Returns the token as it is now, or `None` if none is configured. Blocks on the disk.
-    pub(crate) fn read(&self) -> Result<Option<JoinToken>, TokenFault> {
+    pub(crate) fn read(&self) -> Result<Option<JoinToken>, TokenReadError> {
         let text = match (&self.token, &self.file) {
             (Some(token), _) => token.clone(),
             (None, Some(path)) => {
-                let text = std::fs::read_to_string(path).map_err(|source| TokenFault::File {
-                    path: path.display().to_string(),
-                    source,
-                })?;
+                let text =
+                    std::fs::read_to_string(path).map_err(|source| TokenReadError::File {
+                        path: path.display().to_string(),
+                        source,
+                    })?;
                 Secret::new(text)
             }
             (None, None) => return Ok(None),
@@ -94,7 +95,7 @@ impl RejoinState {
 
 /// Why an identity is to be replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reason {
+pub(super) enum RejoinReason {
     /// The owner asks for it.
     Asked,
     /// Gateways refuse the identity.
@@ -103,14 +104,14 @@ pub(super) enum Reason {
 
 /// Why the configured token is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unused {
+enum TokenUnusable {
     /// It has brought the identity that this node has.
     JoinedBy,
     /// It is of a CA that the identity trusts, and the gateway is of another.
     OtherServer,
 }
 
-impl fmt::Display for Unused {
+impl fmt::Display for TokenUnusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::JoinedBy => "the configured join token has brought this identity and is used up",
@@ -123,42 +124,42 @@ impl fmt::Display for Unused {
 }
 
 /// Decides whether a token replaces an identity that trusts these roots and was `joined_by` the token of this id.
-fn judge(
+fn check_token(
     token: &JoinToken,
     joined_by: Option<&str>,
     roots: &[Fingerprint],
-    reason: Reason,
-) -> Result<(), Unused> {
+    reason: RejoinReason,
+) -> Result<(), TokenUnusable> {
     if joined_by == Some(token.id.as_str()) {
-        return Err(Unused::JoinedBy);
+        return Err(TokenUnusable::JoinedBy);
     }
-    let stranger = reason == Reason::Refused(IdentityRefusal::UnknownCa);
+    let stranger = reason == RejoinReason::Refused(IdentityRefusal::UnknownCa);
     if stranger && roots.contains(&token.root) {
-        return Err(Unused::OtherServer);
+        return Err(TokenUnusable::OtherServer);
     }
     Ok(())
 }
 
 /// The outcome of one attempt to replace the identity.
-pub(super) enum Attempt {
+pub(super) enum RejoinOutcome {
     /// Tunnels are dialled with another identity from now on.
     Replaced,
     /// The identity stays; nothing that is configured replaces it.
     Kept,
     /// A later attempt may succeed.
-    Failed(Trouble),
+    Failed(ConnectError),
 }
 
 /// Replaces the identity of an edge that runs.
 pub(super) struct Rejoin<'a> {
-    links: &'a Links,
-    held: &'a Held,
+    links: &'a TunnelContext,
+    held: &'a IdentityStore,
     /// The token that a gateway has refused for good, and how.
     refused: Option<(String, String)>,
 }
 
 impl<'a> Rejoin<'a> {
-    pub(super) fn new(links: &'a Links, held: &'a Held) -> Self {
+    pub(super) fn new(links: &'a TunnelContext, held: &'a IdentityStore) -> Self {
         Self {
             links,
             held,
@@ -167,26 +168,26 @@ impl<'a> Rejoin<'a> {
     }
 
     /// Makes one attempt, and tells the operator which command helps where it comes to nothing.
-    pub(super) async fn attempt(&mut self, reason: Reason) -> Attempt {
+    pub(super) async fn attempt(&mut self, reason: RejoinReason) -> RejoinOutcome {
         if self.held.identity().given {
-            return Attempt::Kept;
+            return RejoinOutcome::Kept;
         }
-        if reason != Reason::Asked && self.is_accepted().await {
-            return Attempt::Kept;
+        if reason != RejoinReason::Asked && self.is_accepted().await {
+            return RejoinOutcome::Kept;
         }
         let attempted = match &self.links.cluster {
             Some(cluster) => self.by_cluster(&**cluster, reason).await,
             None => self.by_token(reason).await,
         };
         match attempted {
-            Ok(()) => Attempt::Replaced,
-            Err(Failed::Trouble(trouble)) => {
-                self.tell(trouble.what());
-                Attempt::Failed(trouble)
+            Ok(()) => RejoinOutcome::Replaced,
+            Err(RejoinError::Trouble(trouble)) => {
+                self.log_outcome(trouble.what());
+                RejoinOutcome::Failed(trouble)
             }
-            Err(Failed::Unusable(why)) => {
-                self.tell(&why);
-                Attempt::Kept
+            Err(RejoinError::Unusable(why)) => {
+                self.log_outcome(&why);
+                RejoinOutcome::Kept
             }
         }
     }
@@ -200,17 +201,17 @@ impl<'a> Rejoin<'a> {
         timeout(dial, connected).await.is_ok()
     }
 
-    async fn by_token(&mut self, reason: Reason) -> Result<(), Failed> {
+    async fn by_token(&mut self, reason: RejoinReason) -> Result<(), RejoinError> {
         let old = self.held.identity();
         let command = format!(
             "to replace this node's identity, make a token with `causeway token create --node {}` at the gateway and give \
              it to this edge by --join or join_file",
             old.node
         );
-        let unusable = |why: &dyn fmt::Display| Failed::Unusable(format!("{why}; {command}"));
+        let unusable = |why: &dyn fmt::Display| RejoinError::Unusable(format!("{why}; {command}"));
         let token = self.token(&old, reason).await;
         let Some(token) = token.map_err(|why| unusable(&why))? else {
-            return Err(Failed::Unusable(command));
+            return Err(RejoinError::Unusable(command));
         };
         let gateways = self.links.gateways.all();
         let request = JoinRequest::new(&token, Some(old.node.as_str()), &self.links.config);
@@ -226,7 +227,7 @@ impl<'a> Rejoin<'a> {
             Err(NotJoined::Trouble(trouble)) => {
                 return Err(match trouble.wrong_ca() {
                     Some(wrong) => unusable(&wrong),
-                    None => Failed::Trouble(trouble),
+                    None => RejoinError::Trouble(trouble),
                 });
             }
             Err(NotJoined::Refused(error)) => error,
@@ -236,7 +237,7 @@ impl<'a> Rejoin<'a> {
         }
         Err(match error {
             // No token helps a node that is revoked.
-            EnrolError::NodeRevoked(_) => Failed::Unusable(error.to_string()),
+            EnrolError::NodeRevoked(_) => RejoinError::Unusable(error.to_string()),
             EnrolError::OtherNode(_) => unusable(&format_args!(
                 "{error}; to give this node another name, start it with --node"
             )),
@@ -245,7 +246,11 @@ impl<'a> Rejoin<'a> {
     }
 
     /// Returns the configured token if it may replace this identity, or why it may not.
-    async fn token(&self, old: &EdgeIdentity, reason: Reason) -> Result<Option<JoinToken>, String> {
+    async fn token(
+        &self,
+        old: &EdgeIdentity,
+        reason: RejoinReason,
+    ) -> Result<Option<JoinToken>, String> {
         let source = self.links.rejoin.token.load_full();
         let store = self.held.store().clone();
         let read = spawn_blocking(move || {
@@ -259,7 +264,7 @@ impl<'a> Rejoin<'a> {
         let (Some(token), joined_by) = read? else {
             return Ok(None);
         };
-        judge(&token, joined_by.as_deref(), &old.fingerprints(), reason)
+        check_token(&token, joined_by.as_deref(), &old.fingerprints(), reason)
             .map_err(|why| why.to_string())?;
         match &self.refused {
             Some((id, why)) if *id == token.id => Err(why.clone()),
@@ -267,36 +272,41 @@ impl<'a> Rejoin<'a> {
         }
     }
 
-    async fn by_cluster(&self, cluster: &dyn Cluster, reason: Reason) -> Result<(), Failed> {
+    async fn by_cluster(
+        &self,
+        cluster: &dyn CsrClient,
+        reason: RejoinReason,
+    ) -> Result<(), RejoinError> {
         let old = self.held.identity();
-        if reason == Reason::Refused(IdentityRefusal::UnknownCa) {
-            let roots = cluster.roots().await.map_err(Trouble::from)?;
+        if reason == RejoinReason::Refused(IdentityRefusal::UnknownCa) {
+            let roots = cluster.roots().await.map_err(ConnectError::from)?;
             if old.trusts_all(&roots) {
                 let why = "the gateway is of another CA than the one that the cluster publishes (kubernetes.name), which \
                            this node trusts already: another server answers at its address, or the gateway has not \
                            published its CA";
-                return Err(Failed::Unusable(why.to_owned()));
+                return Err(RejoinError::Unusable(why.to_owned()));
             }
         }
-        let tell = |why: &str| self.tell(why);
-        let asked = vouch::asked(cluster, (&self.links.config, self.held.store()), &tell);
+        let tell = |why: &str| self.log_outcome(why);
+        let asked =
+            csr_bootstrap::submit_and_wait(cluster, (&self.links.config, self.held.store()), &tell);
         let new = asked.await?;
         if new.node != old.node {
             let why = format!(
                 "the cluster says that this node is {}: restart this edge, which then joins by that name",
                 new.node
             );
-            return Err(Failed::Unusable(why));
+            return Err(RejoinError::Unusable(why));
         }
         self.replace(new, None).await
     }
 
-    async fn replace(&self, new: EdgeIdentity, token: Option<String>) -> Result<(), Failed> {
+    async fn replace(&self, new: EdgeIdentity, token: Option<String>) -> Result<(), RejoinError> {
         let gateways = new.gateways.clone();
         let (node, roots) = (new.node.to_string(), new.fingerprints());
         let by = token.clone();
         let local = |why: &dyn fmt::Display| {
-            Trouble::unwelcome(format!("the new identity cannot be used: {why}"))
+            ConnectError::unwelcome(format!("the new identity cannot be used: {why}"))
         };
         let tls = tunnel_client(&new).map_err(|error| local(&error))?;
         let kept = self.held.replace(new, token).await;
@@ -317,22 +327,22 @@ impl<'a> Rejoin<'a> {
     }
 
     /// Tells the operator what to do. Repeated words are not logged again.
-    fn tell(&self, what: &str) {
+    fn log_outcome(&self, what: &str) {
         if self.links.state.identity_hint(Some(what)) {
             warn!(what, "this node's identity is not replaced");
         }
     }
 }
 
-enum Failed {
+enum RejoinError {
     /// A later attempt may succeed.
-    Trouble(Trouble),
+    Trouble(ConnectError),
     /// The operator has to do something first.
     Unusable(String),
 }
 
-impl From<Trouble> for Failed {
-    fn from(trouble: Trouble) -> Self {
+impl From<ConnectError> for RejoinError {
+    fn from(trouble: ConnectError) -> Self {
         Self::Trouble(trouble)
     }
 }

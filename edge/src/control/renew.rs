@@ -11,20 +11,20 @@
 //! Standing tunnels are dialled anew then, and keep their streams until these end (`link`).
 
 use super::{
-    ask::{self, Asking, Failed},
-    dial::Dialler,
-    given,
-    held::Held,
-    link::Links,
-    rejoin::{Attempt, Reason, Rejoin},
-    trouble::{IdentityRefusal, Trouble},
-    vouch,
+    connect_error::{ConnectError, IdentityRefusal},
+    csr_bootstrap,
+    dial::GatewayConnector,
+    enrol_client::{self, EnrolRequest, EnrolRequestError},
+    external_certificate,
+    identity_store::IdentityStore,
+    rejoin::{Rejoin, RejoinOutcome, RejoinReason},
+    tunnels::TunnelContext,
 };
 use causeway_certs::{
-    Certificate, EdgeIdentity, EdgeKey,
+    Certificate, EdgeIdentity, PrivateKey,
     verify::{control_client, tunnel_client},
 };
-use causeway_tunnel::backoff::Backoff;
+use causeway_rt::backoff::Backoff;
 use std::{
     fmt::Display,
     sync::Arc,
@@ -40,21 +40,21 @@ const APART: Duration = Duration::from_secs(10);
 
 /// When a certificate is renewed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Schedule {
+pub(super) struct RenewalSchedule {
     renews_at: SystemTime,
     pub(super) not_after: SystemTime,
 }
 
 /// Renews the certificate for as long as it is polled; or takes up what another system has `made`.
 pub(crate) async fn run(
-    links: Arc<Links>,
-    held: Held,
+    links: Arc<TunnelContext>,
+    held: IdentityStore,
     made: watch::Receiver<Option<EdgeIdentity>>,
 ) {
     if held.identity().given {
-        return given::run(links, held, made).await;
+        return external_certificate::run(links, held, made).await;
     }
-    let mut schedule = Schedule::of(&held.identity(), UNIX_EPOCH, rand::random());
+    let mut schedule = RenewalSchedule::of(&held.identity(), UNIX_EPOCH, rand::random());
     schedule.tell(&links);
     let mut asked = links.renewal.subscribe();
     let mut refusals = links.rejoin.refusals.subscribe();
@@ -71,13 +71,13 @@ pub(crate) async fn run(
                 until_renewed(&links, &held, (&schedule, &mut rejoin)).await;
             }
             refusal = refused(&mut refusals) => {
-                let attempt = rejoin.attempt(Reason::Refused(refusal)).await;
-                if !matches!(attempt, Attempt::Replaced) {
+                let attempt = rejoin.attempt(RejoinReason::Refused(refusal)).await;
+                if !matches!(attempt, RejoinOutcome::Replaced) {
                     continue;
                 }
             }
         }
-        schedule = Schedule::of(&held.identity(), SystemTime::now(), rand::random());
+        schedule = RenewalSchedule::of(&held.identity(), SystemTime::now(), rand::random());
         schedule.tell(&links);
         info!(
             not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
@@ -92,10 +92,12 @@ pub(crate) async fn run(
 /// Replaces the identity, since the owner asks for that. Returns false if nothing that is configured replaces it.
 async fn rejoined(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
     loop {
-        match rejoin.attempt(Reason::Asked).await {
-            Attempt::Replaced => return true,
-            Attempt::Kept => return false,
-            Attempt::Failed(trouble) => sleep(trouble.delay(&mut backoff, rand::random())).await,
+        match rejoin.attempt(RejoinReason::Asked).await {
+            RejoinOutcome::Replaced => return true,
+            RejoinOutcome::Kept => return false,
+            RejoinOutcome::Failed(trouble) => {
+                sleep(trouble.delay(&mut backoff, rand::random())).await;
+            }
         }
     }
 }
@@ -119,7 +121,7 @@ async fn asked_for(asked: &mut watch::Receiver<Duration>) {
     sleep(within.min(LOOK).mul_f64(rand::random())).await;
 }
 
-impl Schedule {
+impl RenewalSchedule {
     /// For a certificate that came at `since`, if that is known better than from the certificate, whose life
     /// begins before it was issued. `random`, from 0 to 1, spreads a fleet that joined at once: earlier only.
     fn of(identity: &EdgeIdentity, since: SystemTime, random: f64) -> Self {
@@ -146,7 +148,7 @@ impl Schedule {
         }
     }
 
-    pub(super) fn tell(&self, links: &Links) {
+    pub(super) fn tell(&self, links: &TunnelContext) {
         let ends = self.not_after.duration_since(UNIX_EPOCH);
         let ends = ends.unwrap_or_default().as_secs();
         links.metrics.certificate_ends(ends);
@@ -165,11 +167,11 @@ impl Schedule {
     }
 
     /// Time does not mend a certificate that has ended, whatever the gateway says.
-    fn weigh(&self, trouble: Trouble, now: SystemTime) -> Trouble {
+    fn weigh(&self, trouble: ConnectError, now: SystemTime) -> ConnectError {
         if now <= self.not_after {
             return trouble;
         }
-        Trouble::unwelcome(format!(
+        ConnectError::unwelcome(format!(
             "this node's certificate ended at {}, unless this machine's clock is wrong (it is {}): rejoin \
              with a fresh token of `causeway token create`, by --join or join_file ({})",
             humantime::format_rfc3339_seconds(self.not_after),
@@ -191,15 +193,17 @@ fn dates(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
 
 /// Asks until there is a new certificate and all further dials show it.
 async fn until_renewed(
-    links: &Links,
-    held: &Held,
-    (schedule, rejoin): (&Schedule, &mut Rejoin<'_>),
+    links: &TunnelContext,
+    held: &IdentityStore,
+    (schedule, rejoin): (&RenewalSchedule, &mut Rejoin<'_>),
 ) {
     let bounds = &links.config.backoff;
     let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
     loop {
         let renewed = renew(links, held, rejoin).await;
-        let outcome = renewed.as_ref().map_or_else(Trouble::word, |()| "renewed");
+        let outcome = renewed
+            .as_ref()
+            .map_or_else(ConnectError::word, |()| "renewed");
         links.metrics.renewal(outcome);
         let Err(trouble) = renewed else {
             return;
@@ -223,13 +227,17 @@ async fn until_renewed(
     }
 }
 
-async fn renew(links: &Links, held: &Held, rejoin: &mut Rejoin<'_>) -> Result<(), Trouble> {
+async fn renew(
+    links: &TunnelContext,
+    held: &IdentityStore,
+    rejoin: &mut Rejoin<'_>,
+) -> Result<(), ConnectError> {
     let old = held.identity();
     let asked = match &links.cluster {
         // No gateway renews what has ended.
         Some(cluster) if dates(&old).1 < SystemTime::now() => {
             let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
-            vouch::asked(&**cluster, (&links.config, held.store()), &tell).await
+            csr_bootstrap::submit_and_wait(&**cluster, (&links.config, held.store()), &tell).await
         }
         _ => ask(links, &old).await,
     };
@@ -239,9 +247,9 @@ async fn renew(links: &Links, held: &Held, rejoin: &mut Rejoin<'_>) -> Result<()
             let Some(refusal) = trouble.identity_refusal() else {
                 return Err(trouble);
             };
-            return match rejoin.attempt(Reason::Refused(refusal)).await {
-                Attempt::Replaced => Ok(()),
-                Attempt::Kept | Attempt::Failed(_) => Err(trouble),
+            return match rejoin.attempt(RejoinReason::Refused(refusal)).await {
+                RejoinOutcome::Replaced => Ok(()),
+                RejoinOutcome::Kept | RejoinOutcome::Failed(_) => Err(trouble),
             };
         }
     };
@@ -256,20 +264,20 @@ async fn renew(links: &Links, held: &Held, rejoin: &mut Rejoin<'_>) -> Result<()
     Ok(())
 }
 
-async fn ask(links: &Links, old: &EdgeIdentity) -> Result<EdgeIdentity, Trouble> {
-    let key = EdgeKey::generate().map_err(local)?;
-    let asking = Asking::new(&key).map_err(local)?;
+async fn ask(links: &TunnelContext, old: &EdgeIdentity) -> Result<EdgeIdentity, ConnectError> {
+    let key = PrivateKey::generate().map_err(local)?;
+    let asking = EnrolRequest::new(&key).map_err(local)?;
     let tls = control_client(old).map_err(local)?;
-    let dialler = Dialler::new(ask::http1(&tls), &links.config);
+    let dialler = GatewayConnector::new(enrol_client::http1(&tls), &links.config);
     let gateways = links.gateways.all();
     let asked = asking.ask(&dialler, &gateways, "/v1/renew").await;
     let unsound = |why: &dyn Display| {
-        Trouble::unwelcome(format!("the gateway's answer is no certificate: {why}"))
+        ConnectError::unwelcome(format!("the gateway's answer is no certificate: {why}"))
     };
     let granted = asked.map_err(|failed| match failed {
-        Failed::Trouble(trouble) => trouble,
-        Failed::Answer(why) => unsound(&why),
-        Failed::Refused { reason, detail } => Trouble::not_accepted(format!(
+        EnrolRequestError::Trouble(trouble) => trouble,
+        EnrolRequestError::Answer(why) => unsound(&why),
+        EnrolRequestError::Refused { reason, detail } => ConnectError::not_accepted(format!(
             "the gateway refuses to renew this node's certificate ({reason}): {detail}"
         )),
     })?;
@@ -286,8 +294,8 @@ async fn ask(links: &Links, old: &EdgeIdentity) -> Result<EdgeIdentity, Trouble>
 }
 
 /// This machine's own fault: the gateway is not asked for certificates that cannot be kept.
-fn local(why: impl Display) -> Trouble {
-    Trouble::unwelcome(format!("a new certificate cannot be used: {why}"))
+fn local(why: impl Display) -> ConnectError {
+    ConnectError::unwelcome(format!("a new certificate cannot be used: {why}"))
 }
 
 #[cfg(test)]

@@ -5,11 +5,11 @@
 //! before it has read, and the place is free when both are over.
 
 use super::{
-    app::{App, AppId},
-    kept::{Kept, Line},
+    http1_pool::{ConnectionPool, PooledConnection},
+    upstream::{Upstream, UpstreamKey},
 };
 use bytes::Bytes;
-use causeway_tunnel::{Receive, StreamError, places::Place};
+use causeway_tunnel::{StreamError, StreamReceiver, http2_pool::StreamPermit};
 use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
 use std::{
@@ -24,30 +24,30 @@ use tokio::sync::oneshot;
 
 /// A request's body on its way to the app.
 #[derive(Default)]
-pub(super) struct Outgoing {
+pub(super) struct RequestBody {
     /// `None`: it has none.
     body: Option<Source>,
-    taken: Taken,
-    place: Option<Arc<Place>>,
+    taken: ChunkCounter,
+    place: Option<Arc<StreamPermit>>,
 }
 
 /// Source of a request's body.
 enum Source {
     /// All of a stream.
-    Stream(Receive),
+    Stream(StreamReceiver),
     /// The beginning of a stream.
     Content(Box<Content>),
 }
 
 /// The body of an upgrade: so many bytes of a stream, which belongs to the session behind them.
 struct Content {
-    stream: Option<Receive>,
+    stream: Option<StreamReceiver>,
     left: u64,
     session: Option<oneshot::Sender<Behind>>,
 }
 
 /// A stream behind the body of an upgrade, and bytes that were read of it too early.
-pub(super) type Behind = (Receive, Bytes);
+pub(super) type Behind = (StreamReceiver, Bytes);
 
 impl Content {
     fn poll_frame(
@@ -76,28 +76,28 @@ impl Content {
 
 /// How many parts of a request's body the engine has taken. Clones share the count.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Taken(Arc<AtomicUsize>);
+pub(super) struct ChunkCounter(Arc<AtomicUsize>);
 
-impl Taken {
+impl ChunkCounter {
     pub(super) fn count(&self) -> usize {
         self.0.load(Relaxed)
     }
 }
 
 /// An answer's body on its way from the app, and the connection that brings it.
-pub(super) enum Body {
+pub(super) enum ResponseBody {
     Http1 {
-        app: AppId,
-        line: Box<Line>,
+        app: UpstreamKey,
+        line: Box<PooledConnection>,
         incoming: Incoming,
     },
     Http2 {
         incoming: Incoming,
-        _place: Arc<Place>,
+        _place: Arc<StreamPermit>,
     },
 }
 
-impl http_body::Body for Outgoing {
+impl http_body::Body for RequestBody {
     type Data = Bytes;
     type Error = StreamError;
 
@@ -123,8 +123,8 @@ impl http_body::Body for Outgoing {
     }
 }
 
-impl Outgoing {
-    pub(super) fn new(body: Option<Receive>) -> Self {
+impl RequestBody {
+    pub(super) fn new(body: Option<StreamReceiver>) -> Self {
         Self {
             body: body.map(Source::Stream),
             ..Self::default()
@@ -132,7 +132,10 @@ impl Outgoing {
     }
 
     /// The first `length` bytes of a stream, which is handed to the receiver behind them.
-    pub(super) fn content(stream: Receive, length: u64) -> (Self, oneshot::Receiver<Behind>) {
+    pub(super) fn content(
+        stream: StreamReceiver,
+        length: u64,
+    ) -> (Self, oneshot::Receiver<Behind>) {
         let (session, behind) = oneshot::channel();
         let content = Content {
             stream: Some(stream),
@@ -146,7 +149,7 @@ impl Outgoing {
         (body, behind)
     }
 
-    pub(super) fn taken(&self) -> Taken {
+    pub(super) fn taken(&self) -> ChunkCounter {
         self.taken.clone()
     }
 
@@ -156,13 +159,13 @@ impl Outgoing {
     }
 
     /// Keeps a stream's place until the body has been sent or given up.
-    pub(super) fn hold(&mut self, place: Arc<Place>) {
+    pub(super) fn hold(&mut self, place: Arc<StreamPermit>) {
         drop(self.place.replace(place));
     }
 }
 
-impl Body {
-    pub(super) fn http1(app: &App, line: Box<Line>, incoming: Incoming) -> Self {
+impl ResponseBody {
+    pub(super) fn http1(app: &Upstream, line: Box<PooledConnection>, incoming: Incoming) -> Self {
         Self::Http1 {
             app: app.id.clone(),
             line,
@@ -170,7 +173,7 @@ impl Body {
         }
     }
 
-    pub(super) fn http2(place: Arc<Place>, incoming: Incoming) -> Self {
+    pub(super) fn http2(place: Arc<StreamPermit>, incoming: Incoming) -> Self {
         Self::Http2 {
             incoming,
             _place: place,
@@ -185,7 +188,7 @@ impl Body {
     }
 
     /// Keeps the connection for the next request, after the last byte.
-    pub(super) async fn keep(self, kept: &Kept) {
+    pub(super) async fn keep(self, kept: &ConnectionPool) {
         if let Self::Http1 {
             app,
             line,
@@ -193,12 +196,12 @@ impl Body {
         } = self
         {
             drop(incoming);
-            kept.put(app, *line).await;
+            kept.checkin(app, *line).await;
         }
     }
 }
 
-impl http_body::Body for Body {
+impl http_body::Body for ResponseBody {
     type Data = Bytes;
     type Error = hyper::Error;
 

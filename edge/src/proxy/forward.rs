@@ -9,18 +9,19 @@
 //! reset or garbage may be what the request has done to the app.
 
 use super::{
-    Answer, Failed, Then, Way,
-    app::{App, Connection, Offer},
-    body::{Body, Outgoing},
+    Proxy, RequestError, ResponseTail, UpstreamResponse,
+    body::{RequestBody, ResponseBody},
     broken,
-    interim::Interim,
-    kept::Line,
-    shared::{Stream, Turn},
-    target::{self, Connected},
+    dial::{self, Connected},
+    http1_pool::PooledConnection,
+    http2_pool::{Checkout, UpstreamStreamPermit},
+    informational::InformationalQueue,
+    upstream::{Alpn, Upstream, UpstreamIo},
 };
-use crate::config::Scheme;
+use crate::config::Protocol;
 use causeway_tunnel::{
-    Receive, Refusal, StreamError, error::is_close, headers, request_target::TargetRest,
+    RejectCode, StreamError, StreamReceiver, error::is_close, headers,
+    request_target::TargetOverflow,
 };
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
@@ -32,31 +33,35 @@ use std::{error::Error, net::SocketAddr, sync::Arc};
 use tokio::time::{Instant, timeout_at};
 
 /// A connection to ask on.
-enum Asking {
-    Http1(Box<Line>),
-    Http2(Stream),
+enum ConnectionInUse {
+    Http1(Box<PooledConnection>),
+    Http2(UpstreamStreamPermit),
 }
 
-pub(super) type Unanswered = TrySendError<Request<Outgoing>>;
+pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// Asks the app.
-pub(super) async fn ask(
-    way: &Way,
-    app: &Arc<App>,
-    (head, body): (Request<()>, Receive),
-    (interim, connected): (&Interim, &Connected),
-) -> Result<Answer, Failed> {
+pub(super) async fn send_request(
+    way: &Proxy,
+    app: &Arc<Upstream>,
+    (head, body): (Request<()>, StreamReceiver),
+    (interim, connected): (&InformationalQueue, &Connected),
+) -> Result<UpstreamResponse, RequestError> {
     let wants_http2 = wants_http2(app, head.headers());
-    let rest = head.extensions().get::<TargetRest>().cloned();
+    let rest = head.extensions().get::<TargetOverflow>().cloned();
     let body = (!body.is_end()).then_some(body);
-    let mut request = head.map(|()| Outgoing::new(body));
+    let mut request = head.map(|()| RequestBody::new(body));
     interim.listen(&mut request);
     let (mut asking, reused) = match rest {
         None => open(way, app, wants_http2, None).await?,
         Some(rest) => (Box::pin(open_alone(way, app, rest)).await?, false),
     };
     connected.set(asking.address());
-    prepare(&mut request, app, matches!(asking, Asking::Http2(_)));
+    prepare(
+        &mut request,
+        app,
+        matches!(asking, ConnectionInUse::Http2(_)),
+    );
     let again = (reused && is_repeatable(&request)).then(|| copy(&request));
     let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(app, asking, answer),
@@ -68,7 +73,7 @@ pub(super) async fn ask(
         return Err(unanswered(app, &error));
     };
     if caused_by_caller(error.error()) {
-        return Err(Failed::Caller);
+        return Err(RequestError::Caller);
     }
     way.metrics.retried();
     let newest = asking.newest();
@@ -81,8 +86,11 @@ pub(super) async fn ask(
     }
 }
 
-impl Asking {
-    async fn ask(&mut self, request: Request<Outgoing>) -> Result<Response<Incoming>, Unanswered> {
+impl ConnectionInUse {
+    async fn ask(
+        &mut self,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Incoming>, SendError> {
         match self {
             Self::Http1(line) => line.ask(request).await,
             Self::Http2(stream) => stream.ask(request).await,
@@ -114,96 +122,100 @@ impl Asking {
     }
 }
 
-fn wants_http2(app: &App, fields: &HeaderMap) -> bool {
+fn wants_http2(app: &Upstream, fields: &HeaderMap) -> bool {
     match app.scheme {
-        Scheme::H2c | Scheme::Https => true,
-        Scheme::Http | Scheme::Tcp => headers::is_grpc(fields),
+        Protocol::H2c | Protocol::Https => true,
+        Protocol::Http | Protocol::Tcp => headers::is_grpc(fields),
     }
 }
 
 /// A kept connection, or a new one. True with it: it was kept. `after`: none will do but one that was
 /// dialled later than this shared one.
 async fn open(
-    way: &Way,
-    app: &App,
+    way: &Proxy,
+    app: &Upstream,
     http2: bool,
     after: Option<u64>,
-) -> Result<(Asking, bool), Failed> {
-    let deadline = target::deadline(way.timeouts.dial);
+) -> Result<(ConnectionInUse, bool), RequestError> {
+    let deadline = dial::deadline(way.timeouts.dial);
     if http2 && let Some(opened) = open_http2(way, app, after.unwrap_or(0), deadline).await? {
         return Ok(opened);
     }
     if after.is_none()
-        && let Some(line) = way.kept.take(&app.id)
+        && let Some(line) = way.kept.checkout(&app.id)
     {
         way.metrics.connection(true);
-        return Ok((Asking::Http1(Box::new(line)), true));
+        return Ok((ConnectionInUse::Http1(Box::new(line)), true));
     }
     // Allocated: most requests find a connection that is kept.
-    let connection = Box::pin(app.connect(way, Offer::Http1, deadline)).await?;
+    let connection = Box::pin(app.connect(way, Alpn::Http1, deadline)).await?;
     way.metrics.connection(false);
     Ok((begin(way, app, connection, None).await?, false))
 }
 
 /// A new connection of HTTP/1.1 for a request with this rest of its target.
-async fn open_alone(way: &Way, app: &App, rest: TargetRest) -> Result<Asking, Failed> {
-    if app.scheme == Scheme::H2c {
+async fn open_alone(
+    way: &Proxy,
+    app: &Upstream,
+    rest: TargetOverflow,
+) -> Result<ConnectionInUse, RequestError> {
+    if app.scheme == Protocol::H2c {
         let detail =
             "the target of the request is too long for HTTP/2, which its port is configured for";
-        return Err(Refusal::Malformed.because(detail).into());
+        return Err(RejectCode::Malformed.because(detail).into());
     }
-    let deadline = target::deadline(way.timeouts.dial);
-    let connection = app.connect(way, Offer::Http1, deadline).await?;
+    let deadline = dial::deadline(way.timeouts.dial);
+    let connection = app.connect(way, Alpn::Http1, deadline).await?;
     way.metrics.connection(false);
     begin(way, app, connection, Some(rest)).await
 }
 
 /// A place on a shared HTTP/2 connection; `None` if the app chose HTTP/1.1 before.
 async fn open_http2(
-    way: &Way,
-    app: &App,
+    way: &Proxy,
+    app: &Upstream,
     after: u64,
     deadline: Instant,
-) -> Result<Option<(Asking, bool)>, Failed> {
+) -> Result<Option<(ConnectionInUse, bool)>, RequestError> {
     let shared = way.kept.shared(&app.id);
     let dialling = match timeout_at(deadline, shared.turn(after)).await {
-        Ok(Turn::Http1) => return Ok(None),
-        Ok(Turn::Open(stream)) => {
+        Ok(Checkout::Http1) => return Ok(None),
+        Ok(Checkout::Open(stream)) => {
             way.metrics.connection(true);
-            return Ok(Some((Asking::Http2(stream), true)));
+            return Ok(Some((ConnectionInUse::Http2(stream), true)));
         }
-        Ok(Turn::Dial(dialling)) => dialling,
+        Ok(Checkout::Dial(dialling)) => dialling,
         Err(_) if shared.is_full() => {
             let what = "has as many streams as it allows, and none ended in time";
-            return Err(target::slow(app, what).into());
+            return Err(dial::slow(app, what).into());
         }
-        Err(_) => return Err(target::slow(app, "did not take the connection in time").into()),
+        Err(_) => return Err(dial::slow(app, "did not take the connection in time").into()),
     };
-    let connection = Box::pin(app.connect(way, Offer::Any, deadline)).await?;
+    let connection = Box::pin(app.connect(way, Alpn::Any, deadline)).await?;
     way.metrics.connection(false);
     if app.tls.is_some() && !connection.0.chose_http2() {
         dialling.chose_http1();
         return Ok(Some((begin(way, app, connection, None).await?, false)));
     }
     let stream = Box::pin(dialling.begin(app, connection, (&way.tasks, deadline)));
-    Ok(Some((Asking::Http2(stream.await?), false)))
+    Ok(Some((ConnectionInUse::Http2(stream.await?), false)))
 }
 
 /// Begins HTTP/1.1 on a connection.
 async fn begin(
-    way: &Way,
-    app: &App,
-    connection: (Connection, SocketAddr),
-    rest: Option<TargetRest>,
-) -> Result<Asking, Failed> {
-    match Line::begin(connection, rest, way.most_fields).await {
-        Ok(line) => Ok(Asking::Http1(Box::new(line))),
-        Err(error) => Err(failed(app, &error)),
+    way: &Proxy,
+    app: &Upstream,
+    connection: (UpstreamIo, SocketAddr),
+    rest: Option<TargetOverflow>,
+) -> Result<ConnectionInUse, RequestError> {
+    match PooledConnection::begin(connection, rest, way.most_fields).await {
+        Ok(line) => Ok(ConnectionInUse::Http1(Box::new(line))),
+        Err(error) => Err(map_error(app, &error)),
     }
 }
 
 /// Puts the head into the form of the app's HTTP version.
-fn prepare(request: &mut Request<Outgoing>, app: &App, http2: bool) {
+fn prepare(request: &mut Request<RequestBody>, app: &Upstream, http2: bool) {
     let path = request.uri().path_and_query().cloned();
     let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
     let authority = request.uri().authority().cloned();
@@ -231,7 +243,7 @@ fn prepare(request: &mut Request<Outgoing>, app: &App, http2: bool) {
 /// HTTP/2's pseudo-fields are made from an absolute URI.
 fn to_absolute<B>(
     request: &mut Request<B>,
-    app: &App,
+    app: &Upstream,
     authority: Option<Authority>,
     path: PathAndQuery,
 ) {
@@ -248,7 +260,7 @@ fn to_absolute<B>(
 }
 
 /// Host and cookies as HTTP/1.1 has them.
-pub(super) fn to_origin(fields: &mut HeaderMap, app: &App, authority: Option<&Authority>) {
+pub(super) fn to_origin(fields: &mut HeaderMap, app: &Upstream, authority: Option<&Authority>) {
     headers::join_cookies(fields);
     if let Some(authority) = authority {
         headers::put_host(fields, authority);
@@ -259,7 +271,7 @@ pub(super) fn to_origin(fields: &mut HeaderMap, app: &App, authority: Option<&Au
     }
 }
 
-fn is_repeatable(request: &Request<Outgoing>) -> bool {
+fn is_repeatable(request: &Request<RequestBody>) -> bool {
     let idempotent = matches!(
         *request.method(),
         Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
@@ -267,8 +279,8 @@ fn is_repeatable(request: &Request<Outgoing>) -> bool {
     idempotent && !request.body().is_some()
 }
 
-fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
-    let mut copy = Request::new(Outgoing::default());
+fn copy(request: &Request<RequestBody>) -> Request<RequestBody> {
+    let mut copy = Request::new(RequestBody::default());
     *copy.method_mut() = request.method().clone();
     *copy.uri_mut() = request.uri().clone();
     *copy.version_mut() = request.version();
@@ -277,7 +289,11 @@ fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
     copy
 }
 
-fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Answer, Failed> {
+fn answered(
+    app: &Upstream,
+    asking: ConnectionInUse,
+    answer: Response<Incoming>,
+) -> Result<UpstreamResponse, RequestError> {
     let (head, incoming) = ended_head(app, answer)?;
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
         return Err(broken(
@@ -286,20 +302,20 @@ fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Ans
         ));
     }
     let body = match asking {
-        Asking::Http1(line) => Body::http1(app, line, incoming),
-        Asking::Http2(stream) => Body::http2(stream.into_place(), incoming),
+        ConnectionInUse::Http1(line) => ResponseBody::http1(app, line, incoming),
+        ConnectionInUse::Http2(stream) => ResponseBody::http2(stream.into_place(), incoming),
     };
-    Ok(Answer {
+    Ok(UpstreamResponse {
         head,
-        then: Then::Body(Box::new(body)),
+        then: ResponseTail::Body(Box::new(body)),
     })
 }
 
 /// The head as it travels: framed anew, without the fields of one connection, and without private ones.
 pub(super) fn ended_head(
-    app: &App,
+    app: &Upstream,
     answer: Response<Incoming>,
-) -> Result<(Response<()>, Incoming), Failed> {
+) -> Result<(Response<()>, Incoming), RequestError> {
     let (parts, incoming) = answer.into_parts();
     let mut head = Response::new(());
     *head.status_mut() = parts.status;
@@ -310,14 +326,14 @@ pub(super) fn ended_head(
     Ok((head, incoming))
 }
 
-fn unanswered(app: &App, error: &Unanswered) -> Failed {
-    failed(app, error.error())
+fn unanswered(app: &Upstream, error: &SendError) -> RequestError {
+    map_error(app, error.error())
 }
 
 /// Why the app did not answer, or the caller did not ask to the end.
-pub(super) fn failed(app: &App, error: &hyper::Error) -> Failed {
+pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
     if caused_by_caller(error) {
-        return Failed::Caller;
+        return RequestError::Caller;
     }
     if error.is_parse_too_large() {
         let what = "answered with more fields than limits.headers of this edge allows, or with a head of more than 400 kB";

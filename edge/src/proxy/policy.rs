@@ -8,11 +8,13 @@
 //! addresses are this machine as well, for ports that the cluster lists.
 
 use super::{
-    app::{App, AppId},
-    tls::{self, TlsError},
+    upstream::{Upstream, UpstreamKey},
+    upstream_tls::{self, TlsError},
 };
-use crate::config::{Allow, Config, Listable, Scheme};
-use causeway_tunnel::{Refusal, Target, error::Refused, hello::Listed, server::Kind};
+use crate::config::{Allow, AnnouncedPortPolicy, Config, Protocol};
+use causeway_tunnel::{
+    RejectCode, Target, control_stream::AnnouncedPorts, edge_side::StreamKind, error::Rejected,
+};
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -21,7 +23,7 @@ use std::{
 
 /// What an edge that runs knows of its own place.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Own {
+pub(crate) struct LocalNode {
     /// The ports of its own listeners that know no callers.
     pub(crate) ports: Vec<u16>,
     /// From where it has dialled gateways: addresses of this node, whatever else it has.
@@ -34,10 +36,10 @@ pub(crate) struct Policy {
     node: Arc<str>,
     addresses: Vec<IpAddr>,
     allow: Allow,
-    ports: BTreeMap<u16, Arc<App>>,
+    ports: BTreeMap<u16, Arc<Upstream>>,
     /// Which ports a gateway may list, and those of them that it lists.
-    listable: Listable,
-    listed: BTreeMap<u16, Arc<App>>,
+    listable: AnnouncedPortPolicy,
+    listed: BTreeMap<u16, Arc<Upstream>>,
 }
 
 impl Policy {
@@ -50,10 +52,10 @@ impl Policy {
             let Ok(target) = text.parse::<Target>() else {
                 return Err(TlsError::Target(*number, text));
             };
-            let app = App {
-                id: AppId::Port(*number),
+            let app = Upstream {
+                id: UpstreamKey::Port(*number),
                 node: node.clone(),
-                tls: tls::load(*number, port, &target)?,
+                tls: upstream_tls::load(*number, port, &target)?,
                 target,
                 also: Vec::new(),
                 scheme: port.scheme,
@@ -65,16 +67,16 @@ impl Policy {
             addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
             allow: config.allow.clone(),
             ports,
-            listable: Listable::of(config),
+            listable: AnnouncedPortPolicy::of(config),
             listed: BTreeMap::new(),
         })
     }
 
     /// The same, with these ports listed. What the configuration says of a port wins, and bytes where a port is listed twice.
-    pub(crate) fn listing(self, listed: &Listed, own: &Own) -> Self {
+    pub(crate) fn listing(self, listed: &AnnouncedPorts, own: &LocalNode) -> Self {
         let with = |scheme| move |port: &u16| (*port, scheme);
-        let all = listed.http.iter().map(with(Scheme::Http));
-        let all = all.chain(listed.tcp.iter().map(with(Scheme::Tcp)));
+        let all = listed.http.iter().map(with(Protocol::Http));
+        let all = all.chain(listed.tcp.iter().map(with(Protocol::Tcp)));
         let may = |port: u16| self.listable.permits(port, &own.ports);
         let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
         let mut also = self.addresses.clone();
@@ -83,8 +85,8 @@ impl Policy {
                 also.push(ip);
             }
         }
-        let app = |port: u16, scheme| App {
-            id: AppId::Port(port),
+        let app = |port: u16, scheme| Upstream {
+            id: UpstreamKey::Port(port),
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
             // Whoever lists it does not know where this node's apps listen.
@@ -99,23 +101,29 @@ impl Policy {
     }
 
     /// A node port's app.
-    fn port(&self, port: u16) -> Option<&Arc<App>> {
+    fn port(&self, port: u16) -> Option<&Arc<Upstream>> {
         self.ports.get(&port).or_else(|| self.listed.get(&port))
     }
 
     /// The app that a stream asks for, if this edge serves it that way.
-    pub(crate) fn decide(&self, target: &Target, kind: &Kind) -> Result<Arc<App>, Refused> {
+    pub(crate) fn decide(
+        &self,
+        target: &Target,
+        kind: &StreamKind,
+    ) -> Result<Arc<Upstream>, Rejected> {
         let app = if self.is_self(target) {
             self.port(target.port).cloned().ok_or_else(|| {
                 let detail = format!("{} does not serve port {}", self.node, target.port);
-                Refusal::Policy.because(detail)
+                RejectCode::Policy.because(detail)
             })?
         } else {
             self.elsewhere(target)?
         };
         match kind {
-            Kind::Upgrade(_) if !self.allow.upgrades => Err(self.refuse("does not serve upgrades")),
-            Kind::Upgrade(_) | Kind::Request if app.scheme == Scheme::Tcp => {
+            StreamKind::Upgrade(_) if !self.allow.upgrades => {
+                Err(self.refuse("does not serve upgrades"))
+            }
+            StreamKind::Upgrade(_) | StreamKind::Request if app.scheme == Protocol::Tcp => {
                 Err(self.refuse(&format!("serves {target} as tcp only, by CONNECT")))
             }
             _ => Ok(app),
@@ -123,27 +131,29 @@ impl Policy {
     }
 
     /// The address to dial for an app that resolved to `address`, if that may be dialled.
-    pub(crate) fn check(&self, app: &App, address: SocketAddr) -> Option<SocketAddr> {
+    pub(crate) fn check(&self, app: &Upstream, address: SocketAddr) -> Option<SocketAddr> {
         let ip = address.ip().to_canonical();
         let named = self.allow.permits_name(&app.target.host);
         let local = ip.is_loopback() || ip.is_unspecified();
         let permitted = match app.id {
             // A name that leads back to this machine is no way around the list of ports: whoever answers for the
             // name would open all of them. `localhost` is said on purpose.
-            AppId::Other(_) if local => named && app.target.host.eq_ignore_ascii_case("localhost"),
+            UpstreamKey::Other(_) if local => {
+                named && app.target.host.eq_ignore_ascii_case("localhost")
+            }
             _ => named || self.allow.permits(ip) || self.is_here(app, ip),
         };
         permitted.then(|| SocketAddr::new(ip, address.port()))
     }
 
     /// Whether this is an address of the node itself, for a port that its cluster lists: who may dial loopback may dial it.
-    fn is_here(&self, app: &App, ip: IpAddr) -> bool {
+    fn is_here(&self, app: &Upstream, ip: IpAddr) -> bool {
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
         self.listable.of_cluster && app.also.contains(&ip) && self.allow.permits(loopback)
     }
 
     /// Whether an address that may be dialled may be because it is the node's own.
-    pub(crate) fn only_here(&self, app: &App, ip: IpAddr) -> bool {
+    pub(crate) fn only_here(&self, app: &Upstream, ip: IpAddr) -> bool {
         let named = self.allow.permits_name(&app.target.host);
         !named && !self.allow.permits(ip)
     }
@@ -157,7 +167,7 @@ impl Policy {
     }
 
     /// The refusal of a target none of whose addresses may be dialled.
-    pub(crate) fn forbidden(&self, target: &Target) -> Refused {
+    pub(crate) fn forbidden(&self, target: &Target) -> Rejected {
         self.refuse(&format!(
             "does not allow {target}; see allow.hosts and ports on the node"
         ))
@@ -174,9 +184,9 @@ impl Policy {
         }
     }
 
-    fn elsewhere(&self, target: &Target) -> Result<Arc<App>, Refused> {
+    fn elsewhere(&self, target: &Target) -> Result<Arc<Upstream>, Rejected> {
         let ip = target.ip().map(|ip| ip.to_canonical());
-        let leads_there = |app: &&Arc<App>| {
+        let leads_there = |app: &&Arc<Upstream>| {
             let same_host = match app.target.ip() {
                 Some(own) => Some(own.to_canonical()) == ip,
                 None => app.target.host.eq_ignore_ascii_case(&target.host),
@@ -191,12 +201,12 @@ impl Policy {
         {
             return Ok(app.clone());
         }
-        let app = App {
-            id: AppId::Other(target.clone()),
+        let app = Upstream {
+            id: UpstreamKey::Other(target.clone()),
             node: self.node.clone(),
             target: target.clone(),
             also: Vec::new(),
-            scheme: Scheme::Http,
+            scheme: Protocol::Http,
             tls: None,
         };
         match ip {
@@ -208,8 +218,8 @@ impl Policy {
         }
     }
 
-    fn refuse(&self, what: &str) -> Refused {
-        Refusal::Policy.because(format!("{} {what}", self.node))
+    fn refuse(&self, what: &str) -> Rejected {
+        RejectCode::Policy.because(format!("{} {what}", self.node))
     }
 }
 
@@ -223,11 +233,11 @@ mod tests {
         Policy::new("edge-1", &config).unwrap()
     }
 
-    fn decide(policy: &Policy, target: &str) -> Result<String, Refusal> {
-        decide_as(policy, target, &Kind::Request)
+    fn decide(policy: &Policy, target: &str) -> Result<String, RejectCode> {
+        decide_as(policy, target, &StreamKind::Request)
     }
 
-    fn decide_as(policy: &Policy, target: &str, kind: &Kind) -> Result<String, Refusal> {
+    fn decide_as(policy: &Policy, target: &str, kind: &StreamKind) -> Result<String, RejectCode> {
         match policy.decide(&target.parse().unwrap(), kind) {
             Ok(app) => Ok(app.target.to_string()),
             Err(refused) => Err(refused.refusal),
@@ -243,9 +253,9 @@ mod tests {
         assert_eq!(decide(&policy, "edge-1:9100").unwrap(), "127.0.0.1:45123");
         assert_eq!(decide(&policy, "EDGE-1:80").unwrap(), "127.0.0.1:80");
         assert_eq!(decide(&policy, "10.0.0.5:80").unwrap(), "127.0.0.1:80");
-        assert_eq!(decide(&policy, "edge-1:22"), Err(Refusal::Policy));
+        assert_eq!(decide(&policy, "edge-1:22"), Err(RejectCode::Policy));
         let refused = policy
-            .decide(&"edge-1:22".parse().unwrap(), &Kind::Tcp)
+            .decide(&"edge-1:22".parse().unwrap(), &StreamKind::Tcp)
             .err();
         assert_eq!(refused.unwrap().detail, "edge-1 does not serve port 22");
     }
@@ -256,32 +266,32 @@ mod tests {
             "ports": { "9100": { "target": "127.0.0.1:45123" } },
             "listed_ports": ["9000-9999", "10250"],
         }));
-        let listed = Listed {
+        let listed = AnnouncedPorts {
             http: vec![9051, 9100, 22],
             tcp: vec![10250, 10255],
         };
-        let with = policy.clone().listing(&listed, &Own::default());
+        let with = policy.clone().listing(&listed, &LocalNode::default());
         assert_eq!(with.ports(), [9051, 9100, 10250]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9100").unwrap(), "127.0.0.1:45123");
         assert_eq!(decide(&with, "127.0.0.1:9051").unwrap(), "127.0.0.1:9051");
-        assert!(decide_as(&with, "edge-1:10250", &Kind::Tcp).is_ok());
+        assert!(decide_as(&with, "edge-1:10250", &StreamKind::Tcp).is_ok());
         for target in ["edge-1:22", "edge-1:10255", "edge-1:10250", "127.0.0.1:22"] {
-            assert_eq!(decide(&with, target), Err(Refusal::Policy), "{target}");
+            assert_eq!(decide(&with, target), Err(RejectCode::Policy), "{target}");
         }
-        let without = with.listing(&Listed::default(), &Own::default());
+        let without = with.listing(&AnnouncedPorts::default(), &LocalNode::default());
         assert_eq!(without.ports(), [9100]);
     }
 
-    fn listed(ports: &[u16]) -> Listed {
-        Listed {
+    fn listed(ports: &[u16]) -> AnnouncedPorts {
+        AnnouncedPorts {
             http: ports.to_vec(),
             tcp: Vec::new(),
         }
     }
 
-    fn at(address: &str) -> Own {
-        Own {
+    fn at(address: &str) -> LocalNode {
+        LocalNode {
             ports: vec![10266],
             addresses: vec![address.parse().unwrap()],
         }
@@ -301,7 +311,7 @@ mod tests {
             (vec!["127.0.0.0/8", "10.0.0.5"], Some(own)),
         ] {
             let policy = with(&hosts);
-            let app = policy.decide(&"edge-1:9100".parse().unwrap(), &Kind::Request);
+            let app = policy.decide(&"edge-1:9100".parse().unwrap(), &StreamKind::Request);
             let app = app.unwrap();
             assert_eq!(app.also, [own.ip()]);
             assert_eq!(policy.check(&app, own), may);
@@ -310,7 +320,7 @@ mod tests {
 
     #[test]
     fn a_node_of_a_cluster_serves_what_is_listed_on_loopback_and_its_own_addresses_by_default() {
-        let listing = |more: serde_json::Value, ports: &[u16], own: Own| {
+        let listing = |more: serde_json::Value, ports: &[u16], own: LocalNode| {
             let mut config = json!({ "kubernetes": {}, "addresses": ["10.0.0.5"] });
             let all = config.as_object_mut().unwrap();
             all.extend(more.as_object().unwrap().clone());
@@ -319,7 +329,7 @@ mod tests {
         let nothing = json!({});
         let with = listing(nothing.clone(), &[9051, 22], at("::ffff:192.168.1.7"));
         let app = with
-            .decide(&"edge-1:9051".parse().unwrap(), &Kind::Request)
+            .decide(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
             .unwrap();
         for (address, may) in [
             ("127.0.0.1:9051", true),
@@ -332,8 +342,8 @@ mod tests {
             assert_eq!(with.check(&app, address), may.then_some(address));
         }
         // Nobody gets to the same addresses but by what is listed.
-        let other = with.decide(&"192.168.1.7:22".parse().unwrap(), &Kind::Tcp);
-        assert_eq!(other.unwrap_err().refusal, Refusal::Policy);
+        let other = with.decide(&"192.168.1.7:22".parse().unwrap(), &StreamKind::Tcp);
+        assert_eq!(other.unwrap_err().refusal, RejectCode::Policy);
         for (more, serves) in [
             (json!({ "listed_ports": [] }), vec![]),
             (json!({ "listed_ports": ["9000-9999"] }), vec![9051]),
@@ -350,7 +360,7 @@ mod tests {
         // What dials from loopback has a gateway beside it, and no further address by that.
         let with = listing(nothing, &[9051], at("127.0.0.1"));
         let app = with
-            .decide(&"edge-1:9051".parse().unwrap(), &Kind::Request)
+            .decide(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
             .unwrap();
         assert_eq!(app.also, ["10.0.0.5".parse::<IpAddr>().unwrap()]);
     }
@@ -377,19 +387,19 @@ mod tests {
     #[test]
     fn whatever_a_gateway_lists_is_a_port_of_this_node_and_bytes_where_it_is_listed_twice() {
         let all: Vec<u16> = (0..=u16::MAX).collect();
-        let twice = Listed {
+        let twice = AnnouncedPorts {
             http: all,
             tcp: vec![9443],
         };
         let with = policy(json!({ "kubernetes": {} })).listing(&twice, &at("10.0.0.5"));
         assert_eq!(with.ports().len(), 65_534, "neither 0 nor its own");
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
-        assert_eq!(decide(&with, "edge-1:9443"), Err(Refusal::Policy));
-        assert!(decide_as(&with, "edge-1:9443", &Kind::Tcp).is_ok());
-        let elsewhere = serde_json::from_value::<Listed>(json!({
+        assert_eq!(decide(&with, "edge-1:9443"), Err(RejectCode::Policy));
+        assert!(decide_as(&with, "edge-1:9443", &StreamKind::Tcp).is_ok());
+        let elsewhere = serde_json::from_value::<AnnouncedPorts>(json!({
             "http": [9051], "tcp": [], "host": "10.9.9.9", "https": [9443],
         }));
-        let with = with.listing(&elsewhere.unwrap(), &Own::default());
+        let with = with.listing(&elsewhere.unwrap(), &LocalNode::default());
         assert_eq!(with.ports(), [9051]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
     }
@@ -399,7 +409,7 @@ mod tests {
         let config = serde_json::from_value(json!({ "ports": { "9100": {} } })).unwrap();
         let policy = Policy::new("10.0.0.5", &config).unwrap();
         assert_eq!(decide(&policy, "10.0.0.5:9100").unwrap(), "127.0.0.1:9100");
-        assert_eq!(decide(&policy, "10.0.0.5:22"), Err(Refusal::Policy));
+        assert_eq!(decide(&policy, "10.0.0.5:22"), Err(RejectCode::Policy));
     }
 
     #[test]
@@ -416,10 +426,10 @@ mod tests {
             "0.0.0.0:22",
             "127.9.9.9:45123",
         ] {
-            assert_eq!(decide(&policy, target), Err(Refusal::Policy), "{target}");
+            assert_eq!(decide(&policy, target), Err(RejectCode::Policy), "{target}");
         }
         let name = policy
-            .decide(&"localhost:22".parse().unwrap(), &Kind::Tcp)
+            .decide(&"localhost:22".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
         assert_eq!(policy.check(&name, "127.0.0.1:22".parse().unwrap()), None);
     }
@@ -435,15 +445,15 @@ mod tests {
             "169.254.169.254:80",
             "[::ffff:10.0.0.1]:80",
         ] {
-            assert_eq!(decide(&policy, target), Err(Refusal::Policy), "{target}");
+            assert_eq!(decide(&policy, target), Err(RejectCode::Policy), "{target}");
         }
         let away: SocketAddr = "10.9.9.9:631".parse().unwrap();
         let named = policy
-            .decide(&"printer.local:631".parse().unwrap(), &Kind::Tcp)
+            .decide(&"printer.local:631".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
         assert_eq!(policy.check(&named, away), Some(away));
         let other = policy
-            .decide(&"evil.local:631".parse().unwrap(), &Kind::Tcp)
+            .decide(&"evil.local:631".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
         assert_eq!(policy.check(&other, away), None);
         let mapped = policy.check(&other, "[::ffff:192.168.1.7]:631".parse().unwrap());
@@ -456,12 +466,12 @@ mod tests {
             "ports": { "22": { "scheme": "tcp" }, "80": {} },
             "allow": { "upgrades": false, "hosts": ["127.0.0.0/8"] },
         }));
-        assert!(decide_as(&policy, "edge-1:22", &Kind::Tcp).is_ok());
-        assert_eq!(decide(&policy, "edge-1:22"), Err(Refusal::Policy));
-        let upgrade = Kind::Upgrade("websocket".into());
+        assert!(decide_as(&policy, "edge-1:22", &StreamKind::Tcp).is_ok());
+        assert_eq!(decide(&policy, "edge-1:22"), Err(RejectCode::Policy));
+        let upgrade = StreamKind::Upgrade("websocket".into());
         assert_eq!(
             decide_as(&policy, "edge-1:80", &upgrade),
-            Err(Refusal::Policy)
+            Err(RejectCode::Policy)
         );
         assert!(decide(&policy, "edge-1:80").is_ok());
     }

@@ -5,36 +5,40 @@
 //! A reset on either side becomes a reset on the other.
 
 use super::{
-    Answer, Failed, Then, Way,
-    app::{App, Connection, Replayed},
+    Proxy, RequestError, ResponseTail, UpstreamResponse,
+    dial::{self, Connected},
     relayed,
-    target::{self, Connected},
+    upstream::{Rewind, Upstream, UpstreamIo},
 };
-use crate::metrics::Ending;
+use crate::metrics::StreamOutcome;
 use bytes::Bytes;
-use causeway_tunnel::{Receive, Send, copy};
+use causeway_tunnel::{StreamReceiver, StreamSender, copy};
 use http::Response;
 use std::sync::Arc;
 
 /// Dials the app.
 pub(super) async fn ask(
-    way: &Way,
-    app: &App,
-    body: Receive,
+    way: &Proxy,
+    app: &Upstream,
+    body: StreamReceiver,
     connected: &Connected,
-) -> Result<Answer, Failed> {
-    let deadline = target::deadline(way.timeouts.dial);
+) -> Result<UpstreamResponse, RequestError> {
+    let deadline = dial::deadline(way.timeouts.dial);
     let (tcp, address) = app.dial(way, deadline).await?;
     connected.set(address);
-    let socket = Replayed::new(Bytes::new(), Connection::Plain(tcp));
-    Ok(Answer {
+    let socket = Rewind::new(Bytes::new(), UpstreamIo::Plain(tcp));
+    Ok(UpstreamResponse {
         head: Response::new(()),
-        then: Then::Bytes(Box::new(socket), body),
+        then: ResponseTail::Bytes(Box::new(socket), body),
     })
 }
 
 /// Passes bytes until both directions have ended. Serves upgrades too.
-pub(super) async fn pass(socket: Replayed, send: Send, receive: Receive) -> Ending {
-    let passed = Arc::new(copy::Passed::default());
+pub(super) async fn pass(
+    socket: Rewind,
+    send: StreamSender,
+    receive: StreamReceiver,
+) -> StreamOutcome {
+    let passed = Arc::new(copy::ByteCounters::default());
     relayed(&copy::relay(socket, send, receive, passed, false).await)
 }

@@ -6,13 +6,13 @@ mod shared;
 use super::*;
 use crate::config::Config;
 use bytes::Bytes;
-use causeway_certs::{Ca, FrontName, Trust, TrustDomain, verify::front_server};
+use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::front_server};
+use causeway_rt::socket::{IoActivity, ResetOnClose};
 use causeway_tunnel::{
     StreamError, Tunnel,
-    client::{self, Ask},
-    hello::Listed,
-    server::{self, Incoming},
-    socket::{Abort, Traffic},
+    control_stream::AnnouncedPorts,
+    edge_side::{self, IncomingStream},
+    gateway_side::{self, OpenKind},
     wire,
 };
 use futures_util::FutureExt;
@@ -32,39 +32,39 @@ const SOON: Duration = Duration::from_mins(2);
 /// A gateway's end of a tunnel, and an edge that serves the other.
 struct World {
     tunnel: Tunnel,
-    way: Arc<Way>,
+    way: Arc<Proxy>,
     /// Serves the streams that begin from now on, and judges those that are open.
-    newest: Arc<Mutex<Arc<Way>>>,
-    _tasks: Tasks,
+    newest: Arc<Mutex<Arc<Proxy>>>,
+    _tasks: TaskGroup,
 }
 
 impl World {
     async fn start(config: Value) -> Self {
-        Self::listing(config, &Listed::default()).await
+        Self::listing(config, &AnnouncedPorts::default()).await
     }
 
     /// An edge whose gateway lists these ports.
-    async fn listing(config: Value, listed: &Listed) -> Self {
-        let tasks = Tasks::default();
+    async fn listing(config: Value, listed: &AnnouncedPorts) -> Self {
+        let tasks = TaskGroup::default();
         let way = way(config, listed);
         let newest = Arc::new(Mutex::new(way.clone()));
         let (near, far) = tokio::io::duplex(1 << 20);
-        let settings = server::Settings::default();
-        let server = server::accept(far, Arc::new(Traffic::default()), settings);
-        let connected = client::connect(
+        let settings = edge_side::EdgeSideConfig::default();
+        let server = edge_side::accept(far, Arc::new(IoActivity::default()), settings);
+        let connected = gateway_side::connect(
             near,
-            Arc::new(Traffic::default()),
-            client::Settings::default(),
+            Arc::new(IoActivity::default()),
+            gateway_side::GatewaySideConfig::default(),
         );
         let (server, connected) = tokio::join!(server, connected);
         let (mut server, (tunnel, driver)) = (server.unwrap(), connected.unwrap());
         tasks.spawn(tracing::info_span!("gateway"), async move {
             drop(driver.run().await);
         });
-        let streams = Tasks::default();
+        let streams = TaskGroup::default();
         let ways = newest.clone();
         tasks.spawn(tracing::info_span!("edge"), async move {
-            while let Ok(Incoming::Stream(asked)) = server.next().await {
+            while let Ok(IncomingStream::Stream(asked)) = server.next().await {
                 let ways = ways.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
                     let newest = || ways.lock().unwrap().clone();
@@ -81,7 +81,7 @@ impl World {
             newest,
             _tasks: tasks,
         };
-        let _ = world.ask(get("/"), Ask::Request, "edge-1:1").await;
+        let _ = world.ask(get("/"), OpenKind::Request, "edge-1:1").await;
         world
     }
 
@@ -100,12 +100,18 @@ impl World {
 
     /// Puts another configuration into force.
     fn reload(&self, config: Value) {
-        let next = way(config, &Listed::default());
+        let next = way(config, &AnnouncedPorts::default());
         let last = std::mem::replace(&mut *self.newest.lock().unwrap(), next);
         last.replaced().cancel();
     }
 
-    async fn open(&self, head: Request<()>, ask: Ask, target: &str, end: bool) -> client::Opened {
+    async fn open(
+        &self,
+        head: Request<()>,
+        ask: OpenKind,
+        target: &str,
+        end: bool,
+    ) -> gateway_side::OpenStream {
         self.tunnel
             .open(head, &ask, &target.parse().unwrap(), end)
             .await
@@ -115,28 +121,28 @@ impl World {
     async fn ask(
         &self,
         head: Request<()>,
-        ask: Ask,
+        ask: OpenKind,
         target: &str,
-    ) -> Result<Response<Receive>, StreamError> {
+    ) -> Result<Response<StreamReceiver>, StreamError> {
         let opened = self.open(head, ask, target, true).await;
         timeout(SOON, opened.answer).await.unwrap()
     }
 
-    async fn get(&self, path: &str) -> Response<Receive> {
-        self.ask(get(path), Ask::Request, "edge-1:80")
+    async fn get(&self, path: &str) -> Response<StreamReceiver> {
+        self.ask(get(path), OpenKind::Request, "edge-1:80")
             .await
             .unwrap()
     }
 }
 
 /// A way by this configuration.
-fn way(config: Value, listed: &Listed) -> Arc<Way> {
+fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     let mut config: Config = serde_json::from_value(config).unwrap();
     config.timeouts.upgrade = Duration::from_millis(300);
     let policy = Policy::new("edge-1", &config).unwrap();
-    let policy = policy.listing(listed, &Own::default());
+    let policy = policy.listing(listed, &LocalNode::default());
     let bounds = (config.timeouts, config.limits.headers);
-    Arc::new(Way::new(policy, bounds, Arc::default(), Arc::default()))
+    Arc::new(Proxy::new(policy, bounds, Arc::default(), Arc::default()))
 }
 
 fn get(path: &str) -> Request<()> {
@@ -144,7 +150,7 @@ fn get(path: &str) -> Request<()> {
     Request::get(uri).body(()).unwrap()
 }
 
-fn failure(answer: &Response<Receive>) -> (&str, &str) {
+fn failure(answer: &Response<StreamReceiver>) -> (&str, &str) {
     let field = |name| {
         answer
             .headers()
@@ -154,7 +160,7 @@ fn failure(answer: &Response<Receive>) -> (&str, &str) {
     (field(wire::FAILURE), field(wire::DETAIL))
 }
 
-async fn text(mut body: Receive) -> Result<String, StreamError> {
+async fn text(mut body: StreamReceiver) -> Result<String, StreamError> {
     let mut text = Vec::new();
     while let Some(chunk) = timeout(SOON, body.data()).await.unwrap() {
         text.extend_from_slice(&chunk?);
@@ -193,7 +199,7 @@ async fn a_head_reaches_the_app_as_the_caller_sent_it() {
         head.headers_mut()
             .append(name, HeaderValue::from_static(value));
     }
-    let asking = world.ask(head, Ask::Request, "edge-1:80");
+    let asking = world.ask(head, OpenKind::Request, "edge-1:80");
     let serving = async {
         let mut app = accept(&app).await;
         let head = read_to(&mut app, "\r\n\r\n").await;
@@ -287,7 +293,7 @@ async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
             first.write_all(OK).await.unwrap();
             read_to(&mut first, "\r\n\r\n").await;
             if says.is_empty() {
-                causeway_tunnel::socket::Abort::abort(&first);
+                causeway_rt::socket::ResetOnClose::abort(&first);
             }
             first.write_all(says).await.unwrap();
         };
@@ -311,7 +317,9 @@ async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
 #[tokio::test]
 async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes_at_once() {
     let (world, app) = World::with_app().await;
-    let mut opened = world.open(get("/"), Ask::Request, "edge-1:80", false).await;
+    let mut opened = world
+        .open(get("/"), OpenKind::Request, "edge-1:80", false)
+        .await;
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
     assert!(
@@ -335,7 +343,9 @@ async fn an_upload_that_the_app_reads_on_after_its_answer_is_cut_by_silence_alon
     let config =
         json!({ "ports": { "80": { "target": target } }, "timeouts": { "app_idle": "2s" } });
     let world = World::start(config).await;
-    let mut opened = world.open(get("/"), Ask::Request, "edge-1:80", false).await;
+    let mut opened = world
+        .open(get("/"), OpenKind::Request, "edge-1:80", false)
+        .await;
     let mut app = accept(&app).await;
     read_to(&mut app, "\r\n\r\n").await;
     app.write_all(OK).await.unwrap();
@@ -360,7 +370,9 @@ async fn interim_answers_pass_and_a_body_may_wait_for_them() {
         .insert("expect", HeaderValue::from_static("100-continue"));
     head.headers_mut()
         .insert("content-length", HeaderValue::from_static("4"));
-    let mut opened = world.open(head, Ask::Request, "edge-1:80", false).await;
+    let mut opened = world
+        .open(head, OpenKind::Request, "edge-1:80", false)
+        .await;
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
     assert!(
@@ -406,7 +418,7 @@ async fn a_head_request_has_the_length_and_no_body() {
             .unwrap();
         app
     };
-    let (answer, _app) = tokio::join!(world.ask(head, Ask::Request, "edge-1:80"), serving);
+    let (answer, _app) = tokio::join!(world.ask(head, OpenKind::Request, "edge-1:80"), serving);
     let answer = answer.unwrap();
     assert_eq!(answer.headers()["content-length"], "1000");
     assert_eq!(text(answer.into_body()).await.unwrap(), "");
@@ -421,13 +433,17 @@ async fn assert_reset(mut app: TcpStream) {
 #[tokio::test]
 async fn a_caller_that_goes_away_ends_the_apps_request_at_once() {
     let (world, app) = World::with_app().await;
-    let opened = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    let opened = world
+        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .await;
     let mut waiting = accept(&app).await;
     read_to(&mut waiting, "\r\n\r\n").await;
     drop(opened);
     assert_reset(waiting).await;
 
-    let opened = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    let opened = world
+        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .await;
     let mut streaming = accept(&app).await;
     read_to(&mut streaming, "\r\n\r\n").await;
     streaming
@@ -531,12 +547,19 @@ async fn a_refused_port_says_which_target_whatever_the_stream_is_for() {
         .local_addr()
         .unwrap();
     let world = World::start(json!({ "ports": { "80": { "target": free.to_string() } } })).await;
-    for ask in [Ask::Request, Ask::Tcp, Ask::Upgrade("websocket".into())] {
+    for ask in [
+        OpenKind::Request,
+        OpenKind::Tcp,
+        OpenKind::Upgrade("websocket".into()),
+    ] {
         let answer = world.ask(get("/"), ask, "edge-1:80").await.unwrap();
         let detail = format!("edge-1 could not dial {free}: connection refused");
         assert_eq!(failure(&answer), ("target-refused", detail.as_str()));
     }
-    let answer = world.ask(get("/"), Ask::Tcp, "edge-1:22").await.unwrap();
+    let answer = world
+        .ask(get("/"), OpenKind::Tcp, "edge-1:22")
+        .await
+        .unwrap();
     assert_eq!(
         failure(&answer),
         ("policy", "edge-1 does not serve port 22")
@@ -555,7 +578,12 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
         );
     }
     let mut opened = world
-        .open(head, Ask::Upgrade("SPDY/3.1".into()), "edge-1:80", false)
+        .open(
+            head,
+            OpenKind::Upgrade("SPDY/3.1".into()),
+            "edge-1:80",
+            false,
+        )
         .await;
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
@@ -606,7 +634,10 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     *head.method_mut() = http::Method::POST;
     head.headers_mut()
         .insert(wire::CONTENT, HeaderValue::from_static("3"));
-    let (ask, target) = (Ask::Upgrade("tcp".into()), "edge-1:80".parse().unwrap());
+    let (ask, target) = (
+        OpenKind::Upgrade("tcp".into()),
+        "edge-1:80".parse().unwrap(),
+    );
     let refused = world.tunnel.open(head.clone(), &ask, &target, false).await;
     let refused = refused.unwrap_err().to_string();
     assert!(
@@ -615,7 +646,7 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     );
     world.tunnel.allow_upgrade_bodies(true);
     let mut opened = world
-        .open(head, Ask::Upgrade("tcp".into()), "edge-1:80", false)
+        .open(head, OpenKind::Upgrade("tcp".into()), "edge-1:80", false)
         .await;
     // In one frame with the first bytes of the session.
     let bytes = Bytes::from_static(b"xyzping");
@@ -667,7 +698,7 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
     let asking = world
         .open(
             get("/"),
-            Ask::Upgrade("websocket".into()),
+            OpenKind::Upgrade("websocket".into()),
             "edge-1:80",
             false,
         )
@@ -689,7 +720,7 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
 #[tokio::test]
 async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
     let (world, app) = World::with_app().await;
-    let websocket = Ask::Upgrade("websocket".into());
+    let websocket = OpenKind::Upgrade("websocket".into());
     let asking = world.open(get("/"), websocket, "edge-1:80", false).await;
     let mut app = accept(&app).await;
     read_to(&mut app, "\r\n\r\n").await;
@@ -710,7 +741,7 @@ async fn an_upgrade_that_nobody_answers_times_out() {
     let asking = world
         .open(
             get("/"),
-            Ask::Upgrade("websocket".into()),
+            OpenKind::Upgrade("websocket".into()),
             "edge-1:80",
             false,
         )
@@ -722,18 +753,18 @@ async fn an_upgrade_that_nobody_answers_times_out() {
 
 #[tokio::test]
 async fn a_reset_of_a_session_reaches_the_other_side_as_a_reset() {
-    for ask in [Ask::Tcp, Ask::Upgrade("x".into())] {
+    for ask in [OpenKind::Tcp, OpenKind::Upgrade("x".into())] {
         for by_app in [true, false] {
             let (world, app) = World::with_app().await;
             let opened = world.open(get("/"), ask.clone(), "edge-1:80", false).await;
             let mut app = accept(&app).await;
-            if matches!(ask, Ask::Upgrade(_)) {
+            if matches!(ask, OpenKind::Upgrade(_)) {
                 read_to(&mut app, "\r\n\r\n").await;
                 app.write_all(b"HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
                     .await
                     .unwrap();
             }
-            let client::Opened { mut send, answer } = opened;
+            let gateway_side::OpenStream { mut send, answer } = opened;
             let mut body = timeout(SOON, answer).await.unwrap().unwrap().into_body();
             if by_app {
                 app.abort();
@@ -760,10 +791,10 @@ async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certifica
     let ca = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let other = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let hour = Duration::from_hours(1);
-    let names = [FrontName::parse("localhost").unwrap()];
+    let names = [ListenerName::parse("localhost").unwrap()];
     let leaf = ca.mint_front(&names, hour).unwrap();
     let caller = ca.issue_caller("edge", &[], hour).unwrap();
-    let (trust, alpn): (_, [&[u8]; 2]) = (Trust::of(&ca).unwrap(), [b"h2", b"http/1.1"]);
+    let (trust, alpn): (_, [&[u8]; 2]) = (TrustStore::of(&ca).unwrap(), [b"h2", b"http/1.1"]);
     let server = front_server(leaf.resolver(), &trust, true, &alpn).unwrap();
     let files = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
@@ -815,7 +846,7 @@ async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certifica
 
 /// Serves gRPC-like calls: each chunk comes back, then trailers.
 async fn serve_http2(app: TcpListener) {
-    let streams = Tasks::default();
+    let streams = TaskGroup::default();
     while let Ok((tcp, _)) = app.accept().await {
         let service =
             hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
@@ -846,7 +877,7 @@ async fn serve_http2(app: TcpListener) {
 async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
     for (scheme, kind) in [("http", "application/grpc+proto"), ("h2c", "text/plain")] {
         let (world, app) = World::with_app_as(scheme).await;
-        let tasks = Tasks::default();
+        let tasks = TaskGroup::default();
         tasks.spawn(tracing::info_span!("app"), serve_http2(app));
         for _ in 0..2 {
             let mut head = get("/service/call");
@@ -855,7 +886,9 @@ async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
                 .insert("te", HeaderValue::from_static("trailers"));
             head.headers_mut()
                 .insert("content-type", HeaderValue::from_static(kind));
-            let mut opened = world.open(head, Ask::Request, "edge-1:80", false).await;
+            let mut opened = world
+                .open(head, OpenKind::Request, "edge-1:80", false)
+                .await;
             let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
             assert_eq!(failure(&answer), ("", ""));
             let mut body = answer.into_body();
@@ -894,7 +927,7 @@ async fn serve_small_chunks(app: TcpListener) {
 #[tokio::test]
 async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
     let (world, app) = World::with_app_as("h2c").await;
-    let tasks = Tasks::default();
+    let tasks = TaskGroup::default();
     tasks.spawn(tracing::info_span!("app"), serve_small_chunks(app));
     let mut body = world.get("/").await.into_body();
     let mut received = 0;
@@ -913,12 +946,12 @@ async fn a_stream_is_judged_by_the_address_that_it_is_connected_to_and_not_by_ot
     let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";
     let switches = "HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";
     for (scheme, ask, says) in [
-        ("http", Ask::Request, begins),
-        ("http", Ask::Upgrade("x".into()), switches),
-        ("tcp", Ask::Tcp, ""),
+        ("http", OpenKind::Request, begins),
+        ("http", OpenKind::Upgrade("x".into()), switches),
+        ("tcp", OpenKind::Tcp, ""),
     ] {
         let listed = |is: &str| if scheme == is { vec![port] } else { Vec::new() };
-        let listed = Listed {
+        let listed = AnnouncedPorts {
             http: listed("http"),
             tcp: listed("tcp"),
         };

@@ -6,15 +6,16 @@
 //! has `timeouts.upgrade` for its answer; the session has no bound.
 
 use super::{
-    Answer, Failed, Then, Way,
-    app::{App, Offer, Replayed},
-    body::{Behind, Body, Outgoing},
-    broken, forward,
-    interim::Interim,
-    kept::Line,
-    target::{self, Connected},
+    Proxy, RequestError, ResponseTail, UpstreamResponse,
+    body::{Behind, RequestBody, ResponseBody},
+    broken,
+    dial::{self, Connected},
+    forward,
+    http1_pool::PooledConnection,
+    informational::InformationalQueue,
+    upstream::{Alpn, Rewind, Upstream},
 };
-use causeway_tunnel::{Receive, request_target::TargetRest, wire};
+use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
 use http::{
     HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
@@ -27,29 +28,29 @@ use tokio::{io::AsyncWriteExt, sync::oneshot, time::timeout};
 /// Source of a session's bytes.
 enum Session {
     /// The stream: the request has no body.
-    Whole(Receive),
+    Whole(StreamReceiver),
     /// The stream, once the request's body was read from it.
     Behind(oneshot::Receiver<Behind>),
 }
 
 /// Asks the app to switch protocols.
 pub(super) async fn ask(
-    way: &Way,
-    app: &App,
+    way: &Proxy,
+    app: &Upstream,
     token: &str,
-    (head, body): (Request<()>, Receive),
-    (interim, connected): (&Interim, &Connected),
-) -> Result<Answer, Failed> {
+    (head, body): (Request<()>, StreamReceiver),
+    (interim, connected): (&InformationalQueue, &Connected),
+) -> Result<UpstreamResponse, RequestError> {
     let (mut request, session) = prepare(head, app, token, body)
         .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
     interim.listen(&mut request);
-    let deadline = target::deadline(way.timeouts.dial);
-    let connection = app.connect(way, Offer::Http1, deadline).await?;
+    let deadline = dial::deadline(way.timeouts.dial);
+    let connection = app.connect(way, Alpn::Http1, deadline).await?;
     connected.set(connection.1);
-    let rest = request.extensions_mut().remove::<TargetRest>();
-    let mut line = Line::begin(connection, rest, way.most_fields)
+    let rest = request.extensions_mut().remove::<TargetOverflow>();
+    let mut line = PooledConnection::begin(connection, rest, way.most_fields)
         .await
-        .map_err(|error| forward::failed(app, &error))?;
+        .map_err(|error| forward::map_error(app, &error))?;
     let progress = request.body().taken();
     let answer = {
         let mut asked = pin!(line.ask(request));
@@ -57,12 +58,12 @@ pub(super) async fn ask(
             let before = progress.count();
             match timeout(way.timeouts.upgrade, &mut asked).await {
                 Ok(Ok(answer)) => break answer,
-                Ok(Err(error)) => return Err(forward::failed(app, error.error())),
+                Ok(Err(error)) => return Err(forward::map_error(app, error.error())),
                 Err(_) if progress.count() != before => {}
                 Err(_) => {
                     let bound = way.timeouts.upgrade;
                     let what = format!("did not answer the upgrade within {bound:?}");
-                    return Err(target::slow(app, &what).into());
+                    return Err(dial::slow(app, &what).into());
                 }
             }
         }
@@ -71,24 +72,24 @@ pub(super) async fn ask(
         return switched(app, line, answer, session).await;
     }
     let (head, incoming) = forward::ended_head(app, answer)?;
-    Ok(Answer {
+    Ok(UpstreamResponse {
         head,
-        then: Then::Body(Box::new(Body::http1(app, Box::new(line), incoming))),
+        then: ResponseTail::Body(Box::new(ResponseBody::http1(app, Box::new(line), incoming))),
     })
 }
 
 fn prepare(
     head: Request<()>,
-    app: &App,
+    app: &Upstream,
     token: &str,
-    stream: Receive,
-) -> Option<(Request<Outgoing>, Session)> {
+    stream: StreamReceiver,
+) -> Option<(Request<RequestBody>, Session)> {
     let length = head.headers().get(CONTENT_LENGTH);
     let length = length.map_or(Some(0), |length| length.to_str().ok()?.parse().ok())?;
     let (content, session) = if length == 0 {
-        (Outgoing::default(), Session::Whole(stream))
+        (RequestBody::default(), Session::Whole(stream))
     } else {
-        let (content, behind) = Outgoing::content(stream, length);
+        let (content, behind) = RequestBody::content(stream, length);
         (content, Session::Behind(behind))
     };
     let mut request = head.map(|()| content);
@@ -112,18 +113,18 @@ fn prepare(
 }
 
 async fn switched(
-    app: &App,
-    line: Line,
+    app: &Upstream,
+    line: PooledConnection,
     answer: Response<Incoming>,
     session: Session,
-) -> Result<Answer, Failed> {
+) -> Result<UpstreamResponse, RequestError> {
     let token = answer.headers().get(UPGRADE).cloned();
     let token = token.ok_or_else(|| broken(app, "switched protocols without saying to which"))?;
     let (mut head, _) = forward::ended_head(app, answer)?;
     *head.status_mut() = StatusCode::OK;
     head.headers_mut().insert(wire::SWITCHED, token);
     let bytes = line.into_bytes().await;
-    let bytes = bytes.map_err(|error| forward::failed(app, &error))?;
+    let bytes = bytes.map_err(|error| forward::map_error(app, &error))?;
     let (early, mut connection) =
         bytes.ok_or_else(|| broken(app, "closed the connection behind its 101"))?;
     let stream = match session {
@@ -137,8 +138,8 @@ async fn switched(
             stream
         }
     };
-    Ok(Answer {
+    Ok(UpstreamResponse {
         head,
-        then: Then::Bytes(Box::new(Replayed::new(early, connection)), stream),
+        then: ResponseTail::Bytes(Box::new(Rewind::new(early, connection)), stream),
     })
 }

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use causeway_certs::NodeName;
-use causeway_config::{Faults, HumanAddress, HumanDuration, Listen};
+use causeway_config::{ConfigErrors, DurationStr, ListenAddr, SocketAddrStr};
 use serde::{Deserialize, Serialize};
 
 use super::Config;
@@ -22,14 +22,14 @@ const MAX_TTL: Duration = Duration::from_hours(24);
 #[serde(default, deny_unknown_fields)]
 pub struct Dns {
     /// Address of the DNS server, for UDP and TCP.
-    #[serde(with = "HumanAddress")]
+    #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
     /// Zones in which nodes have names, `NODE.ZONE`; `.` is for bare names, and for forwarders that ask somebody else about what is no node.
     pub zones: Vec<String>,
     /// What the name of an edge's node means: the addresses at which callers reach this gateway's fronts. Without it where these listen, if that is no wildcard.
     pub addresses: Vec<IpAddr>,
     /// How long an answer may be kept, in whole seconds.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub ttl: Duration,
 }
 
@@ -46,7 +46,7 @@ impl Default for Dns {
 }
 
 impl Dns {
-    pub(super) fn validate(&self, fronts: &[IpAddr], faults: &mut Faults) {
+    pub(super) fn validate(&self, fronts: &[IpAddr], faults: &mut ConfigErrors) {
         if self.zones.is_empty() {
             let nothing =
                 "no name would be answered; give a zone, such as [nodes.example.internal]";
@@ -66,7 +66,7 @@ impl Dns {
 }
 
 /// Each zone is one, and none is there twice.
-pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut Faults) {
+pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors) {
     let mut earlier = Vec::new();
     for (index, zone) in zones.iter().enumerate() {
         let path = format!("{key}[{index}]");
@@ -89,7 +89,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut Faults) {
 }
 
 /// Each can be that of a front.
-pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut Faults) {
+pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut ConfigErrors) {
     for (index, address) in addresses.iter().enumerate() {
         if address.is_unspecified() || address.is_multicast() {
             let message = format!("{address} is no address that a caller can reach");
@@ -125,9 +125,9 @@ impl Config {
     /// Where the fronts listen, if all of them say it. Loopback counts only where there is nothing else: beside fronts for
     /// all callers there often are some for this machine.
     pub(super) fn front_addresses(&self) -> Vec<IpAddr> {
-        let address = |listen: &Listen| match listen {
-            Listen::Tcp(address) => Some(address.ip()),
-            Listen::Unix(_) => None,
+        let address = |listen: &ListenAddr| match listen {
+            ListenAddr::Tcp(address) => Some(address.ip()),
+            ListenAddr::Unix(_) => None,
         };
         let listens = self.fronts.iter();
         let all = canonical(listens.filter_map(|front| address(&front.listen)));

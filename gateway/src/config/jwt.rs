@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use causeway_config::HumanDuration;
+use causeway_config::DurationStr;
 use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -27,10 +27,10 @@ pub struct Jwt {
     #[serde(default)]
     pub jwks_ca: Option<PathBuf>,
     /// How often keys are fetched from the URL; a token with an unknown key id asks for them sooner.
-    #[serde(default = "refresh", with = "HumanDuration")]
+    #[serde(default = "refresh", with = "DurationStr")]
     pub jwks_refresh: Duration,
     /// How long keys count that cannot be fetched anew.
-    #[serde(default = "max_age", with = "HumanDuration")]
+    #[serde(default = "max_age", with = "DurationStr")]
     pub jwks_max_age: Duration,
     /// The claim that names the caller.
     #[serde(default = "sub")]
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn the_files_of_an_issuer_count_as_much_as_the_configuration() {
-        let mut front = crate::config::Front::https();
+        let mut front = crate::config::Listener::https();
         let keys = Jwks::File("/keys.json".into());
         let url = "https://id.example.com/keys".parse().unwrap();
         front.callers.jwt = vec![

@@ -5,25 +5,25 @@
 
 mod advertise;
 mod certificates;
-mod hosts;
-mod hubs;
+mod coredns_hosts;
 mod ports;
 mod state;
+mod yurthub;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use causeway_config::{Faults, HumanDuration, HumanNetworks};
+use causeway_config::{ConfigErrors, DurationStr, IpNetList};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::Config;
 
-pub use advertise::{Advertise, Found};
-pub use certificates::Certificates;
-pub use hosts::{Hosts, HostsFormat};
-pub use hubs::Hubs;
-pub use ports::{NodePorts, Ports};
+pub use advertise::{AdvertisedService, DiscoveredEndpoints};
+pub use certificates::CsrSigning;
+pub use coredns_hosts::{CoreDnsHosts, HostsFormat};
+pub use ports::{NodePorts, PortList};
+pub use yurthub::YurtHub;
 
 /// A cluster's API, from which the gateway learns the nodes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -38,38 +38,38 @@ pub struct Kubernetes {
     /// Keys of labels of Node objects that count in the policy, beside those of `node-restriction.kubernetes.io/`, which no kubelet can write. List those that you keep kubelets from writing. What a join token says of a label holds before.
     pub policy_labels: Vec<String>,
     /// Networks in which addresses of Node objects are believed, 16 of each at most; empty is all, which a front with `direct` does not permit. A kubelet can write any address into its own.
-    #[serde(with = "HumanNetworks")]
+    #[serde(with = "IpNetList")]
     pub address_networks: Vec<IpNet>,
     /// The cluster's pod networks, in which pods of edge nodes are reached by address; empty is none.
-    #[serde(with = "HumanNetworks")]
+    #[serde(with = "IpNetList")]
     pub pod_networks: Vec<IpNet>,
     /// How long counts what a `SubjectAccessReview` has allowed.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub review_allowed_for: Duration,
     /// How long counts what one has refused.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub review_refused_for: Duration,
     /// How long counts a token that a `TokenReview` knows: so long is one taken that was withdrawn.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub token_allowed_for: Duration,
     /// How long one counts for nothing that a `TokenReview` does not know.
-    #[serde(with = "HumanDuration")]
+    #[serde(with = "DurationStr")]
     pub token_refused_for: Duration,
     /// Keep a hosts file of all nodes in a `ConfigMap`, for `CoreDNS`' plugin `hosts`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hosts: Option<Hosts>,
+    pub hosts: Option<CoreDnsHosts>,
     /// Serve the node ports that a `ConfigMap` lists, as it lists them. Without this key: none but those of `fronts`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub ports: Option<Ports>,
+    pub ports: Option<PortList>,
     /// Tell edges where gateways are by what a Service says, beside `tunnel.advertise`, and have it in the gateway's certificates. Without this key: `tunnel.advertise` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub advertise: Option<Advertise>,
+    pub advertise: Option<AdvertisedService>,
     /// Sign what edges ask the cluster's `certificates.k8s.io` for, in place of join tokens. Without this key: nothing is.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub certificates: Option<Certificates>,
+    pub certificates: Option<CsrSigning>,
     /// Tell `YurtHub`s (`OpenYurt` v1.6.1 and later) to read at edges of their pool, where these have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hubs: Option<Hubs>,
+    pub hubs: Option<YurtHub>,
     /// Keep revocations of nodes and the keys of `apps.*.pin` in this Secret as well, `NAMESPACE/NAME`, which is to be there. All gateways that name it have the same, within some seconds, and a new pod has it from its start. Without this key: they are in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
@@ -121,7 +121,7 @@ impl Kubernetes {
 }
 
 impl Config {
-    pub(super) fn validate_cluster(&self, faults: &mut Faults) {
+    pub(super) fn validate_cluster(&self, faults: &mut ConfigErrors) {
         let Some(rules) = &self.kubernetes else {
             return;
         };

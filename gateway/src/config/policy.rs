@@ -11,7 +11,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use causeway_config::{Fault, Faults, Given, HumanNetworks, Validate};
+use causeway_config::{ConfigError, ConfigErrors, IpNetList, Specified, Validate};
 use ipnet::IpNet;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -36,16 +36,16 @@ pub struct Rule {
     #[serde(default)]
     pub name: Option<String>,
     /// Whom it is about; everybody whom a front lets in without this key.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub who: Given<Who>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub who: Specified<Subjects>,
     /// Which nodes it is about; all without this key.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub r#where: Given<Where>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub r#where: Specified<NodeSelector>,
     /// What it is about; everything without this key.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub what: Given<What>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub what: Specified<RequestMatch>,
     /// What follows: `allow` or `deny`.
-    pub then: Then,
+    pub then: Effect,
     /// The line that it begins in, from 1; 0 where there is no file.
     #[serde(skip)]
     pub line: usize,
@@ -54,61 +54,61 @@ pub struct Rule {
 /// Whom a rule is about: whoever is one of `users`, `groups` or `spiffe`, and comes from one of `networks`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Who {
+pub struct Subjects {
     /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub users: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub users: Specified<Vec<String>>,
     /// Groups of callers; whoever is known is in `system:authenticated`, others are in `system:unauthenticated`.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub groups: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub groups: Specified<Vec<String>>,
     /// URIs in callers' certificates: `spiffe://example.org/ns/monitoring/*`.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub spiffe: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub spiffe: Specified<Vec<String>>,
     /// Networks that callers come from.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub networks: Given<Networks>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub networks: Specified<SourceNetworks>,
 }
 
 /// The nodes that a rule is about: those that every given key holds for. With `direct` it is about no node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Where {
+pub struct NodeSelector {
     /// Names of nodes; `*` stands for any characters.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub nodes: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub nodes: Specified<Vec<String>>,
     /// Confirmed pools.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub pools: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub pools: Specified<Vec<String>>,
     /// Confirmed labels; a node has all of them.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub labels: Given<BTreeMap<String, String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub labels: Specified<BTreeMap<String, String>>,
     /// Networks of addresses at no edge that a front dials itself (its key `direct`), in place of nodes.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub direct: Given<Networks>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub direct: Specified<SourceNetworks>,
 }
 
 /// What a rule is about: what every given key holds for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct What {
+pub struct RequestMatch {
     /// Ports of the node: `10250`, or `"30000-32767"`.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub ports: Given<Vec<Ports>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub ports: Specified<Vec<PortRange>>,
     /// HTTP methods.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub methods: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub methods: Specified<Vec<String>>,
     /// Paths, each with all that is below it: `/metrics` is also `/metrics/cadvisor`.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub paths: Given<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub paths: Specified<Vec<String>>,
     /// Kinds of streams: `request`, `upgrade` or `connect`.
-    #[serde(default, skip_serializing_if = "Given::is_absent")]
-    pub streams: Given<Vec<Act>>,
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub streams: Specified<Vec<Action>>,
 }
 
 /// What a stream does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Act {
+pub enum Action {
     /// A plain request.
     Request,
     /// A request that switches protocols (kubectl exec, websocket).
@@ -117,7 +117,7 @@ pub enum Act {
     Connect,
 }
 
-impl Act {
+impl Action {
     /// The word of the policy file.
     pub fn word(self) -> &'static str {
         match self {
@@ -131,7 +131,7 @@ impl Act {
 /// What follows from a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Then {
+pub enum Effect {
     /// It may.
     Allow,
     /// It may not.
@@ -141,13 +141,13 @@ pub enum Then {
 /// Networks, as a list that also takes plain addresses.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(transparent)]
-pub struct Networks(#[serde(with = "HumanNetworks")] pub Vec<IpNet>);
+pub struct SourceNetworks(#[serde(with = "IpNetList")] pub Vec<IpNet>);
 
 /// A port, or ports from one to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ports(pub RangeInclusive<u16>);
+pub struct PortRange(pub RangeInclusive<u16>);
 
-impl FromStr for Ports {
+impl FromStr for PortRange {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -165,7 +165,7 @@ impl FromStr for Ports {
     }
 }
 
-impl fmt::Display for Ports {
+impl fmt::Display for PortRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (first, last) = (self.0.start(), self.0.end());
         if first == last {
@@ -176,13 +176,13 @@ impl fmt::Display for Ports {
     }
 }
 
-impl Serialize for Ports {
+impl Serialize for PortRange {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Ports {
+impl<'de> Deserialize<'de> for PortRange {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
@@ -198,7 +198,7 @@ impl<'de> Deserialize<'de> for Ports {
     }
 }
 
-impl schemars::JsonSchema for Ports {
+impl schemars::JsonSchema for PortRange {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Ports".into()
     }
@@ -221,8 +221,8 @@ impl Rule {
 }
 
 impl Validate for Policy {
-    fn validate(&self) -> Vec<Fault> {
-        let mut faults = Faults::default();
+    fn validate(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
         if self.rules.len() > MAX_RULES {
             let message = format!(
                 "there are {} rules, and {MAX_RULES} is the most",
@@ -233,7 +233,7 @@ impl Validate for Policy {
         let mut names = HashSet::new();
         for (index, rule) in self.rules.iter().enumerate() {
             let path = format!("rules[{index}]");
-            let mut check = Check {
+            let mut check = RuleValidator {
                 path: &path,
                 faults: &mut faults,
             };
@@ -249,12 +249,12 @@ impl Validate for Policy {
 }
 
 /// Collects the faults of one rule.
-struct Check<'a> {
+struct RuleValidator<'a> {
     path: &'a str,
-    faults: &'a mut Faults,
+    faults: &'a mut ConfigErrors,
 }
 
-impl Check<'_> {
+impl RuleValidator<'_> {
     fn add(&mut self, key: &str, message: impl Into<String>) {
         self.faults.add(format!("{}.{key}", self.path), message);
     }
@@ -270,7 +270,12 @@ impl Check<'_> {
     }
 
     /// Each of a list that was given, unless that is empty.
-    fn each<T>(&mut self, key: &str, list: &Given<Vec<T>>, fault: impl Fn(&T) -> Option<String>) {
+    fn each<T>(
+        &mut self,
+        key: &str,
+        list: &Specified<Vec<T>>,
+        fault: impl Fn(&T) -> Option<String>,
+    ) {
         let Some(list) = &list.0 else { return };
         if list.is_empty() {
             self.add(key, EMPTY);
@@ -282,9 +287,9 @@ impl Check<'_> {
         }
     }
 
-    fn who(&mut self, who: &Given<Who>) {
+    fn who(&mut self, who: &Specified<Subjects>) {
         let Some(who) = &who.0 else { return };
-        if *who == Who::default() {
+        if *who == Subjects::default() {
             self.add("who", "names nobody; give users, groups, spiffe or networks, or remove the key for everybody");
         }
         self.each("who.users", &who.users, |text| pattern(text));
@@ -305,9 +310,9 @@ impl Check<'_> {
         }
     }
 
-    fn nodes(&mut self, nodes: &Given<Where>) {
+    fn nodes(&mut self, nodes: &Specified<NodeSelector>) {
         let Some(nodes) = &nodes.0 else { return };
-        if *nodes == Where::default() {
+        if *nodes == NodeSelector::default() {
             self.add(
                 "where",
                 "names no node; give nodes, pools, labels or direct, or remove the key for all",
@@ -317,9 +322,9 @@ impl Check<'_> {
             if direct.0.is_empty() {
                 self.add("where.direct", EMPTY);
             }
-            let others = Where {
+            let others = NodeSelector {
                 direct: nodes.direct.clone(),
-                ..Where::default()
+                ..NodeSelector::default()
             };
             if *nodes != others {
                 self.add("where.direct", "is about addresses at no node, so nodes, pools and labels beside it match nothing; write two rules");
@@ -341,9 +346,9 @@ impl Check<'_> {
         }
     }
 
-    fn what(&mut self, what: &Given<What>) {
+    fn what(&mut self, what: &Specified<RequestMatch>) {
         let Some(what) = &what.0 else { return };
-        if *what == What::default() {
+        if *what == RequestMatch::default() {
             self.add("what", "says nothing; give ports, methods, paths or streams, or remove the key for everything");
         }
         self.each("what.ports", &what.ports, |_| None);

@@ -3,8 +3,8 @@
 //! Owns the section `redirect` and what can be wrong with it. Never knows an address of a node: these come from the
 //! table of nodes. Nothing is redirected but what is named here.
 
-use super::{Front, Kind};
-use causeway_config::{Faults, Listen};
+use super::{Listener, ListenerProtocol};
+use causeway_config::{ConfigErrors, ListenAddr};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -40,7 +40,7 @@ impl Default for Redirect {
 
 impl Redirect {
     /// Each node port that is redirected, and the front that it leads to. Faulty entries are left out.
-    pub(crate) fn by_port<'a>(&'a self, fronts: &'a [Front]) -> BTreeMap<u16, &'a Front> {
+    pub(crate) fn by_port<'a>(&'a self, fronts: &'a [Listener]) -> BTreeMap<u16, &'a Listener> {
         let named = |name: &str| fronts.iter().find(|front| front.name == name);
         let own = self.fronts.iter().filter_map(|name| {
             let front = named(name)?;
@@ -52,13 +52,13 @@ impl Redirect {
     }
 
     /// The front to which pods lead.
-    pub(crate) fn of_pods<'a>(&self, fronts: &'a [Front]) -> Option<&'a Front> {
+    pub(crate) fn of_pods<'a>(&self, fronts: &'a [Listener]) -> Option<&'a Listener> {
         let name = self.pods.as_ref()?;
         fronts.iter().find(|front| front.name == *name)
     }
 
     /// `networks`: those in which pods are believed.
-    pub(super) fn check(&self, fronts: &[Front], networks: &[IpNet], faults: &mut Faults) {
+    pub(super) fn check(&self, fronts: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
         if self.fronts.is_empty() && self.ports.is_empty() && self.pods.is_none() {
             faults.add(
                 "redirect",
@@ -98,13 +98,13 @@ impl Redirect {
         check_table("redirect.table", &self.table, faults);
     }
 
-    fn check_pods(&self, fronts: &[Front], networks: &[IpNet], faults: &mut Faults) {
+    fn check_pods(&self, fronts: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
         let Some(name) = &self.pods else {
             return;
         };
         let path = "redirect.pods";
         if let Some(front) = known(path, name, fronts, faults)
-            && front.kind != Kind::Tcp
+            && front.kind != ListenerProtocol::Tcp
         {
             let message = format!(
                 "front \"{name}\" is of kind {}, and pods speak what they will; name a tcp front",
@@ -120,7 +120,7 @@ impl Redirect {
 }
 
 /// Whether this can be the name of a table.
-fn check_table(path: &str, table: &str, faults: &mut Faults) {
+fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     let mut letters = table.chars();
     let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
     let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -139,9 +139,9 @@ const MAX_TABLE: usize = 64;
 fn known<'a>(
     path: &str,
     name: &str,
-    fronts: &'a [Front],
-    faults: &mut Faults,
-) -> Option<&'a Front> {
+    fronts: &'a [Listener],
+    faults: &mut ConfigErrors,
+) -> Option<&'a Listener> {
     let Some(front) = fronts.iter().find(|front| front.name == name) else {
         faults.add(path, format!("there is no front \"{name}\""));
         return None;
@@ -152,7 +152,7 @@ fn known<'a>(
         );
         faults.add(path, message);
     }
-    if !matches!(front.listen, Listen::Tcp(address) if reached(address)) {
+    if !matches!(front.listen, ListenAddr::Tcp(address) if reached(address)) {
         let message = format!(
             "front \"{name}\" is on {}, where nothing is led to; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
             front.listen

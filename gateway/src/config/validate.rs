@@ -7,14 +7,14 @@
 use std::collections::HashSet;
 
 use causeway_certs::NodeName;
-use causeway_config::{Fault, Faults, Listen, Listeners, Validate, host_port};
-use causeway_tunnel::{request_target::MAX_REST, wire};
+use causeway_config::{ConfigError, ConfigErrors, ListenAddr, ListenAddrs, Validate, host_port};
+use causeway_tunnel::{request_target::MAX_OVERFLOW_BYTES, wire};
 
-use super::{Config, ForwardingHeader, Front, Kind};
+use super::{Config, ForwardingHeader, Listener, ListenerProtocol};
 
 impl Validate for Config {
-    fn validate(&self) -> Vec<Fault> {
-        let mut faults = Faults::default();
+    fn validate(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
         self.numbers(&mut faults);
         self.addresses(&mut faults);
         self.validate_identity(&mut faults);
@@ -39,7 +39,7 @@ impl Validate for Config {
                 );
                 faults.add(format!("{path}.name"), message);
             }
-            FrontCheck {
+            ListenerValidator {
                 front,
                 path,
                 faults: &mut faults,
@@ -58,8 +58,8 @@ impl Validate for Config {
         faults.into_vec()
     }
 
-    fn validate_files(&self) -> Vec<Fault> {
-        let mut faults = Faults::default();
+    fn validate_files(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
         if let Some(file) = &self.policy.0 {
             faults.file("policy", file);
         }
@@ -96,7 +96,7 @@ impl Validate for Config {
 }
 
 impl Config {
-    fn numbers(&self, faults: &mut Faults) {
+    fn numbers(&self, faults: &mut ConfigErrors) {
         let tunnel = &self.tunnel;
         faults.not_zero(
             "tunnel",
@@ -145,7 +145,7 @@ impl Config {
         self.validate_limits(faults);
     }
 
-    fn validate_limits(&self, faults: &mut Faults) {
+    fn validate_limits(&self, faults: &mut ConfigErrors) {
         let limits = &self.limits;
         faults.at_least_one(
             "limits",
@@ -166,15 +166,15 @@ impl Config {
             ("uri_bytes", limits.uri_bytes),
             ("kubernetes_uri_bytes", limits.kubernetes_uri_bytes),
         ] {
-            if bytes > MAX_REST {
-                let message = format!("a target has {MAX_REST} bytes at most");
+            if bytes > MAX_OVERFLOW_BYTES {
+                let message = format!("a target has {MAX_OVERFLOW_BYTES} bytes at most");
                 faults.add(format!("limits.{key}"), message);
             }
         }
     }
 
-    fn addresses(&self, faults: &mut Faults) {
-        let mut listeners = Listeners::default();
+    fn addresses(&self, faults: &mut ConfigErrors) {
+        let mut listeners = ListenAddrs::default();
         listeners.add("tunnel.listen", "tunnel.listen", self.tunnel.listen, faults);
         listeners.add("admin.listen", "admin.listen", self.admin.listen, faults);
         if let Some(listen) = &self.admin.metrics_listen {
@@ -213,13 +213,13 @@ const NOT_READ: &str =
     "what passes through this front is not looked into, so nothing can be added; remove this key";
 
 /// The checks of one front.
-struct FrontCheck<'a> {
-    front: &'a Front,
+struct ListenerValidator<'a> {
+    front: &'a Listener,
     path: String,
-    faults: &'a mut Faults,
+    faults: &'a mut ConfigErrors,
 }
 
-impl FrontCheck<'_> {
+impl ListenerValidator<'_> {
     fn run(mut self) {
         self.target();
         self.proxied();
@@ -253,7 +253,7 @@ impl FrontCheck<'_> {
         if front.port == Some(0) {
             self.add("port", "0 is no node port; ports run from 1 to 65535");
         }
-        if front.kind == Kind::Tcp && !front.original_destination {
+        if front.kind == ListenerProtocol::Tcp && !front.original_destination {
             for (key, absent) in [
                 ("node", front.node.is_none()),
                 ("port", front.port.is_none()),
@@ -265,13 +265,13 @@ impl FrontCheck<'_> {
                 }
             }
         }
-        if front.kind != Kind::Connect && !front.direct.is_empty() {
+        if front.kind != ListenerProtocol::Connect && !front.direct.is_empty() {
             self.add(
                 "direct",
                 "only a connect front dials itself; remove this key",
             );
         }
-        if front.original_destination && matches!(front.listen, Listen::Unix(_)) {
+        if front.original_destination && matches!(front.listen, ListenAddr::Unix(_)) {
             self.add(
                 "original_destination",
                 "a unix socket has none; remove this key or listen on IP:PORT",
@@ -283,7 +283,7 @@ impl FrontCheck<'_> {
         if self.front.proxy_protocol.is_empty() {
             return;
         }
-        if matches!(self.front.listen, Listen::Unix(_)) {
+        if matches!(self.front.listen, ListenAddr::Unix(_)) {
             self.add(
                 "proxy_protocol",
                 "callers of a unix socket have no address; remove this key",
@@ -293,14 +293,17 @@ impl FrontCheck<'_> {
 
     fn forwarding_headers(&mut self) {
         let front = self.front;
-        if matches!(front.kind, Kind::Tcp | Kind::Connect) {
+        if matches!(
+            front.kind,
+            ListenerProtocol::Tcp | ListenerProtocol::Connect
+        ) {
             if front.forwarding_headers != ForwardingHeader::all() {
                 self.add("forwarding_headers", NOT_READ);
             }
             if !front.trusted_proxies.is_empty() {
                 self.add("trusted_proxies", NOT_READ);
             }
-        } else if matches!(front.listen, Listen::Unix(_)) && !front.trusted_proxies.is_empty() {
+        } else if matches!(front.listen, ListenAddr::Unix(_)) && !front.trusted_proxies.is_empty() {
             self.add(
                 "trusted_proxies",
                 "clients of a unix socket have no address; remove this key",
@@ -335,9 +338,11 @@ impl FrontCheck<'_> {
 
     fn place(&self) -> String {
         match self.front.listen {
-            Listen::Unix(_) => "a unix socket".into(),
-            Listen::Tcp(_) if self.front.kind == Kind::Tcp => "an anonymous tcp front".into(),
-            Listen::Tcp(_) => format!("kind {}", self.front.kind.as_str()),
+            ListenAddr::Unix(_) => "a unix socket".into(),
+            ListenAddr::Tcp(_) if self.front.kind == ListenerProtocol::Tcp => {
+                "an anonymous tcp front".into()
+            }
+            ListenAddr::Tcp(_) => format!("kind {}", self.front.kind.as_str()),
         }
     }
 
@@ -351,7 +356,7 @@ impl FrontCheck<'_> {
             );
             self.add("callers.client_ca", message);
         }
-        if front.kind == Kind::Tcp && front.callers.tokens.is_some() {
+        if front.kind == ListenerProtocol::Tcp && front.callers.tokens.is_some() {
             self.add(
                 "callers.tokens",
                 "plain bytes have no place for a token; use callers.client_ca",
@@ -361,14 +366,14 @@ impl FrontCheck<'_> {
             || !front.callers.jwt.is_empty()
             || front.callers.token_review.is_some();
         let known = (front.has_tls() && by_certificate)
-            || (front.kind != Kind::Tcp && by_token)
+            || (front.kind != ListenerProtocol::Tcp && by_token)
             // The socket's mode (0600) lets in its owner only.
-            || matches!(front.listen, Listen::Unix(_));
+            || matches!(front.listen, ListenAddr::Unix(_));
         if !known && !front.anonymous {
             let remedy = match front.kind {
-                Kind::Http => "set callers.tokens or callers.jwt",
-                Kind::Tcp => "set callers.own_ca: true or callers.client_ca",
-                Kind::Https | Kind::Connect => {
+                ListenerProtocol::Http => "set callers.tokens or callers.jwt",
+                ListenerProtocol::Tcp => "set callers.own_ca: true or callers.client_ca",
+                ListenerProtocol::Https | ListenerProtocol::Connect => {
                     "set callers.own_ca: true, callers.client_ca, callers.tokens or callers.jwt"
                 }
             };
@@ -396,7 +401,7 @@ impl FrontCheck<'_> {
                 "0 is no node port; ports run from 1 to 65535",
             );
         }
-        if !front.anonymous_from.is_empty() && matches!(front.listen, Listen::Unix(_)) {
+        if !front.anonymous_from.is_empty() && matches!(front.listen, ListenAddr::Unix(_)) {
             self.add(
                 "anonymous_from",
                 "callers of a unix socket have no address; remove this key",

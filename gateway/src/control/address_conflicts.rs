@@ -13,7 +13,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tokio::time::sleep;
 
 /// Time for which further changes are waited for: a fleet that joins is one report.
-const GATHER: Duration = Duration::from_secs(1);
+const BATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Log lines of one report at most.
 const MAX_LINES: usize = 20;
 /// Nodes named in one line at most.
@@ -29,7 +29,7 @@ pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
         metrics.address_conflicts(found.len());
         report(&known, &found);
         known = found;
-        sleep(GATHER).await;
+        sleep(BATCH_INTERVAL).await;
         if changes.changed().await.is_err() {
             return;
         }
@@ -41,7 +41,7 @@ fn report(known: &AddressConflicts, found: &AddressConflicts) {
         .iter()
         .filter(|(address, conflict)| known.get(address) != Some(conflict));
     for (address, conflict) in new.clone().take(MAX_LINES) {
-        let nodes = listed(&conflict.nodes);
+        let nodes = join_names(&conflict.nodes);
         if let Some(holder) = &conflict.holder {
             tracing::warn!(%address, nodes, %holder, "several nodes claim this address: only its holder is reached by it, the others by name");
         } else {
@@ -62,7 +62,7 @@ fn report(known: &AddressConflicts, found: &AddressConflicts) {
 }
 
 /// Returns the names of the nodes, or of the first ones with the number of the others.
-fn listed(nodes: &BTreeSet<NodeName>) -> String {
+fn join_names(nodes: &BTreeSet<NodeName>) -> String {
     let names: Vec<_> = nodes.iter().take(MAX_NAMES).map(NodeName::as_str).collect();
     let names = names.join(", ");
     match nodes.len().saturating_sub(MAX_NAMES) {

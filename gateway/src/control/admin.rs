@@ -12,14 +12,14 @@ mod edges;
 mod tests;
 
 use crate::{
-    config::Reloads,
+    config::ReloadSender,
     control::{
-        certificate_expiry::{CertificateInUse, Inventory},
+        api_cache::ApiCacheServer,
+        ca_rotation::{self, CaReloadFn, RotationStatus},
+        certificate_expiry::{CertificateInUse, CertificateInventory},
         drain::Readiness,
-        expel::Roll,
-        http::Problem,
-        pool::Reading,
-        rotation::{self, Progress, TakeUp},
+        http::ProblemDetails,
+        node_sync::NodeSync,
     },
     metrics::Metrics,
     state::{Nodes, Registry},
@@ -34,8 +34,8 @@ use axum::{
 };
 use causeway_certs::{LiveCa, NodeName};
 use causeway_rt::Exposition;
-use causeway_tunnel::{target, unread::Pressure};
-use edges::{Detail, Row};
+use causeway_tunnel::{buffered::MemoryBudget, target};
+use edges::{EdgeDetail, EdgeSummary};
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
@@ -56,7 +56,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 
 /// What the admin listener shows.
 #[derive(Clone, Debug)]
-pub struct App {
+pub struct AdminState {
     /// The tunnels.
     pub registry: Registry,
     /// The nodes that are known.
@@ -64,25 +64,25 @@ pub struct App {
     /// What was counted.
     pub metrics: Arc<Metrics>,
     /// What callers leave unread.
-    pub pressure: Arc<Pressure>,
+    pub pressure: Arc<MemoryBudget>,
     /// Whether callers should be sent here.
     pub readiness: Readiness,
     /// Where it listens.
     pub address: SocketAddr,
     /// Who reads the configuration anew.
-    pub reloads: Reloads,
+    pub reloads: ReloadSender,
     /// Who is welcome.
-    pub roll: Roll,
+    pub roll: NodeSync,
     /// Who signs.
     pub ca: LiveCa,
     /// The certificates in use.
-    pub certificates: Inventory,
+    pub certificates: CertificateInventory,
     /// By which a CA that has changed is taken up.
-    pub take_up: TakeUp,
+    pub take_up: CaReloadFn,
 }
 
 /// The admin listener's pages.
-pub fn router(app: App) -> Router {
+pub fn router(app: AdminState) -> Router {
     let address = app.address.ip();
     let router = Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
@@ -103,7 +103,7 @@ pub fn router(app: App) -> Router {
 }
 
 /// The pages of `admin.metrics_listen`: `/metrics` alone. A scraper may ask by any name.
-pub fn metrics_router(app: App) -> Router {
+pub fn metrics_router(app: AdminState) -> Router {
     let router = Router::new()
         .route("/metrics", get(scrape))
         .fallback(path_unknown)
@@ -111,8 +111,8 @@ pub fn metrics_router(app: App) -> Router {
     bounded(router)
 }
 
-async fn path_unknown() -> Problem {
-    Problem::new(
+async fn path_unknown() -> ProblemDetails {
+    ProblemDetails::new(
         StatusCode::NOT_FOUND,
         "path_unknown",
         "there is nothing at this path",
@@ -143,7 +143,7 @@ async fn guard(address: IpAddr, request: Request, next: Next) -> Response {
         return next.run(request).await;
     }
     let detail = "the Host is neither localhost nor the admin listener's address";
-    Problem::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail).into_response()
+    ProblemDetails::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail).into_response()
 }
 
 fn is_ours(host: &str, address: IpAddr) -> bool {
@@ -157,7 +157,7 @@ fn is_ours(host: &str, address: IpAddr) -> bool {
     }
 }
 
-async fn readyz(State(app): State<App>) -> (StatusCode, String) {
+async fn readyz(State(app): State<AdminState>) -> (StatusCode, String) {
     let why = app.readiness.why_not().map(str::to_owned);
     let (code, mut text) = match why.or_else(|| app.readiness.held()) {
         None => (StatusCode::OK, "ready\n".to_owned()),
@@ -169,7 +169,7 @@ async fn readyz(State(app): State<App>) -> (StatusCode, String) {
     (code, text)
 }
 
-async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
+async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
     let edges = app.registry.all();
     let round_trips = edges
         .iter()
@@ -181,7 +181,7 @@ async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
     app.metrics.suspect(suspect.count());
     app.metrics
         .unread(app.pressure.bytes(), app.pressure.stalls().count());
-    app.certificates.measure(&app.metrics);
+    app.certificates.update_metrics(&app.metrics);
     if let Some(reading) = &app.roll.reading {
         let stores = reading.pool().stores().iter();
         app.metrics.pool(stores.map(|store| store.status()));
@@ -192,45 +192,47 @@ async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
     (content, app.metrics.encode(format)).into_response()
 }
 
-async fn all(State(app): State<App>) -> Json<Vec<Row>> {
+async fn all(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
     Json(edges::all(&app.registry, &app.nodes, &led(&app)))
 }
 
 /// The certificates in use.
-async fn certificates(State(app): State<App>) -> Result<Json<Vec<CertificateInUse>>, Problem> {
+async fn certificates(
+    State(app): State<AdminState>,
+) -> Result<Json<Vec<CertificateInUse>>, ProblemDetails> {
     app.certificates.list().map(Json).ok_or_else(|| {
         let detail = "a reload is under way; ask again";
-        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "reloading", detail)
+        ProblemDetails::new(StatusCode::SERVICE_UNAVAILABLE, "reloading", detail)
     })
 }
 
 /// Who leads each pool, where edges may read.
-fn led(app: &App) -> Option<BTreeMap<String, NodeName>> {
-    app.roll.reading.as_ref().map(Reading::led)
+fn led(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
+    app.roll.reading.as_ref().map(ApiCacheServer::led)
 }
 
 /// What edges may read, and who does for each pool.
 #[derive(Debug, Serialize)]
-struct Kept {
+struct ApiCacheSummary {
     resources: Vec<causeway_pool::Status>,
     leaders: BTreeMap<String, NodeName>,
 }
 
-async fn pool(State(app): State<App>) -> Result<Json<Kept>, Problem> {
+async fn pool(State(app): State<AdminState>) -> Result<Json<ApiCacheSummary>, ProblemDetails> {
     let Some(reading) = &app.roll.reading else {
         let detail = "edges read nothing here: the configuration has no readers";
-        let unknown = Problem::new(StatusCode::NOT_FOUND, "path_unknown", detail);
+        let unknown = ProblemDetails::new(StatusCode::NOT_FOUND, "path_unknown", detail);
         return Err(unknown);
     };
     let stores = reading.pool().stores().iter();
-    Ok(Json(Kept {
+    Ok(Json(ApiCacheSummary {
         resources: stores.map(|store| store.status()).collect(),
         leaders: reading.led(),
     }))
 }
 
 /// Has the configuration read anew, and says what that did.
-async fn reload(State(app): State<App>, fields: HeaderMap) -> (StatusCode, String) {
+async fn reload(State(app): State<AdminState>, fields: HeaderMap) -> (StatusCode, String) {
     let (code, said) = app
         .reloads
         .answer(fields.contains_key(header::ORIGIN))
@@ -240,15 +242,16 @@ async fn reload(State(app): State<App>, fields: HeaderMap) -> (StatusCode, Strin
 
 /// Takes up what the data directory says of nodes, and answers with those whose tunnels were ended for that.
 async fn refresh(
-    State(app): State<App>,
+    State(app): State<AdminState>,
     fields: HeaderMap,
-) -> Result<Json<Vec<NodeName>>, Problem> {
+) -> Result<Json<Vec<NodeName>>, ProblemDetails> {
     if fields.contains_key(header::ORIGIN) {
         let detail = "a page in a browser may not ask for this";
-        return Err(Problem::new(StatusCode::FORBIDDEN, "origin", detail));
+        return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
-    let failed =
-        |detail: String| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail);
+    let failed = |detail: String| {
+        ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
+    };
     match app.roll.refreshed().await {
         Some(Ok(gone)) => Ok(Json(gone)),
         Some(Err(error)) => Err(failed(error.to_string())),
@@ -257,31 +260,37 @@ async fn refresh(
 }
 
 /// The roots, and how far edges are with them.
-async fn rotation(State(app): State<App>) -> Json<Progress> {
-    Json(rotation::progress(&app.ca, &app.registry))
+async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
+    Json(ca_rotation::progress(&app.ca, &app.registry))
 }
 
 /// Takes up the CA that the data directory has now.
-async fn take_up(State(app): State<App>, fields: HeaderMap) -> Result<Json<Progress>, Problem> {
+async fn take_up(
+    State(app): State<AdminState>,
+    fields: HeaderMap,
+) -> Result<Json<RotationStatus>, ProblemDetails> {
     if fields.contains_key(header::ORIGIN) {
         let detail = "a page in a browser may not ask for this";
-        return Err(Problem::new(StatusCode::FORBIDDEN, "origin", detail));
+        return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
-    let TakeUp(take_up) = app.take_up.clone();
+    let CaReloadFn(take_up) = app.take_up.clone();
     let taken = spawn_blocking(move || take_up()).await;
     let taken = taken.unwrap_or_else(|failed| Err(failed.to_string()));
     taken.map_err(|error| {
         let detail = format!("the CA of the data directory cannot be taken up: {error}");
-        Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
+        ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
     })?;
     Ok(rotation(State(app)).await)
 }
 
-async fn one(State(app): State<App>, Path(node): Path<String>) -> Result<Json<Detail>, Problem> {
+async fn one(
+    State(app): State<AdminState>,
+    Path(node): Path<String>,
+) -> Result<Json<EdgeDetail>, ProblemDetails> {
     let node = NodeName::parse(&node).ok();
     let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, (&node, &led(&app))));
     found.map(Json).ok_or_else(|| {
         let detail = "no node of this name is enrolled or connected here";
-        Problem::new(StatusCode::NOT_FOUND, "node_unknown", detail)
+        ProblemDetails::new(StatusCode::NOT_FOUND, "node_unknown", detail)
     })
 }

@@ -16,13 +16,13 @@ use std::{
 use tokio::time::sleep;
 
 /// Time between two looks. A timer stands still while a machine is suspended.
-const LOOK: Duration = Duration::from_hours(1);
+const CHECK_INTERVAL: Duration = Duration::from_hours(1);
 /// Time between two warnings about one certificate, in seconds.
-const AGAIN: u64 = 24 * 3600;
+const REPEAT_AFTER: u64 = 24 * 3600;
 /// Time before the expiry from which on a certificate is warned of, in seconds.
-const SOON: u64 = 30 * 24 * 3600;
+const WARN_BEFORE: u64 = 30 * 24 * 3600;
 /// The same for one that this gateway renews itself: half of a life of seven days is long over then.
-const OVERDUE: u64 = 24 * 3600;
+const OWN_WARN_BEFORE: u64 = 24 * 3600;
 
 /// A certificate that the gateway shows or trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -76,7 +76,7 @@ impl CertificateInUse {
 
     /// The same as one that this gateway makes and renews.
     #[must_use]
-    pub fn own(self) -> Self {
+    pub fn issued_by_us(self) -> Self {
         Self { own: true, ..self }
     }
 
@@ -86,35 +86,35 @@ impl CertificateInUse {
         // Certificates of a day are renewed in time as well.
         let life = self.not_after.saturating_sub(self.not_before);
         let soon = if self.own {
-            OVERDUE
+            OWN_WARN_BEFORE
         } else {
-            SOON.min(life / 4)
+            WARN_BEFORE.min(life / 4)
         };
         (left <= soon).then_some(left)
     }
 }
 
 /// Lists the certificates in use, unless a reload is under way.
-type List = dyn Fn() -> Option<Vec<CertificateInUse>> + Send + Sync;
+type ListFn = dyn Fn() -> Option<Vec<CertificateInUse>> + Send + Sync;
 
 /// Lists the certificates in use.
 #[derive(Clone)]
-pub struct Inventory(pub Arc<List>);
+pub struct CertificateInventory(pub Arc<ListFn>);
 
-impl fmt::Debug for Inventory {
+impl fmt::Debug for CertificateInventory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Inventory")
     }
 }
 
-impl Inventory {
+impl CertificateInventory {
     /// Returns all certificates in use, or `None` while a reload is under way. Never waits for a disk.
     pub fn list(&self) -> Option<Vec<CertificateInUse>> {
         (self.0)()
     }
 
     /// Sets the metric to what there is now: of several certificates with one use, to the first that expires.
-    pub fn measure(&self, metrics: &Metrics) {
+    pub fn update_metrics(&self, metrics: &Metrics) {
         let Some(all) = self.list() else { return };
         let mut first: BTreeMap<String, u64> = BTreeMap::new();
         for certificate in all {
@@ -129,7 +129,7 @@ impl Inventory {
         let mut warned = BTreeMap::new();
         loop {
             let now = UnixTime::now().as_secs();
-            for certificate in due(&self.list().unwrap_or_default(), &mut warned, now) {
+            for certificate in select_expiring(&self.list().unwrap_or_default(), &mut warned, now) {
                 let CertificateInUse {
                     used_for,
                     subject,
@@ -146,13 +146,13 @@ impl Inventory {
                     tracing::warn!(used_for, subject, %ends, %left, file, "a certificate expires soon");
                 }
             }
-            sleep(LOOK).await;
+            sleep(CHECK_INTERVAL).await;
         }
     }
 }
 
 /// Returns the certificates that are to be warned of now, and notes that they are.
-fn due<'a>(
+fn select_expiring<'a>(
     all: &'a [CertificateInUse],
     warned: &mut BTreeMap<(String, String, u64), u64>,
     now: u64,
@@ -172,7 +172,7 @@ fn due<'a>(
             // It is said at once that it has expired.
             0
         } else {
-            AGAIN
+            REPEAT_AFTER
         };
         if last.is_some_and(|last| now < last.saturating_add(pause)) {
             return false;
@@ -205,7 +205,7 @@ mod tests {
         let mut warned = BTreeMap::new();
         let all = [certificate(365 * DAY, false)];
         let end = all[0].not_after;
-        let mut at = |now: u64| due(&all, &mut warned, now).len();
+        let mut at = |now: u64| select_expiring(&all, &mut warned, now).len();
         assert_eq!(at(end - 31 * DAY), 0);
         assert_eq!(at(end - 30 * DAY), 1);
         assert_eq!(at(end - 30 * DAY + 3600), 0);

@@ -4,17 +4,17 @@
 //! answered is `answer`'s, by the table of nodes as it is at that moment: nothing is kept here, so nothing is stale.
 //! Never stands in a request's way, never asks another server, and takes nothing but questions.
 
-mod answer;
-mod stream;
+mod handler;
+mod tcp;
 mod udp;
 mod zones;
 
-pub use answer::{Found, Over, answer};
+pub use handler::{QueryOutcome, Transport, answer};
 pub use zones::Zones;
 
 use crate::{metrics::Metrics, state::Nodes};
 use arc_swap::ArcSwap;
-use causeway_tunnel::listener;
+use causeway_rt::listener;
 use socket2::{Domain, Protocol, Type};
 use std::{
     io,
@@ -30,13 +30,13 @@ const TRIES: usize = 16;
 
 /// What answers: the zones, which a reload replaces, and the table of nodes. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Names {
+pub struct NodeNames {
     zones: Arc<ArcSwap<Zones>>,
     nodes: Nodes,
     metrics: Arc<Metrics>,
 }
 
-impl Names {
+impl NodeNames {
     /// Answers for these zones, by this table.
     pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
         Self {
@@ -53,7 +53,7 @@ impl Names {
         new
     }
 
-    fn answer(&self, question: &[u8], over: Over) -> Option<Vec<u8>> {
+    fn answer(&self, question: &[u8], over: Transport) -> Option<Vec<u8>> {
         let (found, bytes) = answer(question, over, (&self.zones.load(), &self.nodes));
         self.metrics.dns_query(found.as_str());
         bytes
@@ -62,12 +62,12 @@ impl Names {
 
 /// Both sockets, which belong to no runtime yet.
 #[derive(Debug)]
-pub struct Bound {
+pub struct BoundSockets {
     udp: UdpSocket,
-    tcp: listener::Bound,
+    tcp: listener::BoundSocket,
 }
 
-impl Bound {
+impl BoundSockets {
     /// Binds UDP and TCP at one address. An IPv6 wildcard takes IPv4 as well.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Bound {
     }
 
     fn once(address: SocketAddr) -> io::Result<Self> {
-        let tcp = listener::Bound::tcp(address)?;
+        let tcp = listener::BoundSocket::tcp(address)?;
         // Where the system chooses the port it is the same for both.
         let address = tcp.local_addr().unwrap_or(address);
         let domain = Domain::for_address(address);
@@ -108,9 +108,9 @@ impl Bound {
 }
 
 /// Answers until `stop`.
-pub async fn run(bound: Bound, names: Names, stop: CancellationToken) {
+pub async fn run(bound: BoundSockets, names: NodeNames, stop: CancellationToken) {
     tokio::join!(
         udp::run(bound.udp, &names, &stop),
-        stream::run(bound.tcp, &names, &stop),
+        tcp::run(bound.tcp, &names, &stop),
     );
 }

@@ -12,9 +12,9 @@
 
 use crate::{
     metrics::Metrics,
-    state::{Edge, Registry},
+    state::{Registry, TunnelInfo},
 };
-use causeway_tunnel::hello::ToEdge;
+use causeway_tunnel::control_stream::GatewayMessage;
 use std::{
     sync::{
         Arc, Mutex, PoisonError, Weak,
@@ -54,9 +54,9 @@ type Reasons = Arc<Mutex<Vec<Weak<Mutex<String>>>>>;
 /// Something that a gateway needs before callers should be sent to it, or a fault that does not keep callers away. Dropping
 /// it says that it is there, or that the fault is over.
 #[derive(Debug)]
-pub struct Hold(Arc<Mutex<String>>);
+pub struct ReadinessBlock(Arc<Mutex<String>>);
 
-impl Hold {
+impl ReadinessBlock {
     /// Says anew what is waited for.
     pub fn says(&self, why: impl Into<String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why.into();
@@ -82,12 +82,12 @@ impl Readiness {
     }
 
     /// Holds callers off until what is returned is dropped.
-    pub fn hold(&self, why: impl Into<String>) -> Hold {
+    pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
         enter(&self.holds, why)
     }
 
     /// Reports a fault that keeps no callers away, until what is returned is dropped.
-    pub fn fault(&self, what: impl Into<String>) -> Hold {
+    pub fn fault(&self, what: impl Into<String>) -> ReadinessBlock {
         enter(&self.faults, what)
     }
 
@@ -111,11 +111,11 @@ impl Readiness {
     }
 }
 
-fn enter(reasons: &Reasons, why: impl Into<String>) -> Hold {
+fn enter(reasons: &Reasons, why: impl Into<String>) -> ReadinessBlock {
     let reason = Arc::new(Mutex::new(why.into()));
     let mut reasons = reasons.lock().unwrap_or_else(PoisonError::into_inner);
     reasons.push(Arc::downgrade(&reason));
-    Hold(reason)
+    ReadinessBlock(reason)
 }
 
 fn list(reasons: &Reasons) -> Vec<String> {
@@ -130,7 +130,7 @@ fn list(reasons: &Reasons) -> Vec<String> {
 }
 
 /// The fronts, as far as a drain has to know them.
-pub struct Fronts<'a> {
+pub struct DrainListeners<'a> {
     /// Closes them.
     pub close: &'a CancellationToken,
     /// How many callers are connected.
@@ -143,7 +143,7 @@ pub async fn drain(
     registry: &Registry,
     metrics: &Metrics,
     readiness: &Readiness,
-    fronts: Fronts<'_>,
+    fronts: DrainListeners<'_>,
     grace: Duration,
 ) {
     readiness.drains();
@@ -153,7 +153,7 @@ pub async fn drain(
     let begin = Instant::now();
     let end = begin + grace;
     let going = async {
-        tell(registry, grace, SPREAD.min(grace / 4)).await;
+        announce_drain(registry, grace, SPREAD.min(grace / 4)).await;
         // Half of the time is for going elsewhere: open streams, which alone need the rest, go on meanwhile.
         let half = begin + grace / 2;
         until(half, || {
@@ -218,9 +218,9 @@ async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant
 }
 
 /// Tells every tunnel that is here now, each at a moment of its own within `spread`.
-async fn tell(registry: &Registry, grace: Duration, spread: Duration) {
+async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) {
     let begin = Instant::now();
-    let mut edges: Vec<(Duration, Edge)> = registry
+    let mut edges: Vec<(Duration, TunnelInfo)> = registry
         .all()
         .into_iter()
         .map(|(_, edge)| (spread.mul_f64(rand::random()), edge))
@@ -234,7 +234,7 @@ async fn tell(registry: &Registry, grace: Duration, spread: Duration) {
     for (after, edge) in edges {
         sleep_until(begin + after).await;
         let left = grace.saturating_sub(begin.elapsed()).as_millis();
-        let line = ToEdge::Drain {
+        let line = GatewayMessage::Drain {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
         };
         // A tunnel whose control stream is gone or stuck is about to end by itself.
@@ -248,7 +248,7 @@ async fn until(end: Instant, done: impl Fn() -> bool) {
     }
 }
 
-fn is_leaving(edge: &Edge) -> bool {
+fn is_leaving(edge: &TunnelInfo) -> bool {
     edge.is_leaving() || !edge.admitted.welcome.elsewhere
 }
 

@@ -5,9 +5,9 @@
 //! request. A token is spent on disk before the certificate leaves. Every refusal has one word for
 //! the edge (it decides whether to try again) and a sentence for its operator.
 
-mod issuing;
-mod strangers;
-mod vouched;
+mod exchange;
+mod issue;
+mod rate_limit;
 
 #[cfg(test)]
 mod tests;
@@ -15,12 +15,12 @@ mod tests;
 use crate::{
     audit,
     control::{
-        expel::unwelcome,
-        http::{Peer, Problem},
-        ledger::Ledger,
+        http::{Peer, ProblemDetails},
+        node_records::NodeRecordWriter,
+        node_sync::rejection_reason,
     },
     metrics::Metrics,
-    state::{Advertised, NodesWriter, registry::Shown},
+    state::{AdvertisedGateways, NodesWriter, registry::EdgeCertificate},
 };
 use axum::{
     Extension, Json, Router,
@@ -31,15 +31,17 @@ use axum::{
     routing::post,
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
-use causeway_certs::{CsrKey, Identity, JoinToken, LiveCa, NodeName, Store, TokenRefused};
-use causeway_tunnel::connection_limit::ConnectionLimit;
+use causeway_certs::{
+    Identity, JoinToken, LiveCa, NodeName, Store, TokenRejected, VerifiedPublicKey,
+};
+use causeway_rt::connection_limit::ConnectionLimit;
+use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use strangers::Strangers;
 use tokio::task::spawn_blocking;
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
 use tracing::{error, info, warn};
@@ -61,13 +63,13 @@ pub struct Enrolment {
     /// The nodes that are welcome from now on.
     pub nodes: NodesWriter,
     /// Where renewals are noted.
-    pub ledger: Ledger,
+    pub ledger: NodeRecordWriter,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// Life of an edge's certificate.
     pub lifetime: Duration,
     /// The addresses that edges are told.
-    pub advertised: Advertised,
+    pub advertised: AdvertisedGateways,
     /// Edges of the cluster join by their cluster's word, here or at another gateway of this CA.
     pub vouched: bool,
     /// They do so by a certificate that a signer of the cluster's own has made.
@@ -76,7 +78,7 @@ pub struct Enrolment {
 
 /// An edge that joins.
 #[derive(Debug, Deserialize)]
-struct Join {
+struct JoinRequest {
     token: String,
     /// PKCS #10 in DER, as base64.
     csr: String,
@@ -89,7 +91,7 @@ struct Join {
 
 /// An edge whose certificate ends.
 #[derive(Debug, Deserialize)]
-struct Renew {
+struct RenewRequest {
     csr: String,
     #[serde(default)]
     version: String,
@@ -97,7 +99,7 @@ struct Renew {
 
 /// What an edge needs to dial a tunnel.
 #[derive(Debug, Serialize)]
-struct Enrolled {
+struct JoinResponse {
     certificate: String,
     root: String,
     trust_domain: String,
@@ -106,19 +108,19 @@ struct Enrolled {
 }
 
 /// What requests share.
-struct Desk {
+struct HandlerState {
     enrolment: Enrolment,
     /// One joins after the other.
     joining: Mutex<()>,
-    strangers: Strangers,
+    strangers: JoinRateLimiter,
 }
 
 /// The edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
 pub fn router(enrolment: Enrolment) -> Router {
-    let desk = Desk {
+    let desk = HandlerState {
         enrolment,
         joining: Mutex::default(),
-        strangers: Strangers::default(),
+        strangers: JoinRateLimiter::default(),
     };
     let routes = Router::new()
         .route("/v1/enrol", post(enrol))
@@ -170,10 +172,10 @@ fn bounded<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
 }
 
 async fn enrol(
-    State(desk): State<Arc<Desk>>,
+    State(desk): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
-    body: Result<Json<Join>, JsonRejection>,
-) -> Result<Json<Enrolled>, Problem> {
+    body: Result<Json<JoinRequest>, JsonRejection>,
+) -> Result<Json<JoinResponse>, ProblemDetails> {
     let done = match body {
         Ok(Json(join)) => desk.clone().enrol(&peer, join).await,
         Err(rejection) => Err(unreadable(&rejection)),
@@ -182,10 +184,10 @@ async fn enrol(
 }
 
 async fn renew(
-    State(desk): State<Arc<Desk>>,
+    State(desk): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
-    body: Result<Json<Renew>, JsonRejection>,
-) -> Result<Json<Enrolled>, Problem> {
+    body: Result<Json<RenewRequest>, JsonRejection>,
+) -> Result<Json<JoinResponse>, ProblemDetails> {
     let done = match body {
         Ok(Json(renew)) => desk.clone().renew(&peer, renew).await,
         Err(rejection) => Err(unreadable(&rejection)),
@@ -194,10 +196,10 @@ async fn renew(
 }
 
 async fn vouched(
-    State(desk): State<Arc<Desk>>,
+    State(desk): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
-    body: Result<Json<Renew>, JsonRejection>,
-) -> Result<Json<Enrolled>, Problem> {
+    body: Result<Json<RenewRequest>, JsonRejection>,
+) -> Result<Json<JoinResponse>, ProblemDetails> {
     let done = match body {
         Ok(Json(asked)) => desk.clone().vouched(&peer, asked).await,
         Err(rejection) => Err(unreadable(&rejection)),
@@ -205,8 +207,12 @@ async fn vouched(
     report(&desk.enrolment.metrics, "vouched", &peer, done)
 }
 
-impl Desk {
-    async fn enrol(self: Arc<Self>, peer: &Peer, join: Join) -> Result<Enrolled, Problem> {
+impl HandlerState {
+    async fn enrol(
+        self: Arc<Self>,
+        peer: &Peer,
+        join: JoinRequest,
+    ) -> Result<JoinResponse, ProblemDetails> {
         if let Some(wait) = peer
             .address
             .and_then(|address| self.strangers.wait(address))
@@ -252,7 +258,11 @@ impl Desk {
         enrolled
     }
 
-    async fn renew(self: Arc<Self>, peer: &Peer, renew: Renew) -> Result<Enrolled, Problem> {
+    async fn renew(
+        self: Arc<Self>,
+        peer: &Peer,
+        renew: RenewRequest,
+    ) -> Result<JoinResponse, ProblemDetails> {
         let Some(Identity::Edge(node)) = peer.identity.clone() else {
             return Err(refuse(
                 StatusCode::UNAUTHORIZED,
@@ -262,10 +272,10 @@ impl Desk {
         };
         let key = key(&renew.csr)?;
         let nodes = self.enrolment.nodes.reader();
-        let shown = Shown {
+        let shown = EdgeCertificate {
             issued_at: peer.issued,
             root: peer.root,
-            ..Shown::default()
+            ..EdgeCertificate::default()
         };
         self.can_judge(&node)?;
         if nodes.get(&node).is_none() {
@@ -274,7 +284,7 @@ impl Desk {
         if let Some(why) = nodes.revoked(&node) {
             return Err(revoked(why));
         }
-        if let Some(why) = unwelcome(&nodes, &node, &shown) {
+        if let Some(why) = rejection_reason(&nodes, &node, &shown) {
             return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
         }
         let version = renew.version;
@@ -288,8 +298,8 @@ fn report(
     metrics: &Metrics,
     operation: &'static str,
     peer: &Peer,
-    done: Result<Enrolled, Problem>,
-) -> Result<Json<Enrolled>, Problem> {
+    done: Result<JoinResponse, ProblemDetails>,
+) -> Result<Json<JoinResponse>, ProblemDetails> {
     let outcome = done
         .as_ref()
         .map_or_else(|problem| problem.reason, |_| "ok");
@@ -313,7 +323,7 @@ fn report(
             let edge = peer.identity.as_ref().map(ToString::to_string);
             let edge = edge.or_else(|| vouched.map(|vouched| vouched.node.to_string()));
             let from = peer.address.map(|address| address.to_string());
-            audit::refused_edge(
+            audit::log_rejected_edge(
                 edge.as_deref().unwrap_or("(unknown)"),
                 &from.unwrap_or_default(),
                 reason,
@@ -324,46 +334,46 @@ fn report(
     }
 }
 
-fn key(csr: &str) -> Result<CsrKey, Problem> {
+fn key(csr: &str) -> Result<VerifiedPublicKey, ProblemDetails> {
     let invalid = |detail| refuse(StatusCode::BAD_REQUEST, "csr_invalid", detail);
     let der = STANDARD
         .decode(csr)
         .map_err(|error| invalid(format!("the certificate request is not base64: {error}")))?;
-    CsrKey::verify(&der).map_err(|error| invalid(error.to_string()))
+    VerifiedPublicKey::verify(&der).map_err(|error| invalid(error.to_string()))
 }
 
 fn refuse(
     status: StatusCode,
     reason: &'static str,
     detail: impl Into<Cow<'static, str>>,
-) -> Problem {
-    Problem::new(status, reason, detail)
+) -> ProblemDetails {
+    ProblemDetails::new(status, reason, detail)
 }
 
-fn refused(why: &TokenRefused) -> Problem {
+fn refused(why: &TokenRejected) -> ProblemDetails {
     let (status, reason) = match why {
-        TokenRefused::Unknown => (StatusCode::FORBIDDEN, "token_unknown"),
-        TokenRefused::Expired { .. } => (StatusCode::FORBIDDEN, "token_expired"),
-        TokenRefused::Used { .. } => (StatusCode::FORBIDDEN, "token_used"),
-        TokenRefused::Revoked { .. } => (StatusCode::FORBIDDEN, "token_revoked"),
-        TokenRefused::NotNew { .. } => (StatusCode::FORBIDDEN, "token_not_new"),
-        TokenRefused::OtherNode { .. } => (StatusCode::FORBIDDEN, "token_other_node"),
-        TokenRefused::WrongCa => (StatusCode::FORBIDDEN, "token_wrong_ca"),
-        TokenRefused::Store(error) => return broken(error),
+        TokenRejected::Unknown => (StatusCode::FORBIDDEN, "token_unknown"),
+        TokenRejected::Expired { .. } => (StatusCode::FORBIDDEN, "token_expired"),
+        TokenRejected::Used { .. } => (StatusCode::FORBIDDEN, "token_used"),
+        TokenRejected::Revoked { .. } => (StatusCode::FORBIDDEN, "token_revoked"),
+        TokenRejected::NotNew { .. } => (StatusCode::FORBIDDEN, "token_not_new"),
+        TokenRejected::OtherNode { .. } => (StatusCode::FORBIDDEN, "token_other_node"),
+        TokenRejected::UnexpectedCa => (StatusCode::FORBIDDEN, "token_wrong_ca"),
+        TokenRejected::Store(error) => return broken(error),
     };
     refuse(status, reason, why.to_string())
 }
 
-fn unknown(node: &NodeName) -> Problem {
+fn unknown(node: &NodeName) -> ProblemDetails {
     let detail = format!("node {node} is not enrolled at this gateway (or was removed)");
     refuse(StatusCode::FORBIDDEN, "node_unknown", detail)
 }
 
-fn revoked(why: String) -> Problem {
+fn revoked(why: String) -> ProblemDetails {
     refuse(StatusCode::FORBIDDEN, "node_revoked", why)
 }
 
-fn unreadable(rejection: &JsonRejection) -> Problem {
+fn unreadable(rejection: &JsonRejection) -> ProblemDetails {
     let detail: Cow<'static, str> = match rejection {
         // Its words quote what was sent, which may be a token.
         JsonRejection::JsonDataError(_) => {
@@ -375,7 +385,7 @@ fn unreadable(rejection: &JsonRejection) -> Problem {
 }
 
 /// The gateway's own fault: its log says which, the edge only that it may try again.
-fn broken(why: &dyn std::error::Error) -> Problem {
+fn broken(why: &dyn std::error::Error) -> ProblemDetails {
     error!(%why, "cannot issue an edge's certificate");
     let mut problem = refuse(
         StatusCode::INTERNAL_SERVER_ERROR,

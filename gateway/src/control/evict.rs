@@ -1,9 +1,9 @@
 //! Evicts streams whose reader takes nothing, while memory runs short or for too long.
 
-use crate::{config::Config, metrics::Metrics, seldom::Seldom};
+use crate::{config::Config, log_throttle::LogThrottle, metrics::Metrics};
 use causeway_tunnel::{
+    buffered::MemoryBudget,
     eviction::{self, Bounds},
-    unread::Pressure,
 };
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ fn bounds(config: &Config) -> Bounds {
 }
 
 /// Runs until it is dropped.
-pub(crate) async fn run(config: Config, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
-    let (said, mut streams) = (Seldom::default(), 0);
+pub(crate) async fn run(config: Config, pressure: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
+    let (said, mut streams) = (LogThrottle::default(), 0);
     let evicted = |shortage: eviction::Shortage, count: usize| {
         metrics.evicted(shortage.word(), count);
         streams += count;

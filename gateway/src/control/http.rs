@@ -10,11 +10,11 @@ use axum::{
     http::{HeaderValue, StatusCode, Version, header},
     response::{IntoResponse, Response},
 };
-use causeway_certs::{Fingerprint, Identity, Vouched};
-use causeway_tunnel::{
+use causeway_certs::{Fingerprint, Identity, VerifiedNodeCertificate};
+use causeway_rt::{
     connection_limit::{ConnectionLimit, Slot},
-    listener::Bound,
-    task::Tasks,
+    listener::BoundSocket,
+    task::TaskGroup,
 };
 use http_body_util::BodyExt;
 use hyper::{body::Incoming, service::service_fn};
@@ -54,7 +54,7 @@ const GRACE: Duration = Duration::from_secs(5);
 
 /// What one connection may take.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
+pub(crate) struct ServerLimits {
     /// It is asked to end after this time, if at all.
     pub(crate) life: Option<Duration>,
     /// Requests at once, by HTTP/2.
@@ -68,7 +68,7 @@ pub(crate) struct Bounds {
 
 /// Of those who ask for something and are done: a scraper that comes every minute keeps its own connection, and a
 /// stranger's is gone soon.
-pub(crate) const SHORT: Bounds = Bounds {
+pub(crate) const SHORT: ServerLimits = ServerLimits {
     life: Some(Duration::from_mins(5)),
     streams: 16,
     grace: GRACE,
@@ -87,7 +87,7 @@ pub struct Peer {
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
     /// As which node it may join, by a certificate of the cluster's.
-    pub vouched: Option<Vouched>,
+    pub vouched: Option<VerifiedNodeCertificate>,
 }
 
 /// When a listener or a connection ends.
@@ -109,7 +109,7 @@ impl From<CancellationToken> for Stop {
 }
 
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
-pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: Stop) {
+pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, stop: Stop) {
     let listener = match listener.attach() {
         Ok(listener) => listener,
         Err(error) => {
@@ -117,7 +117,7 @@ pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: 
             return;
         }
     };
-    let connections = Tasks::new(&CancellationToken::new());
+    let connections = TaskGroup::new(&CancellationToken::new());
     loop {
         let (socket, from) = tokio::select! {
             biased;
@@ -149,7 +149,7 @@ pub(crate) async fn serve(
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
     (peer, slot): (Peer, Option<&Slot>),
-    bounds: Bounds,
+    bounds: ServerLimits,
     stop: Stop,
 ) {
     let builder = builder(bounds);
@@ -190,8 +190,8 @@ pub(crate) async fn serve(
     }
 }
 
-fn builder(bounds: Bounds) -> auto::Builder<Streams> {
-    let mut builder = auto::Builder::new(Streams(Arc::new(Tasks::default())));
+fn builder(bounds: ServerLimits) -> auto::Builder<TaskExecutor> {
+    let mut builder = auto::Builder::new(TaskExecutor(Arc::new(TaskGroup::default())));
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -218,7 +218,7 @@ struct Ending {
 
 impl Ending {
     /// Waits until the connection is to end, by its age or by `stop`, and has been announced for long enough.
-    async fn reached(&self, bounds: Bounds, stop: &Stop) {
+    async fn reached(&self, bounds: ServerLimits, stop: &Stop) {
         let aged = async {
             match bounds.life {
                 Some(life) => sleep(life).await,
@@ -242,9 +242,9 @@ impl Ending {
 
 /// The owner of a connection's HTTP/2 streams.
 #[derive(Clone, Debug)]
-struct Streams(Arc<Tasks>);
+struct TaskExecutor(Arc<TaskGroup>);
 
-impl<F> hyper::rt::Executor<F> for Streams
+impl<F> hyper::rt::Executor<F> for TaskExecutor
 where
     F: Future<Output = ()> + Send + 'static,
 {
@@ -255,7 +255,7 @@ where
 
 /// A failure of the control path: status and `application/problem+json` (RFC 9457).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Problem {
+pub struct ProblemDetails {
     /// The status.
     pub status: StatusCode,
     /// One word that programs compare.
@@ -266,7 +266,7 @@ pub struct Problem {
     pub retry_after: Option<u16>,
 }
 
-impl Problem {
+impl ProblemDetails {
     /// A failure that trying again does not change.
     pub fn new(
         status: StatusCode,
@@ -282,7 +282,7 @@ impl Problem {
     }
 }
 
-impl IntoResponse for Problem {
+impl IntoResponse for ProblemDetails {
     fn into_response(self) -> Response {
         let body = json!({
             "type": format!("urn:causeway:problem:{}", self.reason),

@@ -13,12 +13,12 @@ use crate::{
     config::{Jwks, Jwt},
     metrics::Metrics,
     state::{
-        KeySet, Keys, KeysWriter,
-        keys::{PAUSE, WeakKeys},
+        JwksCache, JwksWriter, KeySet,
+        jwks::{PAUSE, WeakJwksCache},
     },
 };
-use causeway_tunnel::task::Tasks;
-use fetch::Source;
+use causeway_rt::task::TaskGroup;
+use fetch::JwksSource;
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
@@ -35,18 +35,18 @@ const SLOWEST: Duration = Duration::from_mins(1);
 
 /// All issuers whose keys are fetched.
 #[derive(Debug)]
-pub struct Issuers {
-    tasks: Tasks,
+pub struct JwksFetchers {
+    tasks: TaskGroup,
     runtime: Handle,
     /// Of one fetch.
     bound: Duration,
     metrics: Arc<Metrics>,
-    shared: Mutex<HashMap<Place, WeakKeys>>,
+    shared: Mutex<HashMap<JwksEndpoint, WeakJwksCache>>,
 }
 
 /// What makes two fronts mean the same keys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Place {
+struct JwksEndpoint {
     url: String,
     /// What its file says.
     ca: Option<String>,
@@ -54,9 +54,9 @@ struct Place {
     max_age: Duration,
 }
 
-impl Issuers {
+impl JwksFetchers {
     /// None yet. `tasks` run on `runtime`; a fetch takes `bound` at most.
-    pub fn new(tasks: Tasks, runtime: Handle, bound: Duration, metrics: Arc<Metrics>) -> Self {
+    pub fn new(tasks: TaskGroup, runtime: Handle, bound: Duration, metrics: Arc<Metrics>) -> Self {
         Self {
             tasks,
             runtime,
@@ -71,22 +71,22 @@ impl Issuers {
     ///
     /// # Errors
     /// If nobody could prove the URL's server to be who it is.
-    pub fn keys(&self, jwt: &Jwt, ca: Option<&str>) -> Result<Keys, String> {
+    pub fn keys(&self, jwt: &Jwt, ca: Option<&str>) -> Result<JwksCache, String> {
         let Jwks::Url(url) = &jwt.jwks else {
             return Err("keys of a file are not fetched".to_owned());
         };
-        let place = Place {
+        let place = JwksEndpoint {
             url: url.to_string(),
             ca: ca.map(str::to_owned),
             refresh: jwt.jwks_refresh,
             max_age: jwt.jwks_max_age,
         };
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(keys) = shared.get(&place).and_then(WeakKeys::upgrade) {
+        if let Some(keys) = shared.get(&place).and_then(WeakJwksCache::upgrade) {
             return Ok(keys);
         }
-        let source = Arc::new(Source::new(url, ca)?);
-        let (keys, writer) = Keys::fetched(jwt.jwks_max_age);
+        let source = Arc::new(JwksSource::new(url, ca)?);
+        let (keys, writer) = JwksCache::fetched(jwt.jwks_max_age);
         shared.retain(|_, keys| keys.upgrade().is_some());
         shared.insert(place, keys.downgrade());
         let (metrics, bound, refresh) = (self.metrics.clone(), self.bound, jwt.jwks_refresh);
@@ -106,7 +106,7 @@ impl Issuers {
     }
 }
 
-async fn once(source: &Source, bound: Duration, metrics: &Metrics) -> Option<KeySet> {
+async fn once(source: &JwksSource, bound: Duration, metrics: &Metrics) -> Option<KeySet> {
     let fetched = match tokio::time::timeout(bound, source.fetch()).await {
         Ok(fetched) => fetched,
         Err(_) => Err(format!("no answer within {bound:?}")),
@@ -120,7 +120,7 @@ async fn once(source: &Source, bound: Duration, metrics: &Metrics) -> Option<Key
 }
 
 /// Fetches whenever it is time to. Never ends.
-async fn keep<F>(writer: &KeysWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
+async fn keep<F>(writer: &JwksWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
 where
     F: Future<Output = Option<KeySet>>,
 {

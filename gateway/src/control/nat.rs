@@ -12,12 +12,12 @@ mod rules;
 mod table;
 
 use crate::{
-    config::{Front, Redirect},
+    config::{Listener, Redirect},
     state::{Nodes, NodesWriter},
 };
 use ipnet::IpNet;
 use netlink::Netlink;
-pub use netlink::Refused;
+pub use netlink::NetlinkError;
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
@@ -55,12 +55,12 @@ pub enum NatError {
     #[error(
         "the kernel refused the rules of nftables (they need Linux 5.12, with nft_fib_inet and nft_redir): {0}"
     )]
-    Kernel(Refused),
+    Kernel(NetlinkError),
 }
 
 /// Which port here a node's port is led to, by where the connection comes from and by family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ports {
+pub struct PortMap {
     /// Connections that this host makes.
     local: [BTreeMap<u16, u16>; 2],
     /// Connections that it would forward.
@@ -69,15 +69,15 @@ pub struct Ports {
     pods: [[Option<u16>; 2]; 2],
 }
 
-impl Ports {
+impl PortMap {
     /// What `redirect` asks for, of fronts that stand at these addresses.
     pub(crate) fn new(
         redirect: &Redirect,
-        fronts: &[Front],
+        fronts: &[Listener],
         standing: &[(String, Option<SocketAddr>)],
     ) -> Self {
         let mut ports = Self::default();
-        let at = |front: &Front| {
+        let at = |front: &Listener| {
             let stands = standing.iter().find(|(name, _)| *name == front.name);
             stands.and_then(|(_, address)| *address)
         };
@@ -130,7 +130,7 @@ fn takes(at: SocketAddr) -> [bool; 2] {
 
 /// What is led away, whoever has it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Led {
+struct RedirectSet {
     /// Nodes' own addresses.
     edges: BTreeSet<IpAddr>,
     /// Networks of their pods.
@@ -145,21 +145,21 @@ fn routable(address: &IpAddr) -> bool {
 
 /// The rules as they are in the kernel.
 #[derive(Debug)]
-struct Rules {
+struct KernelRules {
     table: Table,
     /// Where connections are forgotten: of the same network as the table, whichever thread is at work.
     memory: Netlink,
-    led: Led,
-    ports: Ports,
+    led: RedirectSet,
+    ports: PortMap,
     /// Whether all of it is there as it should be.
     sound: bool,
     /// Whether it was said that connections are not forgotten.
     complained: bool,
 }
 
-impl Rules {
+impl KernelRules {
     /// Makes the kernel's rules these.
-    fn become_these(&mut self, led: Led, ports: Ports) -> Result<(), NatError> {
+    fn become_these(&mut self, led: RedirectSet, ports: PortMap) -> Result<(), NatError> {
         let added: BTreeSet<_> = led.edges.difference(&self.led.edges).copied().collect();
         let removed: BTreeSet<_> = self.led.edges.difference(&led.edges).copied().collect();
         let pods: Vec<_> = led.pods.symmetric_difference(&self.led.pods).collect();
@@ -201,10 +201,10 @@ impl Rules {
 /// Redirections, from the start of a process to its end.
 #[derive(Debug)]
 pub struct Nat {
-    rules: Rules,
+    rules: KernelRules,
     nodes: Nodes,
     changes: watch::Receiver<()>,
-    ports: watch::Receiver<Ports>,
+    ports: watch::Receiver<PortMap>,
     /// Networks of pods of which it was said that they are led nowhere.
     shared: BTreeSet<IpNet>,
 }
@@ -217,14 +217,14 @@ impl Nat {
     pub fn install(
         table: &str,
         nodes: &NodesWriter,
-        ports: watch::Receiver<Ports>,
+        ports: watch::Receiver<PortMap>,
     ) -> Result<Self, NatError> {
         let mut nat = Self {
-            rules: Rules {
+            rules: KernelRules {
                 table: Table::open(table)?,
                 memory: Netlink::open().map_err(NatError::Unsupported)?,
-                led: Led::default(),
-                ports: Ports::default(),
+                led: RedirectSet::default(),
+                ports: PortMap::default(),
                 sound: false,
                 complained: false,
             },
@@ -244,7 +244,7 @@ impl Nat {
         Ok(nat)
     }
 
-    fn wanted(&mut self) -> (Led, Ports) {
+    fn wanted(&mut self) -> (RedirectSet, PortMap) {
         let ports = self.ports.borrow_and_update().clone();
         let mut edges = self.nodes.edge_addresses();
         edges.retain(routable);
@@ -255,7 +255,7 @@ impl Nat {
             pods = alone;
             pods.retain(|net| routable(&net.network()) && routable(&net.broadcast()));
         }
-        (Led { edges, pods }, ports)
+        (RedirectSet { edges, pods }, ports)
     }
 
     /// Says it once of pods that are led nowhere, where callers only see that nobody answers.

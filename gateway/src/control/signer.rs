@@ -4,9 +4,9 @@
 //! that the node is not shut out. Of the request only the key is used (`certs::csr`). What is signed is noted on the disk
 //! before it leaves, as a joining by a token is: certificates that the node had before are not its own any more.
 
-use super::ledger::Ledger;
+use super::node_records::NodeRecordWriter;
 use crate::state::Nodes;
-use causeway_certs::{CsrError, CsrKey, Issued, LiveCa, NodeName};
+use causeway_certs::{CsrError, IssuedCertificate, LiveCa, NodeName, VerifiedPublicKey};
 use rustls::pki_types::UnixTime;
 use std::{fmt, time::Duration};
 use tokio::task::spawn_blocking;
@@ -19,7 +19,7 @@ const SKEW: Duration = Duration::from_mins(1);
 pub struct Signer {
     pub(crate) ca: LiveCa,
     pub(crate) nodes: Nodes,
-    pub(crate) ledger: Ledger,
+    pub(crate) ledger: NodeRecordWriter,
     /// Life of an edge's certificate.
     pub(crate) lifetime: Duration,
 }
@@ -27,9 +27,9 @@ pub struct Signer {
 /// Why nothing was signed: this gateway's own fault, which may pass.
 #[derive(Debug, thiserror::Error)]
 #[error("the certificate cannot be issued: {0}")]
-pub struct NotSigned(String);
+pub struct SignError(String);
 
-impl NotSigned {
+impl SignError {
     fn because(why: impl fmt::Display) -> Self {
         Self(why.to_string())
     }
@@ -45,8 +45,8 @@ impl Signer {
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn read(&self, request: &[u8], node: &NodeName) -> Result<CsrKey, CsrError> {
-        CsrKey::of_edge(request, self.ca.get().trust_domain(), node)
+    pub fn read(&self, request: &[u8], node: &NodeName) -> Result<VerifiedPublicKey, CsrError> {
+        VerifiedPublicKey::of_edge(request, self.ca.get().trust_domain(), node)
     }
 
     /// Why the node may have no certificate now, if it may not.
@@ -68,10 +68,10 @@ impl Signer {
     /// If it cannot be signed, or not be noted on the disk.
     pub async fn sign(
         &self,
-        (key, node): (CsrKey, &NodeName),
+        (key, node): (VerifiedPublicKey, &NodeName),
         life: Option<Duration>,
         asked_at: u64,
-    ) -> Result<String, NotSigned> {
+    ) -> Result<String, SignError> {
         let issued = self.issue((key, node), life, asked_at).await?;
         Ok(issued.pem())
     }
@@ -79,10 +79,10 @@ impl Signer {
     /// The same for whoever tells more with it.
     pub(super) async fn issue(
         &self,
-        (key, node): (CsrKey, &NodeName),
+        (key, node): (VerifiedPublicKey, &NodeName),
         life: Option<Duration>,
         asked_at: u64,
-    ) -> Result<Issued, NotSigned> {
+    ) -> Result<IssuedCertificate, SignError> {
         let (ca, of) = (self.ca.get(), node.clone());
         let life = life.map_or(self.lifetime, |life| life.min(self.lifetime));
         // Of several requests the newest has to hold, in whatever order they are signed.
@@ -91,13 +91,13 @@ impl Signer {
             .saturating_sub(SKEW.as_secs());
         let issued = spawn_blocking(move || ca.issue_edge(&key, &of, life)).await;
         let issued = issued
-            .map_err(NotSigned::because)?
-            .map_err(NotSigned::because)?;
+            .map_err(SignError::because)?
+            .map_err(SignError::because)?;
         let noted = self.ledger.joined(node, since, issued.clone()).await;
-        let noted = noted.map_err(NotSigned::because)?;
+        let noted = noted.map_err(SignError::because)?;
         if let Some(revoked) = noted.and_then(|record| record.revoked) {
             let why = format!("node {node} is revoked: {}", revoked.reason);
-            return Err(NotSigned(why));
+            return Err(SignError(why));
         }
         Ok(issued)
     }
@@ -108,27 +108,27 @@ mod tests {
     use super::*;
     use crate::{
         control::tests::world::{World, name},
-        state::Member,
+        state::ClusterNode,
     };
-    use causeway_certs::{EdgeIdentity, EdgeKey, Revocation};
+    use causeway_certs::{EdgeIdentity, PrivateKey, Revocation};
 
     fn signer(world: &World) -> Signer {
         Signer {
             ca: world.live.clone(),
             nodes: world.reader(),
-            ledger: Ledger::new(&world.store, &world.nodes),
+            ledger: NodeRecordWriter::new(&world.store, &world.nodes),
             lifetime: Duration::from_hours(1),
         }
     }
 
-    fn member(edge: bool) -> Member {
-        Member {
+    fn member(edge: bool) -> ClusterNode {
+        ClusterNode {
             edge,
-            ..Member::default()
+            ..ClusterNode::default()
         }
     }
 
-    fn request(world: &World, key: &EdgeKey, node: &str) -> Vec<u8> {
+    fn request(world: &World, key: &PrivateKey, node: &str) -> Vec<u8> {
         use rustls::pki_types::{CertificateSigningRequestDer, pem::PemObject};
         let pem = key
             .request_of(world.ca.trust_domain(), &name(node))
@@ -140,7 +140,7 @@ mod tests {
     #[tokio::test]
     async fn a_node_that_its_cluster_vouches_for_gets_a_certificate_which_ends_those_from_before() {
         let world = World::start();
-        let (signer, key) = (signer(&world), EdgeKey::generate().unwrap());
+        let (signer, key) = (signer(&world), PrivateKey::generate().unwrap());
         world.nodes.cluster([(name("edge-1"), member(true))].into());
         let now = UnixTime::now().as_secs();
         let request = request(&world, &key, "edge-1");
@@ -187,7 +187,7 @@ mod tests {
         };
         let store = &world.store;
         store.nodes().shut_out(&name("edge-1"), &revoked).unwrap();
-        let key = EdgeKey::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let request = request(&world, &key, "edge-1");
         let key = signer.read(&request, &name("edge-1")).unwrap();
         // The disk has the last word.

@@ -2,12 +2,11 @@
 
 pub(crate) mod world;
 
+use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
-    Ended,
-    hello::{Control, Dismissal, ToEdge, Welcome},
-    server::{self, Asked, Incoming},
-    socket::Counted,
-    task::Tasks,
+    TunnelEnd,
+    control_stream::{ControlStream, EdgeHello, GatewayMessage, GoAway},
+    edge_side::{self, IncomingStream, StreamRequest},
     wire,
 };
 use std::time::Duration;
@@ -23,21 +22,21 @@ use tracing::info_span;
 pub(crate) const LONG: Duration = Duration::from_mins(2);
 pub(crate) const SHORT: Duration = Duration::from_secs(3);
 
-pub(crate) fn welcome(instance: &str, slot: u32) -> Welcome {
-    Welcome {
+pub(crate) fn welcome(instance: &str, slot: u32) -> EdgeHello {
+    EdgeHello {
         protocol: wire::VERSION,
         version: "1.2.3".to_owned(),
         instance: instance.to_owned(),
         slot,
         ports: vec![9100],
-        ..Welcome::default()
+        ..EdgeHello::default()
     }
 }
 
 /// Why a line sends the edge away.
-pub(crate) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
+pub(crate) fn dismissal(line: &GatewayMessage) -> Option<(GoAway, &str)> {
     match line {
-        ToEdge::Dismiss {
+        GatewayMessage::Dismiss {
             why,
             detail,
             retry_after_ms,
@@ -54,29 +53,29 @@ pub(crate) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
 
 /// The edge's end of a tunnel.
 pub(crate) struct FakeEdge {
-    pub(crate) hello: ToEdge,
-    pub(crate) control: Control,
-    pub(crate) streams: mpsc::UnboundedReceiver<Box<Asked>>,
+    pub(crate) hello: GatewayMessage,
+    pub(crate) control: ControlStream,
+    pub(crate) streams: mpsc::UnboundedReceiver<Box<StreamRequest>>,
     /// Whether it neither reads nor answers.
     pub(crate) hushed: watch::Sender<bool>,
-    over: oneshot::Receiver<Ended>,
+    over: oneshot::Receiver<TunnelEnd>,
     /// Dropping it cuts the connection.
-    _driver: Tasks,
+    _driver: TaskGroup,
 }
 
 impl FakeEdge {
-    async fn greeted(io: TlsStream<Counted<TcpStream>>) -> Self {
+    async fn greeted(io: TlsStream<CountedIo<TcpStream>>) -> Self {
         let traffic = io.get_ref().0.traffic();
-        let mut server = server::accept(io, traffic, server::Settings::default())
+        let mut server = edge_side::accept(io, traffic, edge_side::EdgeSideConfig::default())
             .await
             .unwrap();
-        let Ok(Incoming::Control(mut control)) = server.next().await else {
+        let Ok(IncomingStream::Control(mut control)) = server.next().await else {
             panic!("the first stream is the control stream");
         };
         let (stream, streams) = mpsc::unbounded_channel();
         let (tell, over) = oneshot::channel();
         let (hushed, mut hush) = watch::channel(false);
-        let driver = Tasks::default();
+        let driver = TaskGroup::default();
         driver.spawn(info_span!("edge"), async move {
             let ended = loop {
                 let Ok(_) = hush.wait_for(|hushed| !hushed).await else {
@@ -87,8 +86,8 @@ impl FakeEdge {
                     Ok(()) = hush.changed() => continue,
                 };
                 match next {
-                    Ok(Incoming::Stream(asked)) => drop(stream.send(asked)),
-                    Ok(Incoming::Control(_)) => {}
+                    Ok(IncomingStream::Stream(asked)) => drop(stream.send(asked)),
+                    Ok(IncomingStream::Control(_)) => {}
                     Err(ended) => break ended,
                 }
             };
@@ -106,7 +105,7 @@ impl FakeEdge {
     }
 
     /// The next line from the gateway.
-    pub(crate) async fn hear(&mut self) -> ToEdge {
+    pub(crate) async fn hear(&mut self) -> GatewayMessage {
         timeout(LONG, self.control.hear()).await.unwrap().unwrap()
     }
 
@@ -116,7 +115,7 @@ impl FakeEdge {
     }
 
     /// Waits until the gateway has hung up.
-    pub(crate) async fn ended(self) -> Ended {
+    pub(crate) async fn ended(self) -> TunnelEnd {
         timeout(LONG, self.over).await.unwrap().unwrap()
     }
 }

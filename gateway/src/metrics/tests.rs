@@ -34,20 +34,20 @@ fn guards_count_what_is_open() {
 fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
     let metrics = Metrics::new();
     let front = metrics.front("https");
-    front.stream_ended(&StreamOver {
+    front.stream_ended(&StreamOutcome {
         status: 200,
         duration: Duration::from_millis(70),
         first_byte: Some(Duration::from_millis(3)),
         up: 5,
         down: 70,
-        ..StreamOver::default()
+        ..StreamOutcome::default()
     });
-    front.stream_ended(&StreamOver {
+    front.stream_ended(&StreamOutcome {
         reason: Some(Reason::NodeAway),
         status: 503,
         duration: Duration::from_hours(2),
         down: 9,
-        ..StreamOver::default()
+        ..StreamOutcome::default()
     });
     let all = metrics.encode(Exposition::OpenMetrics);
     for (begin, value) in [
@@ -91,9 +91,9 @@ fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
 #[test]
 fn a_value_on_a_bound_is_below_it() {
     let metrics = Metrics::new();
-    metrics.front("http").stream_ended(&StreamOver {
+    metrics.front("http").stream_ended(&StreamOutcome {
         duration: Duration::from_micros(500),
-        ..StreamOver::default()
+        ..StreamOutcome::default()
     });
     let bucket = r#"stream_duration_seconds_bucket{le="0.0005",front="http"}"#;
     assert_eq!(
@@ -143,7 +143,9 @@ fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
 #[test]
 fn two_fronts_of_one_kind_are_told_apart() {
     let metrics = Metrics::new();
-    metrics.front("ssh-1").stream_ended(&StreamOver::default());
+    metrics
+        .front("ssh-1")
+        .stream_ended(&StreamOutcome::default());
     metrics.front("ssh-2");
     let all = metrics.encode(Exposition::OpenMetrics);
     let ok = |name: &str| {

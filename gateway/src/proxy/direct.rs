@@ -6,31 +6,28 @@
 //! is looked up and judged here, and the very address that was judged is dialled. Which addresses a network means `meant`
 //! says, and who may connect to one the policy.
 
-mod meant;
+mod special_addresses;
 
 use super::{
     Proxy,
-    access::Record,
-    authorize::{Act, Ask, Destination},
-    caller::Caller,
-    front::{Connection, Front},
-    held::Waiting,
-    outgoing::Outgoing,
-    relay::Session,
+    access_log::AccessRecord,
+    authn::ClientIdentity,
+    authz::{Action, AuthzRequest, Destination},
+    listener::{ClientConnection, Listener},
+    relay::UpgradedClient,
     request_body::RequestBody,
-    route::{self, Asked},
+    response_body::ResponseBody,
+    route::{self, RouteInput},
+    upload_budget::BufferedBody,
 };
 use crate::{
-    config::ErrorForm,
+    config::ErrorFormat,
     error::{Error, Reason},
-    state::{Nodes, Place},
+    state::{NodeLocation, Nodes},
 };
 use causeway_rt::resolve;
-use causeway_tunnel::{
-    Refusal, Target,
-    copy::Passed,
-    socket::{self, Abort},
-};
+use causeway_rt::socket::{self, ResetOnClose};
+use causeway_tunnel::{RejectCode, Target, copy::ByteCounters};
 use http::{Method, Request, Response, StatusCode};
 use hyper::upgrade::{self, OnUpgrade};
 use ipnet::IpNet;
@@ -58,21 +55,21 @@ const CHUNK: usize = 16 * 1024;
 const LOG_PAUSE: Duration = Duration::from_mins(1);
 
 /// Who asks, and where.
-pub struct Direct<'a> {
+pub struct DirectConnect<'a> {
     /// The front.
     pub proxy: &'a Proxy,
     /// The caller's connection.
-    pub connection: &'a Arc<Connection>,
+    pub connection: &'a Arc<ClientConnection>,
     /// Who calls.
-    pub caller: &'a Caller,
+    pub caller: &'a ClientIdentity,
     /// What is asked for.
     pub target: &'a Target,
     /// The record of this session.
-    pub record: &'a Arc<Record>,
+    pub record: &'a Arc<AccessRecord>,
 }
 
 /// The target of a CONNECT that this front may dial itself, for it is at no edge.
-pub(crate) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Option<Target> {
+pub(crate) fn target(networks: &[IpNet], asked: &RouteInput<'_>, nodes: &Nodes) -> Option<Target> {
     if networks.is_empty() {
         return None;
     }
@@ -86,9 +83,9 @@ pub(crate) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Op
 /// # Errors
 /// If the caller has too much open, or the target lies in no network of the front, or cannot be dialled.
 pub(super) async fn connect(
-    direct: Direct<'_>,
+    direct: DirectConnect<'_>,
     mut request: Request<RequestBody>,
-) -> Result<Response<Outgoing>, Error> {
+) -> Result<Response<ResponseBody>, Error> {
     let shared = &direct.proxy.shared;
     let permit = shared.limits.admit(&direct.caller.open, &shared.direct)?;
     direct.record.permit(permit);
@@ -99,10 +96,13 @@ pub(super) async fn connect(
     check(&direct.proxy.front.latest(), &shared.nodes, address)?;
     direct.record.opened(StatusCode::OK);
     spawn(&direct, switched, tcp);
-    Ok(Response::new(Outgoing::empty()))
+    Ok(Response::new(ResponseBody::empty()))
 }
 
-async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<(TcpStream, SocketAddr), Error> {
+async fn dial(
+    direct: &DirectConnect<'_>,
+    deadline: Instant,
+) -> Result<(TcpStream, SocketAddr), Error> {
     let target = direct.target;
     let addresses = look_up(direct, deadline).await?;
     let nodes = &direct.proxy.shared.nodes;
@@ -121,28 +121,28 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<(TcpStream, Sock
         let share = left / u32::try_from(inside.len() - tried).unwrap_or(u32::MAX);
         match timeout_at(Instant::now() + share, TcpStream::connect(address)).await {
             Ok(Ok(tcp)) => {
-                socket::tune(&tcp);
+                socket::set_tcp_options(&tcp);
                 return Ok((tcp, **address));
             }
             Ok(Err(cause)) => {
                 let detail = format!("this gateway could not dial {target}: {cause}");
-                let reason = Reason::from(Refusal::of_dial(&cause, address.ip()));
+                let reason = Reason::from(RejectCode::of_dial(&cause, address.ip()));
                 if reason == Reason::Exhausted
                     && let Some(count) = direct.proxy.front.exhaustions.happened_within(LOG_PAUSE)
                 {
                     tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
                 }
-                failed = Some(reason.because(detail, cause));
+                failed = Some(reason.with_source(detail, cause));
             }
             Err(_) => {
                 let detail = format!("{target} did not take this gateway's connection in time");
-                failed = Some(Reason::TargetTimeout.says(detail));
+                failed = Some(Reason::TargetTimeout.error(detail));
             }
         }
     }
     Err(failed.unwrap_or_else(|| {
         let front = &direct.proxy.front.name;
-        Reason::Forbidden.says(format!(
+        Reason::Forbidden.error(format!(
             "{target} is at no node's edge, and in no network that front {front:?} dials itself (direct)"
         ))
     }))
@@ -152,34 +152,34 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<(TcpStream, Sock
 ///
 /// # Errors
 /// [`Reason::Forbidden`] if the address lies in none of the front's networks any more.
-pub(super) fn check(front: &Front, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
+pub(super) fn check(front: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
     if is_meant(front, nodes, address.ip()) {
         return Ok(());
     }
-    Err(Reason::Forbidden.says(format!(
+    Err(Reason::Forbidden.error(format!(
         "{address} lies in no network any more that front {:?} dials itself (direct)",
         front.name
     )))
 }
 
 /// Whether a front dials this address itself.
-fn is_meant(front: &Front, nodes: &Nodes, address: IpAddr) -> bool {
+fn is_meant(front: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
     // A kubelet on this host is reached as any other.
-    let is_own =
-        meant::own_addresses().contains(&address.to_canonical()) && !nodes.is_elsewhere(address);
+    let is_own = special_addresses::own_addresses().contains(&address.to_canonical())
+        && !nodes.is_elsewhere(address);
     let mut networks = front.direct.iter();
-    networks.any(|network| meant::lies_in(address, network, is_own))
+    networks.any(|network| special_addresses::is_allowed_in(address, network, is_own))
 }
 
 /// Whether the client may connect to this address.
-async fn may(direct: &Direct<'_>, address: SocketAddr) -> Result<(), Error> {
+async fn may(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
     // Noted first: a change of the policy from here on is held against this very address.
     direct.record.dials(address);
-    let ask = Ask {
+    let ask = AuthzRequest {
         caller: direct.caller,
         from: direct.connection.peer,
         destination: Destination::Direct(address),
-        act: Act::Connect,
+        act: Action::Connect,
         method: &Method::CONNECT,
         path: "",
     };
@@ -187,9 +187,9 @@ async fn may(direct: &Direct<'_>, address: SocketAddr) -> Result<(), Error> {
 }
 
 /// Where the target is: a node of the cluster by its own addresses, all else by what resolves it.
-async fn look_up(direct: &Direct<'_>, deadline: Instant) -> Result<Vec<SocketAddr>, Error> {
+async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<SocketAddr>, Error> {
     let Target { host, port } = direct.target;
-    if let Some(Place::Elsewhere(addresses)) = direct.proxy.shared.nodes.place(host) {
+    if let Some(NodeLocation::Elsewhere(addresses)) = direct.proxy.shared.nodes.place(host) {
         let addresses = addresses.into_iter();
         return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
     }
@@ -197,19 +197,19 @@ async fn look_up(direct: &Direct<'_>, deadline: Instant) -> Result<Vec<SocketAdd
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(cause)) => {
             let detail = format!("no node has the name {host}, and it leads nowhere: {cause}");
-            Err(Reason::NodeUnknown.because(detail, cause))
+            Err(Reason::NodeUnknown.with_source(detail, cause))
         }
         Err(_) => {
             let detail = format!("no node has the name {host}, and it was not resolved in time");
-            Err(Reason::ResolveTimeout.says(detail))
+            Err(Reason::ResolveTimeout.error(detail))
         }
     }
 }
 
-fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
+fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
     let connection = direct.connection.clone();
     let record = direct.record.clone();
-    let hold = direct.proxy.front.errors == ErrorForm::Kubernetes;
+    let hold = direct.proxy.front.errors == ErrorFormat::Kubernetes;
     // The answer is over at once.
     let busy = connection.idle.busy();
     let work = async move {
@@ -217,8 +217,9 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
             Ok(upgraded) => upgraded,
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
-        let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
-        let mut far = Counted::new(tcp, record.passed.clone());
+        let session =
+            UpgradedClient::new(upgraded, connection, (None, BufferedBody::default()), busy);
+        let mut far = CountedIo::new(tcp, record.passed.clone());
         let passed = {
             let work = pin!(pass(session, &mut far, hold));
             record.session_unless_ended(work).await
@@ -227,7 +228,7 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
             Some(Ok(())) => record.session_ended(),
             Some(Err(error)) if far.is_broken() => {
                 let detail = format!("the target broke the session off: {error}");
-                record.failed(&Reason::TargetBroken.says(detail));
+                record.failed(&Reason::TargetBroken.error(detail));
             }
             Some(Err(error)) => {
                 record.abandoned(&format!("the client broke its session off: {error}"));
@@ -240,10 +241,10 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
 }
 
 /// Bytes both ways, half-closes as well; what breaks on one side is reset on the other.
-pub(super) async fn pass<S, F>(mut near: S, far: &mut Counted<F>, hold: bool) -> io::Result<()>
+pub(super) async fn pass<S, F>(mut near: S, far: &mut CountedIo<F>, hold: bool) -> io::Result<()>
 where
-    S: AsyncRead + AsyncWrite + Abort + Unpin,
-    F: AsyncRead + AsyncWrite + Abort + Unpin,
+    S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
+    F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
     let work = async {
         if hold {
@@ -266,14 +267,14 @@ where
 }
 
 /// The target's connection, whose bytes are counted.
-pub(super) struct Counted<F> {
+pub(super) struct CountedIo<F> {
     io: F,
-    passed: Arc<Passed>,
+    passed: Arc<ByteCounters>,
     broken: bool,
 }
 
-impl<F> Counted<F> {
-    pub(super) fn new(io: F, passed: Arc<Passed>) -> Self {
+impl<F> CountedIo<F> {
+    pub(super) fn new(io: F, passed: Arc<ByteCounters>) -> Self {
         Self {
             io,
             passed,
@@ -292,7 +293,7 @@ impl<F> Counted<F> {
     }
 }
 
-impl<F: AsyncRead + Unpin> AsyncRead for Counted<F> {
+impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<F> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -307,7 +308,7 @@ impl<F: AsyncRead + Unpin> AsyncRead for Counted<F> {
     }
 }
 
-impl<F: AsyncWrite + Unpin> AsyncWrite for Counted<F> {
+impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<F> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

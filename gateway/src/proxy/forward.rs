@@ -6,16 +6,16 @@
 use crate::{
     error::{Error, Reason},
     proxy::{
-        Way, forwarding_headers::Hop, front::Connection, outgoing::Outgoing, request,
-        request_body::RequestBody, trace, upload,
+        StreamContext, counted_body, forwarding_headers::Hop, listener::ClientConnection, request,
+        request_body::RequestBody, response_body::ResponseBody, trace_context,
     },
 };
 use causeway_tunnel::{
-    Receive, Refusal, StreamError,
-    client::{Answer, Ask},
+    RejectCode, StreamError, StreamReceiver,
+    gateway_side::{OpenKind, StreamResponse},
     headers,
-    interim::Exchange,
-    request_target::TargetRest,
+    informational::ExchangeId,
+    request_target::TargetOverflow,
     wire,
 };
 use http::{
@@ -36,7 +36,10 @@ pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// If the stream cannot be opened, or breaks before the answer's head.
-pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response<Outgoing>, Error> {
+pub async fn run(
+    way: StreamContext<'_>,
+    request: Request<RequestBody>,
+) -> Result<Response<ResponseBody>, Error> {
     let (parts, body) = request.into_parts();
     let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
     let version = parts.version;
@@ -44,14 +47,14 @@ pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response
     let end = body.is_end_stream();
     let opened = way
         .tunnel
-        .open(head, &Ask::Request, &way.route.target, end)
+        .open(head, &OpenKind::Request, &way.route.target, end)
         .await
         .map_err(|error| failed(way, &error))?;
     let (go, upload, request) = if end {
         (None, None, Some(opened.send))
     } else {
         let given_up = CancellationToken::new();
-        let go = upload::start(
+        let go = counted_body::start(
             way,
             (body, version),
             (opened.send, given_up.clone()),
@@ -70,10 +73,10 @@ pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response
 /// Waits for the final answer, and passes interim ones on; lets the body go at the app's 100, at its answer, or when it
 /// took too long.
 pub(super) async fn wait(
-    way: Way<'_>,
-    mut answer: Answer,
+    way: StreamContext<'_>,
+    mut answer: StreamResponse,
     go: Option<oneshot::Sender<()>>,
-) -> Result<Response<Receive>, StreamError> {
+) -> Result<Response<StreamReceiver>, StreamError> {
     if let Some(go) = go {
         let asked = async {
             while let Some(interim) = answer.interim().await? {
@@ -110,13 +113,13 @@ pub(super) async fn wait(
 
 /// Passes an interim answer on to the client (RFC 9110 §15.2).
 pub(super) fn pass_interim(
-    connection: &Connection,
-    exchange: Exchange,
+    connection: &ClientConnection,
+    exchange: ExchangeId,
     status: StatusCode,
     fields: &HeaderMap,
 ) {
-    let of_engine = exchange == Exchange::Http1 && status == StatusCode::CONTINUE;
-    if of_engine || exchange == Exchange::None {
+    let of_engine = exchange == ExchangeId::Http1 && status == StatusCode::CONTINUE;
+    if of_engine || exchange == ExchangeId::None {
         // The engine of HTTP/1.1 sends its own 100 when the body is asked for.
         return;
     }
@@ -127,7 +130,10 @@ pub(super) fn pass_interim(
 }
 
 /// The request's head as the tunnel takes it.
-pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<()>, Error> {
+pub(super) fn head(
+    way: StreamContext<'_>,
+    parts: http::request::Parts,
+) -> Result<Request<()>, Error> {
     let (version, scheme) = (parts.version, scheme(way));
     let mut fields = parts.headers;
     if !way.proxy.front.forward_authorization {
@@ -144,7 +150,7 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     };
     way.proxy.front.forwarding.apply(hop, &mut fields);
     via(&mut fields, version);
-    trace::never_index(&mut fields);
+    trace_context::never_index(&mut fields);
     // Behind `clean`, so that no `Connection` of the caller's names it away.
     way.proxy.front.told.put(&mut fields, way.caller);
 
@@ -156,16 +162,17 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     }
     let mut head = Request::new(());
     *head.method_mut() = parts.method;
-    *head.uri_mut() = Uri::from_parts(target)
-        .map_err(|error| Reason::Malformed.because("the request's target is malformed", error))?;
+    *head.uri_mut() = Uri::from_parts(target).map_err(|error| {
+        Reason::Malformed.with_source("the request's target is malformed", error)
+    })?;
     *head.headers_mut() = fields;
-    if let Some(rest) = parts.extensions.get::<TargetRest>() {
+    if let Some(rest) = parts.extensions.get::<TargetOverflow>() {
         head.extensions_mut().insert(rest.clone());
     }
     Ok(head)
 }
 
-fn scheme(way: Way<'_>) -> uri::Scheme {
+fn scheme(way: StreamContext<'_>) -> uri::Scheme {
     if way.connection.tls {
         uri::Scheme::HTTPS
     } else {
@@ -185,21 +192,21 @@ pub(super) fn via(fields: &mut HeaderMap, version: Version) {
 
 /// The app's answer, or the edge's refusal as an error.
 pub(super) fn respond(
-    way: Way<'_>,
-    answer: Response<Receive>,
-) -> Result<Response<Outgoing>, Error> {
+    way: StreamContext<'_>,
+    answer: Response<StreamReceiver>,
+) -> Result<Response<ResponseBody>, Error> {
     let (mut parts, body) = answer.into_parts();
     refusal(way, &parts.headers)?;
     headers::reframe_answer(parts.status, &mut parts.headers).map_err(|what| {
         let (target, node) = (&way.route.target, way.route.node.as_str());
-        Reason::TargetBroken.says(format!("{target} on {node} {what}"))
+        Reason::TargetBroken.error(format!("{target} on {node} {what}"))
     })?;
     request::clean(&mut parts.headers);
     via(&mut parts.headers, Version::HTTP_2);
     parts.version = Version::default();
     parts.extensions.clear();
     way.record.answered(parts.status);
-    let body = Outgoing::stream(body, &way.route.node, way.record).sized(&parts.headers);
+    let body = ResponseBody::stream(body, &way.route.node, way.record).sized(&parts.headers);
     Ok(Response::from_parts(parts, body))
 }
 
@@ -207,7 +214,7 @@ pub(super) fn respond(
 ///
 /// # Errors
 /// The refusal.
-pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
+pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), Error> {
     let text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
     let Some(word) = text(&wire::FAILURE) else {
         return Ok(());
@@ -215,7 +222,7 @@ pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
     let detail = text(&wire::DETAIL)
         .unwrap_or("the edge failed the request")
         .to_owned();
-    let reason = Refusal::parse(word).map_or(Reason::TargetBroken, Reason::from);
+    let reason = RejectCode::parse(word).map_or(Reason::TargetBroken, Reason::from);
     // Edges name themselves in most sentences; a caller should always read who speaks.
     let node = way.route.node.as_str();
     let named = detail.starts_with(node);
@@ -230,10 +237,10 @@ pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
              and the front's address into --connect-to or DNS",
         );
     }
-    Err(reason.says(detail))
+    Err(reason.error(detail))
 }
 
 /// A stream that failed before its answer.
-pub(super) fn failed(way: Way<'_>, error: &StreamError) -> Error {
+pub(super) fn failed(way: StreamContext<'_>, error: &StreamError) -> Error {
     Error::of_stream(way.route.node.as_str(), error)
 }

@@ -6,7 +6,7 @@
 
 use crate::{
     config::{self, ForwardingHeader},
-    proxy::told::alike,
+    proxy::identity_headers::alike,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, header::FORWARDED, uri::Authority};
 use ipnet::IpNet;
@@ -22,7 +22,7 @@ const X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 
 /// Names that tell applications one of these facts. The gateway sets five of them. Frameworks read the others in place of
 /// them: gunicorn and Rack take `X-Forwarded-Ssl: on` for https.
-const NAMES: [&str; 12] = [
+const FORWARDING_HEADERS: [&str; 12] = [
     "forwarded",
     "x-forwarded-by",
     "x-forwarded-for",
@@ -68,7 +68,7 @@ pub(crate) struct Values {
 
 impl ForwardingHeaders {
     /// Creates the forwarding headers of a listener from its configuration.
-    pub fn new(listener: &config::Front) -> Self {
+    pub fn new(listener: &config::Listener) -> Self {
         Self {
             headers: listener.forwarding_headers.clone(),
             trusted_proxies: listener.trusted_proxies.clone(),
@@ -185,7 +185,7 @@ fn remove(fields: &mut HeaderMap, keep: bool) {
     let goes = |name: &HeaderName| {
         let name = name.as_str();
         name.starts_with(['f', 'x'])
-            && NAMES
+            && FORWARDING_HEADERS
                 .iter()
                 .any(|own| alike(own, name) && !(keep && *own == name))
     };
@@ -231,11 +231,11 @@ fn address(item: &str) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Front, Kind, Listen};
+    use crate::config::{ListenAddr, Listener, ListenerProtocol};
 
-    fn listener(trusted: &[&str]) -> Front {
-        let listen = Listen::Tcp(SocketAddr::from(([127, 0, 0, 1], 0)));
-        let mut listener = Front::new("http", Kind::Http, listen);
+    fn listener(trusted: &[&str]) -> Listener {
+        let listen = ListenAddr::Tcp(SocketAddr::from(([127, 0, 0, 1], 0)));
+        let mut listener = Listener::new("http", ListenerProtocol::Http, listen);
         listener.trusted_proxies = trusted.iter().map(|net| net.parse().unwrap()).collect();
         listener
     }
@@ -249,7 +249,7 @@ mod tests {
     }
 
     /// The fields after a request from 10.0.0.7 by TLS for edge-1.
-    fn applied(listener: &Front, lines: &[(&'static str, &'static str)]) -> HeaderMap {
+    fn applied(listener: &Listener, lines: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut fields = fields(lines);
         let hop = Hop {
             peer: Some([10, 0, 0, 7].into()),
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn what_a_client_says_of_itself_is_replaced_in_any_spelling() {
         let mut forged = vec![("x-forwarded-uri", "/stays"), ("x-forward", "stays")];
-        for name in NAMES {
+        for name in FORWARDING_HEADERS {
             forged.extend([(name, "forged"), (name, "twice")]);
         }
         forged.extend([

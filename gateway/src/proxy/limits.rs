@@ -9,11 +9,11 @@ use crate::{
     error::{Error, Reason},
     metrics::Metrics,
 };
-use causeway_tunnel::{
+use causeway_rt::{
     connection_limit::{ConnectionLimit, Slot},
-    listener::Peer,
-    unread::Pressure,
+    listener::RemoteAddr,
 };
+use causeway_tunnel::buffered::MemoryBudget;
 use std::{
     collections::HashMap,
     sync::{
@@ -26,39 +26,39 @@ use std::{
 const DISCARDED_BODIES: usize = 1024;
 
 /// Open streams of one caller or node.
-pub type Count = Arc<AtomicUsize>;
+pub type Counter = Arc<AtomicUsize>;
 
 /// The bounds and what is open.
 #[derive(Debug)]
 pub struct Limits {
     bounds: config::Limits,
-    all: Count,
+    all: Counter,
     connections: ConnectionLimit,
     discarded_bodies: ConnectionLimit,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
-    pressure: Arc<Pressure>,
+    pressure: Arc<MemoryBudget>,
 }
 
 /// The right to one open stream.
 #[derive(Debug)]
 pub struct Permit {
-    _all: Taken,
-    _caller: Taken,
-    _node: Taken,
+    _all: CounterGuard,
+    _caller: CounterGuard,
+    _node: CounterGuard,
 }
 
 /// One unit of a count.
 #[derive(Debug)]
-pub struct Taken(Count);
+pub struct CounterGuard(Counter);
 
-impl Drop for Taken {
+impl Drop for CounterGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Relaxed);
     }
 }
 
-fn take(count: &Count, most: usize) -> Option<Taken> {
-    let taken = Taken(count.clone());
+fn take(count: &Counter, most: usize) -> Option<CounterGuard> {
+    let taken = CounterGuard(count.clone());
     (count.fetch_add(1, Relaxed) < most).then_some(taken)
 }
 
@@ -66,17 +66,17 @@ impl Limits {
     /// Nothing is open.
     pub fn new(bounds: config::Limits, metrics: &Arc<Metrics>) -> Self {
         Self {
-            pressure: Arc::new(Pressure::new(bounds.unread)),
+            pressure: Arc::new(MemoryBudget::new(bounds.unread)),
             connections: metrics.connection_limit("connections", bounds.connections),
             discarded_bodies: metrics.connection_limit("discarded_bodies", DISCARDED_BODIES),
             bounds,
-            all: Count::default(),
+            all: Counter::default(),
             callers: Mutex::default(),
         }
     }
 
     /// The count of a caller, shared by all its connections.
-    pub fn caller(&self, name: &Arc<str>) -> Count {
+    pub fn caller(&self, name: &Arc<str>) -> Counter {
         let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = callers.get(name).and_then(Weak::upgrade) {
             return count;
@@ -85,28 +85,28 @@ impl Limits {
         if callers.len() == callers.capacity() {
             callers.retain(|_, count| count.strong_count() > 0);
         }
-        let count = Count::default();
+        let count = Counter::default();
         callers.insert(name.clone(), Arc::downgrade(&count));
         count
     }
 
     /// What waits unread, for tunnels and uploads to add to.
-    pub fn pressure(&self) -> &Arc<Pressure> {
+    pub fn pressure(&self) -> &Arc<MemoryBudget> {
         &self.pressure
     }
 
     /// Callers' connections that are open.
     pub fn connections(&self) -> usize {
-        self.connections.held()
+        self.connections.open_connections()
     }
 
     /// Returns the place of one more connection of a client, if there is one.
-    pub fn connection(&self, peer: Peer) -> Option<Slot> {
+    pub fn connection(&self, peer: RemoteAddr) -> Option<Slot> {
         self.connections.admit(peer).ok()
     }
 
     /// Returns the place of a body of this client that is discarded, the one of an older body if need be.
-    pub fn discarded_body(&self, peer: Peer) -> Option<Slot> {
+    pub fn discarded_body(&self, peer: RemoteAddr) -> Option<Slot> {
         self.discarded_bodies.admit(peer).ok()
     }
 
@@ -114,15 +114,15 @@ impl Limits {
     ///
     /// # Errors
     /// [`Reason::LimitReached`], naming the limit.
-    pub fn admit(&self, caller: &Count, node: &Count) -> Result<Permit, Error> {
+    pub fn admit(&self, caller: &Counter, node: &Counter) -> Result<Permit, Error> {
         let full = |whose: &str, most: usize| {
-            Reason::LimitReached.says(format!(
+            Reason::LimitReached.error(format!(
                 "{whose} has {most} streams open, which is its limit"
             ))
         };
         let bounds = &self.bounds;
         if self.pressure.is_full() {
-            return Err(Reason::LimitReached.says(format!(
+            return Err(Reason::LimitReached.error(format!(
                 "{} bytes wait in this gateway for those who do not read them, of {} that may (limits.unread)",
                 self.pressure.bytes(),
                 bounds.unread
@@ -153,7 +153,7 @@ mod tests {
         let limits = Limits::new(bounds, &Metrics::new());
         let alice = limits.caller(&"alice".into());
         let bob = limits.caller(&"bob".into());
-        let (near, far) = (Count::default(), Count::default());
+        let (near, far) = (Counter::default(), Counter::default());
         let first = limits.admit(&alice, &near).unwrap();
         let _second = limits.admit(&alice, &far).unwrap();
         let word = |error: Error| error.detail.split(' ').nth(1).unwrap().to_owned();
@@ -178,7 +178,7 @@ mod tests {
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
-        let (caller, node) = (Count::default(), Count::default());
+        let (caller, node) = (Counter::default(), Counter::default());
         let _held = limits.admit(&caller, &node).unwrap();
         assert!(
             limits

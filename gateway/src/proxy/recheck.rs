@@ -6,18 +6,18 @@
 //! reason. One that nobody can decide about goes on: an outage of the cluster's API ends no session.
 
 use super::{
-    Proxy, Shared,
-    access::Record,
-    authorize::{Act, Ask, Destination},
-    caller::{bearer, jwt::Expired},
+    Proxy, ProxyState,
+    access_log::AccessRecord,
+    authn::{bearer, jwt::Expired},
+    authz::{Action, AuthzRequest, Destination},
     direct,
-    front::Connection,
+    listener::ClientConnection,
 };
 use crate::{
-    core::CoreId,
     error::{Error, Reason},
+    worker::WorkerId,
 };
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use http::{HeaderMap, HeaderValue, Method, Request, header::AUTHORIZATION};
 use slab::Slab;
@@ -37,22 +37,22 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time in which a client may take what came before its stream ended. The stream of one that takes nothing ends without.
-pub(super) const FLUSH: Duration = Duration::from_secs(1);
+pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their core have a turn.
-const TURN: usize = 32;
+const MAX_CONCURRENT_CHECKS: usize = 32;
 
 /// The open streams of a gateway, by the core that serves them.
 #[derive(Debug)]
 pub struct OpenStreams {
-    cores: Box<[Mutex<Slab<Weak<Record>>>]>,
+    cores: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
     /// Rises with each change that may refuse a stream which is open.
     changes: AtomicU64,
 }
 
 /// The place of a stream among those that are open.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place(CoreId, usize);
+pub(super) struct StreamIndex(WorkerId, usize);
 
 impl OpenStreams {
     /// No streams, of this many cores.
@@ -68,21 +68,25 @@ impl OpenStreams {
         self.changes.fetch_add(1, Release);
     }
 
-    pub(super) fn insert(&self, core: CoreId, record: &Arc<Record>) -> Place {
-        Place(core, self.core(core).insert(Arc::downgrade(record)))
+    pub(super) fn insert(&self, core: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
+        StreamIndex(core, self.core(core).insert(Arc::downgrade(record)))
     }
 
-    pub(super) fn remove(&self, Place(core, index): Place) {
+    pub(super) fn remove(&self, StreamIndex(core, index): StreamIndex) {
         self.core(core).try_remove(index);
     }
 
-    fn core(&self, core: CoreId) -> MutexGuard<'_, Slab<Weak<Record>>> {
+    fn core(&self, core: WorkerId) -> MutexGuard<'_, Slab<Weak<AccessRecord>>> {
         let streams = &self.cores[core.0 % self.cores.len()];
         streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the streams of a core of which this holds.
-    fn select(&self, core: CoreId, wanted: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
+    fn select(
+        &self,
+        core: WorkerId,
+        wanted: impl Fn(&AccessRecord) -> bool,
+    ) -> Vec<Arc<AccessRecord>> {
         // Outside the lock: the last holder of a record removes it.
         let all: Vec<_> = self
             .core(core)
@@ -96,8 +100,8 @@ impl OpenStreams {
 
 /// The request that a stream was allowed for.
 #[derive(Debug)]
-pub(super) struct Allowed {
-    pub(super) act: Act,
+pub(super) struct GrantedAccess {
+    pub(super) act: Action,
     pub(super) method: Method,
     /// The path of the request, without its query.
     pub(super) path: String,
@@ -107,8 +111,8 @@ pub(super) struct Allowed {
     pub(super) authorization: Option<HeaderValue>,
 }
 
-impl Allowed {
-    pub(super) fn new<B>(act: Act, request: &Request<B>, connection: &Connection) -> Self {
+impl GrantedAccess {
+    pub(super) fn new<B>(act: Action, request: &Request<B>, connection: &ClientConnection) -> Self {
         // Copied: a field may be a slice of a whole read buffer.
         let copied = |value: &HeaderValue| {
             let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
@@ -121,8 +125,8 @@ impl Allowed {
             act,
             method: request.method().clone(),
             path: match act {
-                Act::Connect => String::new(),
-                Act::Request | Act::Upgrade => request.uri().path().to_owned(),
+                Action::Connect => String::new(),
+                Action::Request | Action::Upgrade => request.uri().path().to_owned(),
             },
             port: request.uri().port_u16(),
             authorization: credential.and_then(copied),
@@ -132,7 +136,7 @@ impl Allowed {
     /// The session of a TCP front.
     pub(super) fn session() -> Self {
         Self {
-            act: Act::Connect,
+            act: Action::Connect,
             method: Method::CONNECT,
             path: String::new(),
             port: None,
@@ -141,7 +145,7 @@ impl Allowed {
     }
 }
 
-impl Shared {
+impl ProxyState {
     /// Returns the number of changes after which open streams are decided about again.
     pub(super) fn changes(&self) -> u64 {
         let changes = self.streams.changes.load(Acquire);
@@ -150,7 +154,7 @@ impl Shared {
 }
 
 /// Checks the open streams of one core for as long as the gateway runs.
-pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
+pub async fn run(shared: Arc<ProxyState>, core: WorkerId, tasks: Arc<TaskGroup>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut waiting = FuturesUnordered::new();
@@ -163,12 +167,12 @@ pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
         let changes = shared.changes();
         let (labels, relabelled) = shared.nodes.relabelled_since(labels_seen);
         labels_seen = labels;
-        let due = |record: &Record| {
+        let due = |record: &AccessRecord| {
             let seen = record.decided_at(changes) == changes;
             !seen || record.has_lapsed() || record.leads_to(&relabelled)
         };
         for (index, record) in shared.streams.select(core, due).into_iter().enumerate() {
-            if index % TURN == TURN - 1 {
+            if index % MAX_CONCURRENT_CHECKS == MAX_CONCURRENT_CHECKS - 1 {
                 tokio::task::yield_now().await;
             }
             if record.checking(true) {
@@ -186,7 +190,12 @@ pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
 }
 
 /// Decides about a stream again, and ends it if it is refused.
-async fn check(shared: &Arc<Shared>, core: CoreId, tasks: &Arc<Tasks>, record: Arc<Record>) {
+async fn check(
+    shared: &Arc<ProxyState>,
+    core: WorkerId,
+    tasks: &Arc<TaskGroup>,
+    record: Arc<AccessRecord>,
+) {
     let proxy = Proxy {
         shared: shared.clone(),
         front: record.front().latest(),
@@ -201,7 +210,7 @@ async fn check(shared: &Arc<Shared>, core: CoreId, tasks: &Arc<Tasks>, record: A
             record.end(&refusal);
             let open = Arc::downgrade(&record);
             drop(record);
-            sleep(FLUSH).await;
+            sleep(FLUSH_TIMEOUT).await;
             if let Some(record) = open.upgrade() {
                 record.evict();
             }
@@ -212,7 +221,7 @@ async fn check(shared: &Arc<Shared>, core: CoreId, tasks: &Arc<Tasks>, record: A
 }
 
 impl Proxy {
-    async fn decide_again(&self, record: &Record) -> Result<(), Error> {
+    async fn decide_again(&self, record: &AccessRecord) -> Result<(), Error> {
         let Some((allowed, caller, route)) = record.allowed() else {
             return Ok(());
         };
@@ -250,7 +259,7 @@ impl Proxy {
         let Some(destination) = route.as_ref().map(Destination::Node).or(dialled) else {
             return undecided.map_or(Ok(()), Err);
         };
-        let ask = Ask {
+        let ask = AuthzRequest {
             caller: &caller,
             from: connection.peer,
             destination,

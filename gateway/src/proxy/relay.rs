@@ -4,21 +4,24 @@
 //! CONNECT is answered within a bound whatever happens: kube-apiserver sets none of its own.
 
 use crate::{
-    config::ErrorForm,
+    config::ErrorFormat,
     error::{Error, Reason},
     proxy::{
-        Proxy, Way,
-        access::Record,
-        authorize::{Act, Ask, Destination},
+        Proxy, StreamContext,
+        access_log::AccessRecord,
+        authz::{Action, AuthzRequest, Destination},
         forward,
-        front::{Connection, idle::Busy, io::Io},
-        held::{Waiting, weighed},
-        outgoing::Outgoing,
-        recheck::Allowed,
+        listener::{ClientConnection, conn_io::ClientIo, idle_timer::ActiveRequest},
+        recheck::GrantedAccess,
         request_body::RequestBody,
+        response_body::ResponseBody,
+        upload_budget::{BufferedBody, track_buffered},
     },
 };
-use causeway_tunnel::{Receive, Send, client, copy, interim::Exchange, socket::Abort};
+use causeway_rt::socket::ResetOnClose;
+use causeway_tunnel::{
+    StreamReceiver, StreamSender, copy, gateway_side, informational::ExchangeId,
+};
 use http::{Method, Request, Response, StatusCode, Version};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -36,27 +39,27 @@ use tracing::debug_span;
 /// # Errors
 /// If the stream cannot be opened or the target cannot be dialled.
 pub async fn connect(
-    way: Way<'_>,
+    way: StreamContext<'_>,
     mut request: Request<RequestBody>,
-) -> Result<Response<Outgoing>, Error> {
+) -> Result<Response<ResponseBody>, Error> {
     let switched = hyper::upgrade::on(&mut request);
     let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);
     let halves = open(way).await?;
     way.record.opened(StatusCode::OK);
-    let hold = way.proxy.front.errors == ErrorForm::Kubernetes;
+    let hold = way.proxy.front.errors == ErrorFormat::Kubernetes;
     spawn(way, (switched, window), halves, hold);
-    Ok(Response::new(Outgoing::empty()))
+    Ok(Response::new(ResponseBody::empty()))
 }
 
 /// Opens a TCP stream to the way's target, within a bound.
-pub(super) async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
+pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, StreamReceiver), Error> {
     let bound = way.proxy.shared.timeouts.open;
     let answered = async {
         let opened = way
             .tunnel
             .open(
                 Request::new(()),
-                &client::Ask::Tcp,
+                &gateway_side::OpenKind::Tcp,
                 &way.route.target,
                 false,
             )
@@ -72,7 +75,7 @@ pub(super) async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
                     way.route.node,
                     answer.status()
                 );
-                return Err(Reason::TargetBroken.says(detail));
+                return Err(Reason::TargetBroken.error(detail));
             }
             Ok((send, answer.into_body()))
         }
@@ -82,7 +85,7 @@ pub(super) async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
                 "{} did not connect to {} within {bound:?}",
                 way.route.node, way.route.target
             );
-            Err(Reason::TargetTimeout.says(detail))
+            Err(Reason::TargetTimeout.error(detail))
         }
     }
 }
@@ -90,9 +93,9 @@ pub(super) async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
 /// Relays between what becomes of the caller's connection, or of its stream with such a window, and a stream, in a
 /// task of its own.
 pub(super) fn spawn(
-    way: Way<'_>,
+    way: StreamContext<'_>,
     (switched, window): (OnUpgrade, Option<u32>),
-    (send, receive): (Send, Receive),
+    (send, receive): (StreamSender, StreamReceiver),
     hold: bool,
 ) {
     let connection = way.connection.clone();
@@ -106,8 +109,8 @@ pub(super) fn spawn(
             Ok(upgraded) => upgraded,
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
-        let waiting = Waiting::default();
-        let session = Session::new(upgraded, connection, (window, waiting.clone()), busy);
+        let waiting = BufferedBody::default();
+        let session = UpgradedClient::new(upgraded, connection, (window, waiting.clone()), busy);
         let work = pin!(copy::relay(
             session,
             send,
@@ -115,7 +118,7 @@ pub(super) fn spawn(
             record.passed.clone(),
             hold
         ));
-        let work = pin!(weighed(shared.limits.pressure(), &waiting, work));
+        let work = pin!(track_buffered(shared.limits.pressure(), &waiting, work));
         if let Some(outcome) = record.session_unless_ended(work).await {
             note(&record, node.as_str(), &outcome);
         }
@@ -128,9 +131,9 @@ pub(super) fn spawn(
 /// If the session could not begin; the connection then ends with a reset.
 pub(super) async fn session(
     proxy: &Proxy,
-    io: Io,
-    connection: &Arc<Connection>,
-    record: &Arc<Record>,
+    io: ClientIo,
+    connection: &Arc<ClientConnection>,
+    record: &Arc<AccessRecord>,
 ) -> Result<(), Error> {
     let begun = begin(proxy, connection, record).await;
     let (send, receive) = begun.inspect_err(|_| io.abort())?;
@@ -144,29 +147,31 @@ pub(super) async fn session(
 
 async fn begin(
     proxy: &Proxy,
-    connection: &Arc<Connection>,
-    record: &Arc<Record>,
-) -> Result<(Send, Receive), Error> {
+    connection: &Arc<ClientConnection>,
+    record: &Arc<AccessRecord>,
+) -> Result<(StreamSender, StreamReceiver), Error> {
     let asked = proxy.front.asked(connection, None);
     let shared = &proxy.shared;
     let nothing = http::HeaderMap::new();
-    let (caller, route) = proxy.meet(connection, &nothing, &asked).await?;
+    let (caller, route) = proxy
+        .authenticate_and_route(connection, &nothing, &asked)
+        .await?;
     record.caller(&caller);
     record.route(&route);
-    let ask = Ask {
+    let ask = AuthzRequest {
         caller: &caller,
         from: connection.peer,
         destination: Destination::Node(&route),
-        act: Act::Connect,
+        act: Action::Connect,
         method: &Method::CONNECT,
         path: "",
     };
-    record.allow(Allowed::session());
+    record.allow(GrantedAccess::session());
     proxy.authorize(&ask, record).await?;
-    let picked = proxy.pick(&route).await?;
+    let picked = proxy.select_tunnel(&route).await?;
     record.permit(shared.limits.admit(&caller.open, &picked.streams)?);
     record.tunnel(picked.id);
-    open(Way {
+    open(StreamContext {
         proxy,
         connection,
         caller: &caller,
@@ -174,38 +179,38 @@ async fn begin(
         tunnel: &picked.tunnel,
         id: picked.id,
         record,
-        exchange: Exchange::None,
+        exchange: ExchangeId::None,
     })
     .await
 }
 
-fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
+fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     match outcome {
-        copy::Outcome::Clean => record.session_ended(),
-        copy::Outcome::Near(error) => {
+        copy::CopyOutcome::Clean => record.session_ended(),
+        copy::CopyOutcome::Near(error) => {
             record.abandoned(&format!("the client broke its session off: {error}"));
         }
-        copy::Outcome::Far(error) => record.failed(&Error::of_stream(node, error)),
+        copy::CopyOutcome::Far(error) => record.failed(&Error::of_stream(node, error)),
     }
 }
 
 /// A caller's connection after HTTP gave it up.
-pub(super) struct Session {
+pub(super) struct UpgradedClient {
     io: TokioIo<Upgraded>,
-    connection: Arc<Connection>,
+    connection: Arc<ClientConnection>,
     /// What waits behind the last bytes read, where HTTP/2 is spoken.
     window: Option<u32>,
-    waiting: Waiting,
-    _busy: Busy,
+    waiting: BufferedBody,
+    _busy: ActiveRequest,
 }
 
-impl Session {
+impl UpgradedClient {
     /// Keeps the caller's connection busy for as long as it lives.
     pub(super) fn new(
         upgraded: Upgraded,
-        connection: Arc<Connection>,
-        (window, waiting): (Option<u32>, Waiting),
-        busy: Busy,
+        connection: Arc<ClientConnection>,
+        (window, waiting): (Option<u32>, BufferedBody),
+        busy: ActiveRequest,
     ) -> Self {
         Self {
             io: TokioIo::new(upgraded),
@@ -217,13 +222,13 @@ impl Session {
     }
 }
 
-impl Abort for Session {
+impl ResetOnClose for UpgradedClient {
     fn abort(&self) {
         self.connection.condition.abort();
     }
 }
 
-impl AsyncRead for Session {
+impl AsyncRead for UpgradedClient {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -246,7 +251,7 @@ impl AsyncRead for Session {
     }
 }
 
-impl AsyncWrite for Session {
+impl AsyncWrite for UpgradedClient {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -10,7 +10,7 @@ use crate::{
 };
 use causeway_tunnel::{
     headers,
-    request_target::{ENGINE_TARGET, TargetRest},
+    request_target::{MAX_URI_BYTES, TargetOverflow},
     wire,
 };
 use http::{
@@ -21,7 +21,7 @@ use http_body::Body;
 
 /// What a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum StreamKind {
     /// A plain request.
     Plain,
     /// To switch to this protocol.
@@ -55,7 +55,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
             "the request has {} fields, at most {headers} are allowed",
             fields.len()
         );
-        return Err(Reason::HeaderTooLarge.says(detail));
+        return Err(Reason::HeaderTooLarge.error(detail));
     }
     // As HTTP/2 counts a list (RFC 9113 §6.5.2), without its 32 bytes a field.
     let size: usize = fields
@@ -66,25 +66,25 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
         let detail = format!(
             "the request's fields have {size} bytes, at most {header_bytes} are allowed (limits.header_bytes)"
         );
-        return Err(Reason::HeaderTooLarge.says(detail));
+        return Err(Reason::HeaderTooLarge.error(detail));
     }
     if fields.get_all(HOST).iter().nth(1).is_some() {
-        return Err(Reason::Malformed.says("the request has more than one Host"));
+        return Err(Reason::Malformed.error("the request has more than one Host"));
     }
     // One would be judged here, and the other could be what an app takes (RFC 9110 §11.6.2 knows one).
     if fields.get_all(AUTHORIZATION).iter().nth(1).is_some() {
-        return Err(Reason::Malformed.says("the request has more than one Authorization"));
+        return Err(Reason::Malformed.error("the request has more than one Authorization"));
     }
     if fields.contains_key(CONTENT_LENGTH) && fields.contains_key(TRANSFER_ENCODING) {
         return Err(
-            Reason::Malformed.says("the request has both Content-Length and Transfer-Encoding")
+            Reason::Malformed.error("the request has both Content-Length and Transfer-Encoding")
         );
     }
     if !headers::codes_only_by_chunks(fields) {
-        return Err(Reason::Malformed.says("a Transfer-Encoding is chunked and nothing else"));
+        return Err(Reason::Malformed.error("a Transfer-Encoding is chunked and nothing else"));
     }
     if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {
-        return Err(Reason::Malformed.says("an HTTP/1.1 request needs a Host"));
+        return Err(Reason::Malformed.error("an HTTP/1.1 request needs a Host"));
     }
     path(request)
 }
@@ -94,7 +94,7 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
     let extensions = request.extensions();
     let refused = extensions.get::<Reason>().copied();
     if let Some(reason) = refused.filter(|reason| *reason != Reason::UriTooLong) {
-        return Err(reason.says(if reason == Reason::LimitReached {
+        return Err(reason.error(if reason == Reason::LimitReached {
             "the requests with long targets need more memory than the gateway has for them"
         } else {
             "the target of the request has bytes that no query may have"
@@ -107,17 +107,17 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
     if !path.is_ascii() {
         // Others would encode it, or not, and policy and app see different paths.
         let detail = "the target of the request has bytes that are not ASCII; they are to be percent-encoded (RFC 3986)";
-        return Err(Reason::Malformed.says(detail));
+        return Err(Reason::Malformed.error(detail));
     }
-    let rest = extensions.get::<TargetRest>();
-    let length = path.len() + rest.map_or(0, |TargetRest(rest)| rest.len());
+    let rest = extensions.get::<TargetOverflow>();
+    let length = path.len() + rest.map_or(0, |TargetOverflow(rest)| rest.len());
     if refused.is_none() && length <= most {
         return Ok(());
     }
     let detail = if refused.is_some() {
         format!(
             "the target of the request is too long: at most {most} bytes are allowed \
-             (limits.uri_bytes, limits.kubernetes_uri_bytes), and {ENGINE_TARGET} of a path"
+             (limits.uri_bytes, limits.kubernetes_uri_bytes), and {MAX_URI_BYTES} of a path"
         )
     } else {
         format!(
@@ -125,7 +125,7 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
              (limits.uri_bytes, limits.kubernetes_uri_bytes)"
         )
     };
-    Err(Reason::UriTooLong.says(detail))
+    Err(Reason::UriTooLong.error(detail))
 }
 
 /// Refuses trailers that are larger than a head may be.
@@ -138,7 +138,7 @@ pub fn trailers(fields: &HeaderMap, header_bytes: usize, most: usize) -> Result<
     if fields.len() <= most && size <= header_bytes {
         return Ok(());
     }
-    Err(Reason::HeaderTooLarge.says(format!(
+    Err(Reason::HeaderTooLarge.error(format!(
         "the request's trailers are {} fields of {size} bytes, at most {most} of {header_bytes} are allowed",
         fields.len()
     )))
@@ -157,7 +157,7 @@ fn path<B>(request: &Request<B>) -> Result<(), Error> {
         return Ok(());
     }
     let detail = format!("the target of a {} {rule}", request.method());
-    Err(Reason::Malformed.says(detail))
+    Err(Reason::Malformed.error(detail))
 }
 
 /// What the request asks for, on a front of this kind.
@@ -165,25 +165,28 @@ fn path<B>(request: &Request<B>) -> Result<(), Error> {
 /// # Errors
 /// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a front of this kind does not
 /// serve it.
-pub fn kind<B: Body>(request: &Request<B>, front: config::Kind) -> Result<Kind, Error> {
+pub fn kind<B: Body>(
+    request: &Request<B>,
+    front: config::ListenerProtocol,
+) -> Result<StreamKind, Error> {
     let connect = super::is_connect(request.method());
     match (front, connect) {
         // RFC 9110 §9.3.6: it has no content, and what passed for such would be missing from the session.
-        (config::Kind::Connect, true)
+        (config::ListenerProtocol::Connect, true)
             if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
         {
-            Err(Reason::Malformed.says("a CONNECT has no content"))
+            Err(Reason::Malformed.error("a CONNECT has no content"))
         }
-        (config::Kind::Connect, true) => Ok(Kind::Connect),
-        (config::Kind::Connect, false) => {
-            Err(Reason::MethodNotAllowed.says("this front serves CONNECT only"))
+        (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Connect),
+        (config::ListenerProtocol::Connect, false) => {
+            Err(Reason::MethodNotAllowed.error("this front serves CONNECT only"))
         }
         (_, true) => {
-            Err(Reason::MethodNotAllowed.says("CONNECT is served by a front of kind connect only"))
+            Err(Reason::MethodNotAllowed.error("CONNECT is served by a front of kind connect only"))
         }
-        (_, false) => {
-            Ok(upgrade(request).map_or(Kind::Plain, |token| Kind::Upgrade(token.to_owned())))
-        }
+        (_, false) => Ok(upgrade(request).map_or(StreamKind::Plain, |token| {
+            StreamKind::Upgrade(token.to_owned())
+        })),
     }
 }
 
@@ -215,11 +218,11 @@ pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
     let host = host(request.headers())?;
     match (target, host) {
         (Some(target), Some(host)) if !target.eq_ignore_ascii_case(host) => Err(Reason::Malformed
-            .says(format!(
+            .error(format!(
                 "the request's target names {target:?} and its Host {host:?}"
             ))),
         (Some(named), _) | (None, Some(named)) if named.contains('@') => {
-            Err(Reason::Malformed.says("a Host has no user information"))
+            Err(Reason::Malformed.error("a Host has no user information"))
         }
         (target, host) => Ok(target.or(host)),
     }
@@ -236,7 +239,7 @@ fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
     match text {
         Some("") => Ok(None),
         Some(text) => Ok(Some(text)),
-        None => Err(Reason::Malformed.says("the Host is not a host")),
+        None => Err(Reason::Malformed.error("the Host is not a host")),
     }
 }
 
@@ -351,23 +354,24 @@ mod tests {
 
     #[test]
     fn an_upgrade_is_one_only_where_nothing_hides_behind_it() {
-        let kind_of =
-            |lines: &[(&str, &str)]| kind(&request(lines, "/"), config::Kind::Https).unwrap();
+        let kind_of = |lines: &[(&str, &str)]| {
+            kind(&request(lines, "/"), config::ListenerProtocol::Https).unwrap()
+        };
         assert_eq!(
             kind_of(&[("connection", "Upgrade"), ("upgrade", "websocket")]),
-            Kind::Upgrade("websocket".into())
+            StreamKind::Upgrade("websocket".into())
         );
         let with_body = request(&[("connection", "Upgrade"), ("upgrade", "tcp")], "/");
         let with_body = with_body.map(|_| http_body_util::Full::new(bytes::Bytes::from("xyz")));
         assert_eq!(
-            kind(&with_body, config::Kind::Https).unwrap(),
-            Kind::Upgrade("tcp".into())
+            kind(&with_body, config::ListenerProtocol::Https).unwrap(),
+            StreamKind::Upgrade("tcp".into())
         );
         for token in ["h2c", "H2C", "TLS/1.0", "HTTP/2.0", "websocket, tls/1.2"] {
             let fields = [("connection", "Upgrade"), ("upgrade", token)];
-            assert_eq!(kind_of(&fields), Kind::Plain, "{token}");
+            assert_eq!(kind_of(&fields), StreamKind::Plain, "{token}");
         }
-        assert_eq!(kind_of(&[("upgrade", "websocket")]), Kind::Plain);
+        assert_eq!(kind_of(&[("upgrade", "websocket")]), StreamKind::Plain);
     }
 
     #[test]
@@ -375,17 +379,17 @@ mod tests {
         let mut connect = request(&[("host", "127.0.0.1")], "edge-1:10250");
         *connect.method_mut() = Method::CONNECT;
         assert_eq!(
-            kind(&connect, config::Kind::Connect).unwrap(),
-            Kind::Connect
+            kind(&connect, config::ListenerProtocol::Connect).unwrap(),
+            StreamKind::Connect
         );
         assert_eq!(
             authority(&connect).unwrap(),
             Some("edge-1:10250"),
             "its Host is not compared"
         );
-        let elsewhere = kind(&connect, config::Kind::Https).unwrap_err();
+        let elsewhere = kind(&connect, config::ListenerProtocol::Https).unwrap_err();
         assert_eq!(elsewhere.reason, Reason::MethodNotAllowed);
         let get = request(&[("host", "a")], "/");
-        assert!(kind(&get, config::Kind::Connect).is_err());
+        assert!(kind(&get, config::ListenerProtocol::Connect).is_err());
     }
 }

@@ -7,9 +7,9 @@
 //! So many bodies are discarded at once in the whole gateway, of one source three quarters of them: for one more the oldest
 //! is broken off.
 
-use super::{Proxy, Shared, front::io::Condition};
+use super::{Proxy, ProxyState, listener::conn_io::ConnState};
 use bytes::Bytes;
-use causeway_tunnel::{connection_limit::Slot, listener::Peer, task::Tasks};
+use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, task::TaskGroup};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
@@ -22,16 +22,16 @@ use std::{
 use tokio::time::timeout;
 
 /// Time for which a body is discarded.
-const LONGEST: Duration = Duration::from_secs(10);
+const MAX_DISCARD_TIME: Duration = Duration::from_secs(10);
 /// Bytes of a body that are discarded.
-const MOST: usize = 256 << 20;
+const MAX_DISCARD_BYTES: usize = 256 << 20;
 
 /// The body of a request.
 #[derive(Debug)]
 pub struct RequestBody {
     inner: Option<Incoming>,
     /// Connection of a client that speaks HTTP/1.1, which hears of the body's end.
-    condition: Option<Arc<Condition>>,
+    condition: Option<Arc<ConnState>>,
     /// None where there is no body, or where the client waits to be asked for it.
     discarding: Option<Discarding>,
 }
@@ -39,9 +39,9 @@ pub struct RequestBody {
 /// Whatever discards the rest of a body.
 #[derive(Debug)]
 struct Discarding {
-    shared: Arc<Shared>,
-    tasks: Arc<Tasks>,
-    peer: Peer,
+    shared: Arc<ProxyState>,
+    tasks: Arc<TaskGroup>,
+    peer: RemoteAddr,
 }
 
 impl RequestBody {
@@ -49,8 +49,8 @@ impl RequestBody {
     pub fn new(
         inner: Incoming,
         is_awaited: bool,
-        (proxy, peer): (&Proxy, Peer),
-        condition: Option<&Arc<Condition>>,
+        (proxy, peer): (&Proxy, RemoteAddr),
+        condition: Option<&Arc<ConnState>>,
     ) -> Self {
         let discards = !is_awaited && !inner.is_end_stream();
         Self {
@@ -114,7 +114,7 @@ impl Drop for RequestBody {
 
 async fn discard(mut body: Incoming, place: Slot) {
     let discarded = async {
-        let mut left = MOST;
+        let mut left = MAX_DISCARD_BYTES;
         while let Some(Ok(frame)) = body.frame().await {
             let length = frame.data_ref().map_or(0, Bytes::len);
             left = left.saturating_sub(length);
@@ -125,7 +125,7 @@ async fn discard(mut body: Incoming, place: Slot) {
     };
     // A body that goes on is broken off, with its connection where HTTP/1.1 is spoken.
     tokio::select! {
-        _ = timeout(LONGEST, discarded) => {}
+        _ = timeout(MAX_DISCARD_TIME, discarded) => {}
         () = place.evicted() => {}
     }
 }

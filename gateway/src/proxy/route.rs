@@ -11,7 +11,7 @@
 
 use crate::{
     error::{Error, Reason},
-    state::{Nodes, nodes::Named},
+    state::{Nodes, nodes::AddressMatch},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{Target, target};
@@ -19,7 +19,7 @@ use std::net::{IpAddr, SocketAddr};
 
 /// What a stream's connection, front and head say about where it goes.
 #[derive(Clone, Debug, Default)]
-pub struct Asked<'a> {
+pub struct RouteInput<'a> {
     /// The server name of the ClientHello.
     pub sni: Option<&'a str>,
     /// The destination before DNAT.
@@ -42,13 +42,13 @@ pub struct Route {
 }
 
 /// The node that the connection or the front names before anything is read of HTTP.
-pub fn node(asked: &Asked<'_>, nodes: &Nodes) -> Option<NodeName> {
+pub fn node(asked: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
     bound(asked, nodes).ok().flatten().map(|(node, _)| node)
 }
 
 /// What an authority means.
 #[derive(Debug)]
-struct Meant {
+struct AuthorityMatch {
     node: Option<NodeName>,
     /// A pod's address, which the edge dials as it is.
     pod: Option<IpAddr>,
@@ -61,7 +61,7 @@ struct Meant {
 ///
 /// # Errors
 /// [`Reason::NodeUnknown`], [`Reason::Misdirected`] or [`Reason::Malformed`], with the names.
-pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
+pub fn of(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
     let meant = asked
         .authority
         .map(|text| meaning(text, nodes))
@@ -75,7 +75,7 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
     let node = match (bound, named.clone()) {
         (Some((node, by)), Some(other)) if node != other => {
             let host = asked.authority.unwrap_or_default();
-            return Err(Reason::Misdirected.says(format!(
+            return Err(Reason::Misdirected.error(format!(
                 "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
             )));
         }
@@ -89,7 +89,7 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
         .or(asked.original.map(|address| address.port()))
         .or(asked.port)
         .ok_or_else(|| {
-            Reason::Malformed.says(format!("no port of {node} is named; write {node}:<port>"))
+            Reason::Malformed.error(format!("no port of {node} is named; write {node}:<port>"))
         })?;
     let host = match ours
         .and_then(|meant| meant.pod)
@@ -105,7 +105,7 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
 }
 
 /// The node that the connection or the front is bound to, and what binds it.
-fn bound(asked: &Asked<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static str)>, Error> {
+fn bound(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static str)>, Error> {
     if let Some(node) = asked.sni.and_then(|name| nodes.by_name(name)) {
         return Ok(Some((node, "the SNI")));
     }
@@ -118,11 +118,11 @@ fn bound(asked: &Asked<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static 
     Ok(asked.fixed.map(|node| (node.clone(), "this front")))
 }
 
-fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
+fn meaning(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
     let (host, port) = target::split(authority)
-        .map_err(|why| Reason::Malformed.says(format!("{authority:?} names no target: {why}")))?;
+        .map_err(|why| Reason::Malformed.error(format!("{authority:?} names no target: {why}")))?;
     if let Some(node) = nodes.by_name(host) {
-        return Ok(Meant {
+        return Ok(AuthorityMatch {
             node: Some(node),
             pod: None,
             port,
@@ -130,8 +130,8 @@ fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
         });
     }
     match host.parse() {
-        Ok(address) => by_address(address, nodes).map(|meant| Meant { port, ..meant }),
-        Err(_) => Ok(Meant {
+        Ok(address) => by_address(address, nodes).map(|meant| AuthorityMatch { port, ..meant }),
+        Err(_) => Ok(AuthorityMatch {
             node: None,
             pod: None,
             port,
@@ -140,20 +140,20 @@ fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
     }
 }
 
-fn by_address(address: IpAddr, nodes: &Nodes) -> Result<Meant, Error> {
+fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
     let (node, pod) = match nodes.by_address(address) {
-        Named::Node(node) => (Some(node), None),
-        Named::Pod(node) => (Some(node), Some(address.to_canonical())),
-        Named::Nobody => (None, None),
-        Named::Several(several) => {
+        AddressMatch::Node(node) => (Some(node), None),
+        AddressMatch::Pod(node) => (Some(node), Some(address.to_canonical())),
+        AddressMatch::Nobody => (None, None),
+        AddressMatch::Several(several) => {
             let names: Vec<_> = several.iter().map(NodeName::as_str).collect();
-            return Err(Reason::Misdirected.says(format!(
+            return Err(Reason::Misdirected.error(format!(
                 "{address} is an address of several nodes ({}); call them by name",
                 names.join(", ")
             )));
         }
     };
-    Ok(Meant {
+    Ok(AuthorityMatch {
         node,
         pod,
         port: None,
@@ -165,7 +165,7 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<Meant, Error> {
 /// that a record has may be another node's.
 fn pending(nodes: &Nodes) -> Result<(), Error> {
     match nodes.pending() {
-        Some(reason) => Err(Reason::Undecided.says(reason.to_string())),
+        Some(reason) => Err(Reason::Undecided.error(reason.to_string())),
         None => Ok(()),
     }
 }
@@ -173,11 +173,11 @@ fn pending(nodes: &Nodes) -> Result<(), Error> {
 /// The original destination, if it is a pod of this very node.
 fn pod(original: Option<SocketAddr>, node: &NodeName, nodes: &Nodes) -> Option<IpAddr> {
     let address = original?.ip();
-    let its_own = matches!(nodes.by_address(address), Named::Pod(holder) if holder == *node);
+    let its_own = matches!(nodes.by_address(address), AddressMatch::Pod(holder) if holder == *node);
     its_own.then(|| address.to_canonical())
 }
 
-fn nobody(asked: &Asked<'_>) -> Error {
+fn nobody(asked: &RouteInput<'_>) -> Error {
     let tried: Vec<String> = [
         asked.sni.map(|name| format!("SNI {name:?}")),
         asked
@@ -189,9 +189,9 @@ fn nobody(asked: &Asked<'_>) -> Error {
     .flatten()
     .collect();
     if tried.is_empty() {
-        return Reason::Malformed.says("neither SNI, original destination nor Host names a node");
+        return Reason::Malformed.error("neither SNI, original destination nor Host names a node");
     }
-    Reason::NodeUnknown.says(format!("no node is known by {}", tried.join(" or ")))
+    Reason::NodeUnknown.error(format!("no node is known by {}", tried.join(" or ")))
 }
 
 #[cfg(test)]

@@ -7,16 +7,16 @@
 use crate::{
     error::{Error, Reason},
     proxy::{
-        Way, forward,
-        held::{Waiting, weighed},
-        outgoing::Outgoing,
-        relay, request,
+        StreamContext,
+        counted_body::{CountedRequestBody, UploadError},
+        forward, relay, request,
         request_body::RequestBody,
-        upload::{Fault, Upload},
+        response_body::ResponseBody,
+        upload_budget::{BufferedBody, track_buffered},
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{Receive, Send, StreamError, client::Ask, wire};
+use causeway_tunnel::{StreamError, StreamReceiver, StreamSender, gateway_side::OpenKind, wire};
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
@@ -36,24 +36,24 @@ const MOST_COLLECTED: usize = 64 << 10;
 /// # Errors
 /// If the stream cannot be opened, or the app does not answer in time.
 pub async fn run(
-    way: Way<'_>,
+    way: StreamContext<'_>,
     mut request: Request<RequestBody>,
     token: &str,
-) -> Result<Response<Outgoing>, Error> {
+) -> Result<Response<ResponseBody>, Error> {
     let switched = hyper::upgrade::on(&mut request);
     let (parts, body) = request.into_parts();
     let version = parts.version;
     let mut head = forward::head(way, parts)?;
     head.headers_mut().remove(CONTENT_LENGTH);
-    let (waiting, has_content) = (Waiting::default(), !body.is_end_stream());
+    let (waiting, has_content) = (BufferedBody::default(), !body.is_end_stream());
     let mut content = Content {
-        body: Upload::new(way, (body, version), waiting.clone()),
+        body: CountedRequestBody::new(way, (body, version), waiting.clone()),
         first: None,
     };
     if has_content && let Some(length) = content.length(way).await? {
         head.headers_mut().insert(wire::CONTENT, length.into());
     }
-    let ask = Ask::Upgrade(token.to_owned());
+    let ask = OpenKind::Upgrade(token.to_owned());
     let opened = way.tunnel.open(head, &ask, &way.route.target, false);
     let opened = within_bound(way, opened).await?;
     let mut send = opened.send;
@@ -61,7 +61,7 @@ pub async fn run(
     let answer = if has_content {
         let pressure = way.proxy.shared.limits.pressure();
         let mut sending = pin!(content.send(way, &mut send));
-        let mut sending = pin!(weighed(pressure, &waiting, sending.as_mut()));
+        let mut sending = pin!(track_buffered(pressure, &waiting, sending.as_mut()));
         tokio::select! {
             biased;
             early = &mut answer => {
@@ -92,33 +92,33 @@ pub async fn run(
     parts.headers.insert(UPGRADE, protocol);
     way.record.opened(parts.status);
     relay::spawn(way, (switched, None), (send, receive), false);
-    Ok(Response::from_parts(parts, Outgoing::empty()))
+    Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
 /// Waits for `work` as long as an upgrade may take.
 async fn within_bound<T>(
-    way: Way<'_>,
+    way: StreamContext<'_>,
     work: impl Future<Output = Result<T, StreamError>>,
 ) -> Result<T, Error> {
     let bound = way.proxy.shared.timeouts.upgrade_first_byte;
     let done = timeout(bound, work).await.map_err(|_| {
         let node = &way.route.node;
         let detail = format!("{node} did not answer the upgrade within {bound:?}");
-        Reason::TargetTimeout.says(detail)
+        Reason::TargetTimeout.error(detail)
     })?;
     done.map_err(|error| forward::failed(way, &error))
 }
 
 /// The body of an upgrade.
 struct Content {
-    body: Upload,
+    body: CountedRequestBody,
     /// All of it, where it was collected.
     first: Option<Bytes>,
 }
 
 impl Content {
     /// Returns the length of a body that is not empty, after it was collected if it does not say one.
-    async fn length(&mut self, way: Way<'_>) -> Result<Option<u64>, Error> {
+    async fn length(&mut self, way: StreamContext<'_>) -> Result<Option<u64>, Error> {
         if let Some(length) = self.body.length() {
             return Ok((length > 0).then_some(length));
         }
@@ -128,7 +128,7 @@ impl Content {
                 let detail = format!(
                     "the body of an upgrade has more than {MOST_COLLECTED} bytes and no Content-Length; with one it may be of any size"
                 );
-                return Err(Reason::ContentTooLarge.says(detail));
+                return Err(Reason::ContentTooLarge.error(detail));
             }
             collected.extend_from_slice(&chunk);
         }
@@ -138,7 +138,7 @@ impl Content {
     }
 
     /// Sends it on a stream that goes on behind it.
-    async fn send(&mut self, way: Way<'_>, send: &mut Send) -> Result<(), Error> {
+    async fn send(&mut self, way: StreamContext<'_>, send: &mut StreamSender) -> Result<(), Error> {
         let patience = way.proxy.shared.timeouts.upload;
         while let Some(chunk) = self.next(way).await? {
             let taken = timeout(patience, send.data(chunk)).await.map_err(|_| {
@@ -146,14 +146,14 @@ impl Content {
                 let detail = format!(
                     "the app on {node} has taken nothing of the request's body for {patience}"
                 );
-                Reason::TargetTimeout.says(detail)
+                Reason::TargetTimeout.error(detail)
             })?;
             taken.map_err(|error| forward::failed(way, &error))?;
         }
         Ok(())
     }
 
-    async fn next(&mut self, way: Way<'_>) -> Result<Option<Bytes>, Error> {
+    async fn next(&mut self, way: StreamContext<'_>) -> Result<Option<Bytes>, Error> {
         if let Some(first) = self.first.take() {
             return Ok(Some(first).filter(|first| !first.is_empty()));
         }
@@ -172,19 +172,19 @@ impl Content {
     }
 }
 
-fn broken(way: Way<'_>, fault: Fault) -> Error {
+fn broken(way: StreamContext<'_>, fault: UploadError) -> Error {
     way.record
         .failure()
-        .unwrap_or_else(|| Reason::Malformed.because("the request's body broke off", fault))
+        .unwrap_or_else(|| Reason::Malformed.with_source("the request's body broke off", fault))
 }
 
 /// The app did not switch: its answer passes whole. What it may still send comes over the same stream, so
 /// this end of it ends in order and not with a reset.
 fn refused(
-    way: Way<'_>,
-    mut send: Send,
-    answer: Response<Receive>,
-) -> Result<Response<Outgoing>, Error> {
+    way: StreamContext<'_>,
+    mut send: StreamSender,
+    answer: Response<StreamReceiver>,
+) -> Result<Response<ResponseBody>, Error> {
     // A stream that is gone already says so in the body.
     let _ = send.end();
     forward::respond(way, answer)

@@ -1,19 +1,19 @@
 //! What edges are told, as they connect and when it changes: the addresses of gateways, and the ports that the cluster lists.
 
 use arc_swap::ArcSwap;
-use causeway_tunnel::hello::Listed;
+use causeway_tunnel::control_stream::AnnouncedPorts;
 use std::sync::Arc;
 
 /// Something that edges are told. A cheap clone; a reader never waits.
 #[derive(Debug, Default)]
-pub struct Told<T>(Arc<ArcSwap<T>>);
+pub struct SharedCell<T>(Arc<ArcSwap<T>>);
 
 /// Where edges find this gateway and its siblings.
-pub type Advertised = Told<Whereabouts>;
+pub type AdvertisedGateways = SharedCell<GatewayEndpoints>;
 
 /// Where gateways are.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Whereabouts {
+pub struct GatewayEndpoints {
     /// By which addresses, `host:port`, edges reach them, this gateway's own first.
     pub gateways: Vec<String>,
     /// How many there are, where that is known: one address may lead to several.
@@ -21,9 +21,9 @@ pub struct Whereabouts {
 }
 
 /// Which node ports the cluster lists, where it is asked.
-pub type ListedPorts = Told<Option<Listed>>;
+pub type AnnouncedPortsCell = SharedCell<Option<AnnouncedPorts>>;
 
-impl<T: Clone + PartialEq> Told<T> {
+impl<T: Clone + PartialEq> SharedCell<T> {
     /// This to begin with.
     pub fn new(begin: T) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(begin)))
@@ -42,7 +42,7 @@ impl<T: Clone + PartialEq> Told<T> {
     }
 }
 
-impl<T> Clone for Told<T> {
+impl<T> Clone for SharedCell<T> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }

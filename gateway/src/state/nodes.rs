@@ -12,8 +12,8 @@ mod writer;
 
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
+use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
-use claims::{Claims, Holder, Right};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -45,7 +45,7 @@ pub struct Node {
 
 /// What a cluster says of one of its nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Member {
+pub struct ClusterNode {
     /// It is at the edge. Others are reached by their own addresses; one that was let in here by its name is at the edge
     /// anyhow.
     pub edge: bool,
@@ -67,7 +67,7 @@ pub struct Member {
 
 /// Where a node is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum NodeLocation {
     /// At the edge: it is reached through a tunnel.
     Edge(NodeName),
     /// Elsewhere, by its own addresses.
@@ -82,7 +82,7 @@ const FORGOTTEN: u64 = 1024;
 
 /// What is said of nodes, each by somebody else.
 #[derive(Clone, Debug, Default)]
-struct Said {
+struct NodeSources {
     /// Who has joined, as the records say.
     records: BTreeMap<NodeName, Node>,
     /// In which nodes have names as well: each in lower case, with the dot before it.
@@ -101,11 +101,11 @@ enum Cluster {
     /// The first list of nodes has not arrived, for this reason.
     Pending(Arc<str>),
     /// The last list that arrived, with the changes since.
-    Known(Arc<BTreeMap<NodeName, Member>>),
+    Known(Arc<BTreeMap<NodeName, ClusterNode>>),
 }
 
 impl Cluster {
-    fn members(&self) -> Option<&BTreeMap<NodeName, Member>> {
+    fn members(&self) -> Option<&BTreeMap<NodeName, ClusterNode>> {
         match self {
             Self::Known(members) => Some(members),
             Self::None | Self::Pending(_) => None,
@@ -115,10 +115,10 @@ impl Cluster {
 
 #[derive(Debug, Default)]
 struct Table {
-    said: Said,
+    said: NodeSources,
     /// Nodes at the edge, by records and cluster.
     nodes: BTreeMap<NodeName, Node>,
-    by_address: HashMap<IpAddr, Claims>,
+    by_address: HashMap<IpAddr, AddressClaims>,
     /// Longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
     /// Number of tables in which a node had other labels or another pool than in the one before.
@@ -129,7 +129,7 @@ struct Table {
 
 /// What an address names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Named {
+pub enum AddressMatch {
     /// One node, by an address of its own.
     Node(NodeName),
     /// A pod on this node.
@@ -145,19 +145,19 @@ pub enum Named {
 pub struct Nodes(Arc<ArcSwap<Table>>);
 
 impl Table {
-    fn of(said: Said) -> Self {
+    fn of(said: NodeSources) -> Self {
         let mut nodes = said.records.clone();
         for node in nodes.values_mut() {
             node.policy_pool.clone_from(&node.pool);
         }
-        let mut by_address: HashMap<IpAddr, Claims> = HashMap::new();
+        let mut by_address: HashMap<IpAddr, AddressClaims> = HashMap::new();
         for (name, member) in said.cluster.members().into_iter().flatten() {
             if said.is_at_edge(name, member) {
                 nodes.entry(name.clone()).or_default().adopt(member);
             } else {
                 nodes.remove(name);
                 enter(&mut by_address, name, &member.addresses, |_| {
-                    Right::Elsewhere
+                    ClaimPriority::Elsewhere
                 });
             }
         }
@@ -221,28 +221,28 @@ impl Table {
     }
 }
 
-impl Said {
+impl NodeSources {
     /// Whether a node of the cluster is reached through a tunnel.
-    fn is_at_edge(&self, name: &NodeName, member: &Member) -> bool {
+    fn is_at_edge(&self, name: &NodeName, member: &ClusterNode) -> bool {
         let record = self.records.get(name);
         member.edge || record.is_some_and(|record| !record.follows_cluster)
     }
 
     /// Returns the right that a node at the edge has to an address of its own.
-    fn right(&self, name: &NodeName, address: IpAddr) -> Right {
+    fn right(&self, name: &NodeName, address: IpAddr) -> ClaimPriority {
         let record = self.records.get(name);
         let mut confirmed = record.into_iter().flat_map(|record| &record.addresses);
         if confirmed.any(|confirmed| confirmed.to_canonical() == address) {
-            return Right::Token;
+            return ClaimPriority::Token;
         }
         let member = self.cluster.members().and_then(|all| all.get(name));
-        Right::Object(member.map_or(u64::MAX, |member| member.created))
+        ClaimPriority::Object(member.map_or(u64::MAX, |member| member.created))
     }
 }
 
 impl Node {
     /// Takes what the cluster says of it.
-    fn adopt(&mut self, member: &Member) {
+    fn adopt(&mut self, member: &ClusterNode) {
         self.addresses.clone_from(&member.addresses);
         self.pod_networks.clone_from(&member.pod_networks);
         let own = std::mem::replace(&mut self.labels, member.labels.clone());
@@ -255,10 +255,10 @@ impl Node {
 }
 
 fn enter(
-    all: &mut HashMap<IpAddr, Claims>,
+    all: &mut HashMap<IpAddr, AddressClaims>,
     name: &NodeName,
     addresses: &[IpAddr],
-    right: impl Fn(IpAddr) -> Right,
+    right: impl Fn(IpAddr) -> ClaimPriority,
 ) {
     for address in addresses {
         let address = address.to_canonical();
@@ -268,21 +268,21 @@ fn enter(
 }
 
 /// That a node's record says that it is not welcome.
-pub(crate) fn recorded(node: &NodeName, reason: &str) -> String {
+pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
     format!("node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`")
 }
 
 impl Nodes {
     /// Where the node of this name is, if there is one. Names compare as in [`Nodes::by_name`].
-    pub fn place(&self, name: &str) -> Option<Place> {
+    pub fn place(&self, name: &str) -> Option<NodeLocation> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
         if let Some(edge) = table.edge(name) {
-            return Some(Place::Edge(edge));
+            return Some(NodeLocation::Edge(edge));
         }
         let name = NodeName::parse(name).ok()?;
         let member = table.said.cluster.members()?.get(&name)?;
-        Some(Place::Elsewhere(member.addresses.clone()))
+        Some(NodeLocation::Elsewhere(member.addresses.clone()))
     }
 
     /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
@@ -322,15 +322,18 @@ impl Nodes {
     }
 
     /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.
-    pub fn places(&self) -> Option<BTreeMap<NodeName, Place>> {
+    pub fn places(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
         let table = self.0.load();
         let cluster = table.said.cluster.members()?.iter();
-        let elsewhere = |(name, member): (&NodeName, &Member)| {
-            (name.clone(), Place::Elsewhere(member.addresses.clone()))
+        let elsewhere = |(name, member): (&NodeName, &ClusterNode)| {
+            (
+                name.clone(),
+                NodeLocation::Elsewhere(member.addresses.clone()),
+            )
         };
-        let mut all: BTreeMap<NodeName, Place> = cluster.map(elsewhere).collect();
+        let mut all: BTreeMap<NodeName, NodeLocation> = cluster.map(elsewhere).collect();
         let edges = table.nodes.keys();
-        all.extend(edges.map(|name| (name.clone(), Place::Edge(name.clone()))));
+        all.extend(edges.map(|name| (name.clone(), NodeLocation::Edge(name.clone()))));
         Some(all)
     }
 
@@ -350,15 +353,19 @@ impl Nodes {
     }
 
     /// What an address names: a node by its confirmed addresses, else by its pods' networks.
-    pub fn by_address(&self, address: IpAddr) -> Named {
+    pub fn by_address(&self, address: IpAddr) -> AddressMatch {
         let table = self.0.load();
         let address = address.to_canonical();
-        match table.by_address.get(&address).and_then(Claims::holder) {
-            Some(Holder::Edge(node)) => return Named::Node(node.clone()),
+        match table
+            .by_address
+            .get(&address)
+            .and_then(AddressClaims::holder)
+        {
+            Some(ClaimHolder::Edge(node)) => return AddressMatch::Node(node.clone()),
             // An edge's pods are not there either.
-            Some(Holder::Elsewhere(_)) => return Named::Nobody,
-            Some(Holder::Several(all)) => {
-                return Named::Several(all.into_iter().cloned().collect());
+            Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Nobody,
+            Some(ClaimHolder::Several(all)) => {
+                return AddressMatch::Several(all.into_iter().cloned().collect());
             }
             None => {}
         }
@@ -367,7 +374,7 @@ impl Nodes {
             .iter()
             .filter(|(net, _)| net.contains(&address));
         let Some((net, node)) = holding.next() else {
-            return Named::Nobody;
+            return AddressMatch::Nobody;
         };
         let mut all = vec![node.clone()];
         let alike = holding.take_while(|(other, _)| other.prefix_len() == net.prefix_len());
@@ -377,12 +384,12 @@ impl Nodes {
                 .filter(|other| other != node),
         );
         match all.pop() {
-            Some(only) if all.is_empty() => Named::Pod(only),
+            Some(only) if all.is_empty() => AddressMatch::Pod(only),
             Some(last) => {
                 all.push(last);
-                Named::Several(all)
+                AddressMatch::Several(all)
             }
-            None => Named::Nobody,
+            None => AddressMatch::Nobody,
         }
     }
 
@@ -433,14 +440,15 @@ impl Nodes {
         }
         let known = table.nodes.get(name);
         let known = known.or_else(|| table.said.records.get(name))?;
-        Some(recorded(name, known.revoked.as_ref()?))
+        Some(record_revoked(name, known.revoked.as_ref()?))
     }
 
     /// Returns the confirmed addresses that no node elsewhere has. One that tokens have confirmed of several nodes leads to
     /// the gateway as well, which answers with their names instead of leaving clients to time out.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
         let table = self.0.load();
-        let at_edge = |claims: &Claims| !matches!(claims.holder(), Some(Holder::Elsewhere(_)));
+        let at_edge =
+            |claims: &AddressClaims| !matches!(claims.holder(), Some(ClaimHolder::Elsewhere(_)));
         let addresses = table
             .by_address
             .iter()
@@ -481,7 +489,7 @@ impl Nodes {
         }
         let all = all.into_iter();
         let all = all.map(|(net, name, pods)| (net.trunc(), name, pods));
-        told_apart(all.collect())
+        disjoint_pod_networks(all.collect())
     }
 
     /// By which addresses the cluster's nodes elsewhere are reached from outside, in the order of their names.
@@ -500,7 +508,7 @@ impl Nodes {
 }
 
 /// Of these networks, with who has them, those of pods that share nothing with anybody else's, and those that do.
-fn told_apart(mut all: Vec<(IpNet, &NodeName, bool)>) -> [BTreeSet<IpNet>; 2] {
+fn disjoint_pod_networks(mut all: Vec<(IpNet, &NodeName, bool)>) -> [BTreeSet<IpNet>; 2] {
     // Networks nest or lie apart: each comes behind those that hold it.
     all.sort_unstable();
     let mut shared = vec![false; all.len()];
@@ -567,10 +575,10 @@ mod tests {
         assert!(told().is_empty(), "neither pool nor labels");
         writer.put(name("edge-2"), labelled("quay", "north"));
         assert_eq!(told(), ["edge-2"]);
-        let member = Member {
+        let member = ClusterNode {
             edge: true,
             labels: [("line".to_owned(), "south".to_owned())].into(),
-            ..Member::default()
+            ..ClusterNode::default()
         };
         writer.cluster([(name("edge-1"), member)].into());
         assert_eq!(told(), ["edge-1"]);
@@ -623,29 +631,29 @@ mod tests {
         assert_eq!(nodes.by_name("edge-1.nodes.example"), None);
         assert_eq!(nodes.by_name("."), None);
         assert_eq!(nodes.by_name("edge-3"), None);
-        assert_eq!(at("10.0.0.2"), Named::Node(name("edge-2")));
-        assert_eq!(at("::ffff:10.0.0.2"), Named::Node(name("edge-2")));
+        assert_eq!(at("10.0.0.2"), AddressMatch::Node(name("edge-2")));
+        assert_eq!(at("::ffff:10.0.0.2"), AddressMatch::Node(name("edge-2")));
         assert_eq!(
             at("10.244.1.7"),
-            Named::Pod(name("edge-1")),
+            AddressMatch::Pod(name("edge-1")),
             "longest prefix"
         );
-        assert_eq!(at("10.244.2.7"), Named::Pod(name("edge-2")));
-        assert_eq!(at("10.9.9.9"), Named::Nobody);
+        assert_eq!(at("10.244.2.7"), AddressMatch::Pod(name("edge-2")));
+        assert_eq!(at("10.9.9.9"), AddressMatch::Nobody);
         writer.remove(&name("edge-2"));
-        assert_eq!(at("10.0.0.2"), Named::Nobody);
+        assert_eq!(at("10.0.0.2"), AddressMatch::Nobody);
     }
 
-    fn member(edge: bool, addresses: &[&str], pods: &[&str]) -> Member {
+    fn member(edge: bool, addresses: &[&str], pods: &[&str]) -> ClusterNode {
         let node = node(addresses, pods);
-        Member {
+        ClusterNode {
             edge,
             outward: Vec::new(),
             addresses: node.addresses,
             pod_networks: node.pod_networks,
             labels: [("site".to_owned(), "north".to_owned())].into(),
             pool: Some("of-a-label".to_owned()),
-            ..Member::default()
+            ..ClusterNode::default()
         }
     }
 
@@ -672,9 +680,9 @@ mod tests {
         );
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
-        assert_eq!(at("192.168.0.1"), Named::Nobody, "the record's");
-        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
-        assert_eq!(at("10.244.1.7"), Named::Pod(name("edge-1")));
+        assert_eq!(at("192.168.0.1"), AddressMatch::Nobody, "the record's");
+        assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
+        assert_eq!(at("10.244.1.7"), AddressMatch::Pod(name("edge-1")));
         assert_eq!(nodes.get(&name("edge-1")).unwrap().joined_at, 7);
         let labels = nodes.get(&name("edge-1")).unwrap().labels;
         assert_eq!((&*labels["site"], &*labels["tier"]), ("north", "gold"));
@@ -683,17 +691,15 @@ mod tests {
             (&*pool("edge-1"), &*pool("edge-3")),
             ("of-a-token", "of-a-label")
         );
-        assert_eq!(
-            at("10.0.0.2"),
-            Named::Node(name("edge-2")),
-            "no Node object"
-        );
-        assert_eq!(nodes.place("EDGE-3."), Some(Place::Edge(name("edge-3"))));
+        // There is no Node object.
+        assert_eq!(at("10.0.0.2"), AddressMatch::Node(name("edge-2")));
+        let edge = NodeLocation::Edge(name("edge-3"));
+        assert_eq!(nodes.place("EDGE-3."), Some(edge));
         let own = vec!["10.0.9.1".parse().unwrap()];
-        assert_eq!(nodes.place("Cloud-1"), Some(Place::Elsewhere(own)));
+        assert_eq!(nodes.place("Cloud-1"), Some(NodeLocation::Elsewhere(own)));
         assert_eq!(
             (nodes.by_name("cloud-1"), at("10.0.9.1")),
-            (None, Named::Nobody)
+            (None, AddressMatch::Nobody)
         );
         assert_eq!(nodes.place("nobody"), None);
         let places = nodes.places().unwrap();
@@ -704,9 +710,9 @@ mod tests {
 
         // Whoever joins or goes later changes nothing of that, nor does the cluster change records.
         writer.put(name("edge-4"), Node::default());
-        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
+        assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
         writer.cluster(BTreeMap::new());
-        assert_eq!(at("192.168.0.1"), Named::Node(name("edge-1")));
+        assert_eq!(at("192.168.0.1"), AddressMatch::Node(name("edge-1")));
         assert_eq!(
             (nodes.place("edge-3"), nodes.place("cloud-1")),
             (None, None)
@@ -725,7 +731,7 @@ mod tests {
             labels: labels(&[("tier", "gold")]),
             ..node(&[], &[])
         };
-        let counted = |pool_counts| Member {
+        let counted = |pool_counts| ClusterNode {
             labels: labels(&[("tier", "tin"), ("site", "north")]),
             pool: Some("east".to_owned()),
             pool_counts,
@@ -764,10 +770,10 @@ mod tests {
         };
         writer.put(name("n"), follows);
         let nodes = writer.reader();
-        let edge = Some(Place::Edge(name("n")));
+        let edge = Some(NodeLocation::Edge(name("n")));
         assert_eq!(nodes.place("n"), edge, "there is no cluster");
         writer.cluster([(name("n"), member(false, &["10.0.9.1"], &[]))].into());
-        assert!(matches!(nodes.place("n"), Some(Place::Elsewhere(_))));
+        assert!(matches!(nodes.place("n"), Some(NodeLocation::Elsewhere(_))));
         assert_eq!(nodes.is_clusters_edge(&name("n")), Some(false));
         assert_eq!(nodes.by_name("n"), None);
         assert!(nodes.revoked(&name("n")).is_some(), "it stays so");
@@ -787,8 +793,12 @@ mod tests {
         writer.cluster(cluster.into());
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
-        assert_eq!(at("10.0.9.1"), Named::Nobody, "the cloud node's alone");
-        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
+        assert_eq!(
+            at("10.0.9.1"),
+            AddressMatch::Nobody,
+            "the cloud node's alone"
+        );
+        assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
         let own: IpAddr = "10.0.0.1".parse().unwrap();
         assert_eq!(nodes.edge_addresses(), [own].into());
         let shared: IpAddr = "10.0.9.1".parse().unwrap();
@@ -803,7 +813,7 @@ mod tests {
     #[test]
     fn a_claim_takes_no_address_from_whoever_has_it_and_gives_none_to_its_author() {
         let writer = NodesWriter::default();
-        let object = |edge, created, addresses: &[&str]| Member {
+        let object = |edge, created, addresses: &[&str]| ClusterNode {
             created,
             ..member(edge, addresses, &[])
         };
@@ -836,7 +846,9 @@ mod tests {
                 ("10.0.0.6", Some("a-stolen")),
             ] {
                 let found = nodes.by_address(address.parse().unwrap());
-                let holder = holder.map_or(Named::Nobody, |holder| Named::Node(name(holder)));
+                let holder = holder.map_or(AddressMatch::Nobody, |holder| {
+                    AddressMatch::Node(name(holder))
+                });
                 assert_eq!(found, holder, "{address}");
             }
             assert_eq!(nodes.address_conflicts().len(), 6);
@@ -855,8 +867,8 @@ mod tests {
         writer.put(name("edge-2"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
-        assert!(matches!(at("192.168.0.2"), Named::Several(all) if all.len() == 2));
-        assert!(matches!(at("10.244.0.9"), Named::Several(all) if all.len() == 2));
+        assert!(matches!(at("192.168.0.2"), AddressMatch::Several(all) if all.len() == 2));
+        assert!(matches!(at("10.244.0.9"), AddressMatch::Several(all) if all.len() == 2));
     }
 
     #[test]
@@ -905,11 +917,11 @@ mod tests {
         ];
         let member = |edge, addresses: &[&str], pods: &[&str]| {
             let node = node(addresses, pods);
-            Member {
+            ClusterNode {
                 edge,
                 addresses: node.addresses,
                 pod_networks: node.pod_networks,
-                ..Member::default()
+                ..ClusterNode::default()
             }
         };
         let mut all: BTreeMap<_, _> = edges

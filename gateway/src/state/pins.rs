@@ -24,12 +24,12 @@ const WAITING: usize = 1_024;
 #[derive(Clone, Debug)]
 pub struct Pins {
     table: Arc<ArcSwap<PinTable>>,
-    met: mpsc::Sender<Met>,
+    met: mpsc::Sender<NewPin>,
 }
 
 /// An app that is met for the first time.
 #[derive(Debug)]
-pub struct Met {
+pub struct NewPin {
     /// Where.
     pub node: NodeName,
     /// At which port of it.
@@ -49,7 +49,7 @@ pub struct PinsWriter {
 }
 
 /// A table of what is noted already, and what is to be noted. Nobody notes anything before the last of these is read.
-pub fn pins(noted: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<Met>) {
+pub fn pins(noted: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
     let table = Arc::new(ArcSwap::from_pointee(noted));
     let (met, meetings) = mpsc::channel(WAITING);
     let writer = PinsWriter {
@@ -76,7 +76,7 @@ impl Pins {
         bound: Duration,
     ) -> Result<Pin, String> {
         let (tell, told) = oneshot::channel();
-        let met = Met {
+        let met = NewPin {
             node: node.clone(),
             port,
             key,

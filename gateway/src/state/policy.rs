@@ -13,11 +13,11 @@
 mod compile;
 mod index;
 
-use crate::config::policy::{Act, Then, canonical};
+use crate::config::policy::{Action, Effect, canonical};
 use arc_swap::ArcSwapOption;
 use causeway_certs::NodeName;
-use compile::{Compiled, Named};
-use index::{Exact, Labels, Paths, Patterns, Prefixes, Rules};
+use compile::{CompiledRule, Condition};
+use index::{ExactIndex, Labels, Paths, Patterns, Prefixes, RuleSet};
 use std::{
     borrow::Cow,
     collections::BTreeMap,
@@ -40,7 +40,7 @@ pub const ANONYMOUS: &str = "system:anonymous";
 
 /// What is to be decided: may they do this there?
 #[derive(Clone, Copy, Debug)]
-pub struct Question<'a> {
+pub struct PolicyInput<'a> {
     /// The caller's name; nobody's is ignored.
     pub user: &'a str,
     /// The caller's groups.
@@ -62,19 +62,19 @@ pub struct Question<'a> {
     /// The port.
     pub port: u16,
     /// The kind of stream.
-    pub act: Act,
+    pub act: Action,
     /// The method.
     pub method: &'a str,
     /// The path as it will be sent, without the query.
     pub path: &'a str,
 }
 
-impl Question<'_> {
+impl PolicyInput<'_> {
     /// The path as every app reads it; a session's is not known.
     fn path(&self) -> Option<Cow<'_, str>> {
         match self.act {
-            Act::Connect => None,
-            Act::Request | Act::Upgrade => canonical(self.path),
+            Action::Connect => None,
+            Action::Request | Action::Upgrade => canonical(self.path),
         }
     }
 }
@@ -85,12 +85,12 @@ pub struct Decision {
     /// Whether they may.
     pub allow: bool,
     /// The rule that matched; none did where this is `None`.
-    pub by: Option<Matched>,
+    pub by: Option<MatchedRule>,
 }
 
 /// A rule that matched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Matched {
+pub struct MatchedRule {
     /// Its name, or its place.
     pub rule: Arc<str>,
     /// The line of the policy file that it begins in, from 1.
@@ -100,22 +100,22 @@ pub struct Matched {
 /// Compiled rules.
 #[derive(Debug, Default)]
 pub struct Policy {
-    rules: Vec<Compiled>,
+    rules: Vec<CompiledRule>,
     /// By user, group and SPIFFE id: one of them is enough.
-    who: Named<(Patterns, Patterns, Patterns)>,
-    networks: Named<(Prefixes<32>, Prefixes<128>)>,
-    nodes: Named<Patterns>,
-    direct: Named<(Prefixes<32>, Prefixes<128>)>,
-    pools: Named<Patterns>,
+    who: Condition<(Patterns, Patterns, Patterns)>,
+    networks: Condition<(Prefixes<32>, Prefixes<128>)>,
+    nodes: Condition<Patterns>,
+    direct: Condition<(Prefixes<32>, Prefixes<128>)>,
+    pools: Condition<Patterns>,
     /// By the rarest of each rule's labels.
-    labels: Named<Labels>,
-    ports: Named<Prefixes<16>>,
-    methods: Named<Exact>,
-    paths: Named<Paths>,
-    acts: Named<Exact>,
+    labels: Condition<Labels>,
+    ports: Condition<Prefixes<16>>,
+    methods: Condition<ExactIndex>,
+    paths: Condition<Paths>,
+    acts: Condition<ExactIndex>,
     /// Rules that deny some methods, and some paths.
-    deny_methods: Rules,
-    deny_paths: Rules,
+    deny_methods: RuleSet,
+    deny_paths: RuleSet,
     /// The latter by their paths in small letters.
     deny_folded: Paths,
 }
@@ -142,7 +142,7 @@ impl Policy {
     }
 
     /// Returns the rules that depend on labels of a node, each with all that a node needs to have.
-    pub fn by_labels(&self) -> impl Iterator<Item = (&Matched, &[(String, String)])> {
+    pub fn by_labels(&self) -> impl Iterator<Item = (&MatchedRule, &[(String, String)])> {
         let all = self.rules.iter();
         let labelled = all.filter(|rule| !rule.labels.is_empty());
         labelled.map(|rule| (&rule.matched, &*rule.labels))
@@ -155,8 +155,8 @@ impl Policy {
     }
 
     /// Decides.
-    pub fn decide(&self, asked: &Question<'_>) -> Decision {
-        let mut left = index::Left::all(self.rules.len());
+    pub fn decide(&self, asked: &PolicyInput<'_>) -> Decision {
+        let mut left = index::RemainingRules::all(self.rules.len());
         self.narrow_who(asked, &mut left);
         self.nodes.narrow(&mut left, |nodes, into| {
             if let Some(node) = asked.node {
@@ -181,7 +181,7 @@ impl Policy {
             methods.find(asked.method, into);
             // Some apps read `post` as POST.
             let odd = asked.method.bytes().any(|b| b.is_ascii_lowercase());
-            if odd || asked.act == Act::Connect {
+            if odd || asked.act == Action::Connect {
                 into.add(&self.deny_methods);
             }
         });
@@ -200,12 +200,12 @@ impl Policy {
                 .all(|(key, value)| asked.labels.get(key) == Some(value))
         });
         Decision {
-            allow: first.is_some_and(|rule| rule.then == Then::Allow),
+            allow: first.is_some_and(|rule| rule.then == Effect::Allow),
             by: first.map(|rule| rule.matched.clone()),
         }
     }
 
-    fn narrow_who(&self, asked: &Question<'_>, left: &mut index::Left) {
+    fn narrow_who(&self, asked: &PolicyInput<'_>, left: &mut index::RemainingRules) {
         self.who.narrow(left, |(users, groups, spiffe), into| {
             if !asked.known {
                 // In so many words only: `*` is everybody who is somebody.
@@ -232,7 +232,7 @@ impl Policy {
 fn find_address(
     (four, six): &(Prefixes<32>, Prefixes<128>),
     address: Option<IpAddr>,
-    into: &mut index::Found,
+    into: &mut index::RuleBits,
 ) {
     match address.map(|ip| ip.to_canonical()) {
         Some(IpAddr::V4(ip)) => four.find(ip.to_bits().into(), into),
@@ -253,7 +253,7 @@ struct Current {
 
 impl PolicyReader {
     /// Decides by the rules that hold now; where there are none, everything is allowed.
-    pub fn decide(&self, asked: &Question<'_>) -> Decision {
+    pub fn decide(&self, asked: &PolicyInput<'_>) -> Decision {
         match self.0.policy.load().as_ref() {
             Some(rules) => rules.decide(asked),
             None => Decision {

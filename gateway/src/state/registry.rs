@@ -9,13 +9,13 @@
 //! given up is closed. The registry has a shard for each core: a request takes no lock
 //! that another core's requests hold.
 
-use crate::core::{CoreId, Cores};
+use crate::worker::{WorkerId, Workers};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName};
 use causeway_tunnel::{
     Tunnel,
-    hello::{ToEdge, Welcome},
-    unread::Siblings,
+    buffered::NodeBudget,
+    control_stream::{EdgeHello, GatewayMessage},
     wire::MOST_TUNNELS,
 };
 use rustls::pki_types::CertificateDer;
@@ -41,26 +41,26 @@ pub struct TunnelId(pub u64);
 
 /// A tunnel that may be registered: its hello is answered and checked.
 #[derive(Clone, Debug)]
-pub struct Admitted {
+pub struct NewTunnel {
     /// The tunnel.
     pub tunnel: Tunnel,
     /// What the edge said of itself.
-    pub welcome: Arc<Welcome>,
+    pub welcome: Arc<EdgeHello>,
     /// Where the edge dialled from.
     pub from: SocketAddr,
     /// The certificate by which it came.
-    pub certificate: Shown,
+    pub certificate: EdgeCertificate,
     /// The roots that the edge believes, if it is one that says so.
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
-    pub control: mpsc::Sender<Box<ToEdge>>,
+    pub control: mpsc::Sender<Box<GatewayMessage>>,
     /// Cancelled when another tunnel has taken over: this one closes with its last stream.
     pub taken_over: CancellationToken,
 }
 
 /// The certificate by which a tunnel came.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Shown {
+pub struct EdgeCertificate {
     /// Its serial number, in hexadecimal.
     pub serial: String,
     /// When it was issued, in Unix seconds.
@@ -75,18 +75,18 @@ pub struct Shown {
 
 /// A registered tunnel, as seen from outside.
 #[derive(Clone, Debug)]
-pub struct Edge {
+pub struct TunnelInfo {
     /// The tunnel's identity.
     pub id: TunnelId,
     /// The tunnel and what goes with it.
-    pub admitted: Admitted,
+    pub admitted: NewTunnel,
     /// When it was registered.
     pub since: SystemTime,
     /// It closes with its last stream.
     leaving: bool,
 }
 
-impl Edge {
+impl TunnelInfo {
     /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it. It gets a
     /// new stream only if the edge stops and the node has no other tunnel.
     pub fn is_leaving(&self) -> bool {
@@ -102,7 +102,7 @@ impl Edge {
 
 /// Why a node has no tunnel to choose.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Away {
+pub enum NodeUnavailable {
     /// It was never seen by this process.
     Never,
     /// It was last seen then, from there.
@@ -123,7 +123,7 @@ pub enum Away {
 
 /// Why a tunnel was not registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unregistered {
+pub enum RegisterError {
     /// This instance of the edge was superseded by another, which lives.
     Superseded {
         /// The instance that took the node over.
@@ -137,16 +137,16 @@ pub enum Unregistered {
 
 /// A tunnel that a registration replaced.
 #[derive(Debug)]
-pub struct Replaced {
+pub struct ReplacedTunnel {
     /// The tunnel.
-    pub edge: Edge,
+    pub edge: TunnelInfo,
     /// What becomes of it.
-    pub fate: Fate,
+    pub fate: ReplaceMode,
 }
 
 /// What becomes of a tunnel that a registration replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum ReplaceMode {
     /// Another process took the node over: it is told so, and its streams go on until they end.
     Superseded,
     /// Its own process dialled anew, and has given this one up.
@@ -156,13 +156,13 @@ pub enum Fate {
 }
 
 #[derive(Debug, Default)]
-struct Held {
-    tunnels: Vec<Edge>,
+struct NodeTunnels {
+    tunnels: Vec<TunnelInfo>,
     /// Instances that were replaced while their successor lives; the latest of them.
     superseded: VecDeque<String>,
     last: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
-    siblings: Arc<Siblings>,
+    siblings: Arc<NodeBudget>,
     /// Wakes requests that wait for a tunnel of this node.
     arrival: Option<Arc<Notify>>,
 }
@@ -179,13 +179,13 @@ const MOST_IDLE: usize = 16;
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
 const REMEMBERED: usize = 16;
 
-type Shard = Mutex<HashMap<NodeName, Held>>;
+type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
 
 /// The registry; a cheap clone for any thread.
 #[derive(Clone, Debug)]
 pub struct Registry {
     shards: Arc<[Shard]>,
-    cores: Cores,
+    cores: Workers,
     next: Arc<AtomicU64>,
     began: Instant,
     waiting: Arc<Semaphore>,
@@ -199,7 +199,7 @@ pub struct Registry {
 
 /// A choice for one request.
 #[derive(Clone, Debug)]
-pub struct Picked {
+pub struct SelectedTunnel {
     /// The tunnel.
     pub tunnel: Tunnel,
     /// Its identity.
@@ -210,7 +210,7 @@ pub struct Picked {
 
 impl Registry {
     /// An empty registry with a shard for each core.
-    pub fn new(cores: &Cores) -> Self {
+    pub fn new(cores: &Workers) -> Self {
         Self {
             shards: cores.all().map(|_| Shard::default()).collect(),
             cores: cores.clone(),
@@ -224,7 +224,7 @@ impl Registry {
     }
 
     /// What all tunnels of a node share, registered or about to be.
-    pub fn siblings(&self, node: &NodeName) -> Arc<Siblings> {
+    pub fn siblings(&self, node: &NodeName) -> Arc<NodeBudget> {
         let mut shard = self.shard(node);
         shard.entry(node.clone()).or_default().siblings.clone()
     }
@@ -236,8 +236,8 @@ impl Registry {
     pub fn register(
         &self,
         node: &NodeName,
-        admitted: Admitted,
-    ) -> Result<(TunnelId, Vec<Replaced>), Unregistered> {
+        admitted: NewTunnel,
+    ) -> Result<(TunnelId, Vec<ReplacedTunnel>), RegisterError> {
         let mut shard = self.shard(node);
         let held = shard.entry(node.clone()).or_default();
         let instance = admitted.welcome.instance.clone();
@@ -246,19 +246,19 @@ impl Registry {
             .iter()
             .find(|edge| !edge.leaving && edge.admitted.welcome.instance != instance);
         if let Some(edge) = successor.filter(|_| held.superseded.contains(&instance)) {
-            return Err(Unregistered::Superseded {
+            return Err(RegisterError::Superseded {
                 by: edge.admitted.welcome.instance.clone(),
                 from: edge.admitted.from,
             });
         }
         let slot = admitted.welcome.slot;
         if held.others(&instance, slot) >= MOST_TUNNELS {
-            return Err(Unregistered::Full);
+            return Err(RegisterError::Full);
         }
         held.supersede_others(&instance);
         let replaced = held.make_room(&admitted.welcome);
         let id = TunnelId(self.next.fetch_add(1, Relaxed));
-        held.tunnels.push(Edge {
+        held.tunnels.push(TunnelInfo {
             id,
             admitted,
             since: SystemTime::now(),
@@ -300,10 +300,10 @@ impl Registry {
     ///
     /// # Errors
     /// Why there is none.
-    pub fn pick(&self, node: &NodeName) -> Result<Picked, Away> {
+    pub fn pick(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
         let now = Instant::now();
         let shard = self.shard(node);
-        let held = shard.get(node).ok_or(Away::Never)?;
+        let held = shard.get(node).ok_or(NodeUnavailable::Never)?;
         let best = held
             .tunnels
             .iter()
@@ -313,7 +313,7 @@ impl Registry {
                 (edge.leaving, load.is_bulky(now), load.streams())
             });
         match best {
-            Some(edge) => Ok(Picked {
+            Some(edge) => Ok(SelectedTunnel {
                 tunnel: edge.admitted.tunnel.clone(),
                 id: edge.id,
                 streams: held.streams.clone(),
@@ -327,16 +327,22 @@ impl Registry {
     ///
     /// # Errors
     /// Why there is none.
-    pub async fn pick_within(&self, node: &NodeName, bound: Duration) -> Result<Picked, Away> {
+    pub async fn pick_within(
+        &self,
+        node: &NodeName,
+        bound: Duration,
+    ) -> Result<SelectedTunnel, NodeUnavailable> {
         let away = match self.pick(node) {
             Err(away) if !self.closed.is_cancelled() => away,
             picked => return picked,
         };
         let since = match away {
-            Away::Last { seen, .. } => seen.elapsed().unwrap_or_default().min(self.began.elapsed()),
-            Away::Never => self.began.elapsed(),
-            Away::Draining => Duration::ZERO,
-            Away::Suspect { .. } => return Err(away),
+            NodeUnavailable::Last { seen, .. } => {
+                seen.elapsed().unwrap_or_default().min(self.began.elapsed())
+            }
+            NodeUnavailable::Never => self.began.elapsed(),
+            NodeUnavailable::Draining => Duration::ZERO,
+            NodeUnavailable::Suspect { .. } => return Err(away),
         };
         let left = bound.saturating_sub(since);
         let Ok(_place) = self.waiting.try_acquire() else {
@@ -350,7 +356,7 @@ impl Registry {
     }
 
     /// Waits until the node has a tunnel that can be chosen.
-    async fn arrival(&self, node: &NodeName) -> Picked {
+    async fn arrival(&self, node: &NodeName) -> SelectedTunnel {
         loop {
             let arrival = {
                 let mut shard = self.shard(node);
@@ -401,7 +407,7 @@ impl Registry {
     }
 
     /// The tunnels of one node, and when and from where its last one was seen.
-    pub fn of(&self, node: &NodeName) -> (Vec<Edge>, Option<(SystemTime, SocketAddr)>) {
+    pub fn of(&self, node: &NodeName) -> (Vec<TunnelInfo>, Option<(SystemTime, SocketAddr)>) {
         match self.shard(node).get(node) {
             Some(held) => (held.tunnels.clone(), held.last),
             None => (Vec::new(), None),
@@ -409,7 +415,7 @@ impl Registry {
     }
 
     /// All tunnels of all nodes. Locks one shard at a time.
-    pub fn all(&self) -> Vec<(NodeName, Edge)> {
+    pub fn all(&self) -> Vec<(NodeName, TunnelInfo)> {
         let mut all = Vec::new();
         for shard in self.shards.iter() {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
@@ -433,18 +439,18 @@ impl Registry {
     }
 
     /// The core that a node belongs to.
-    pub fn core(&self, node: &NodeName) -> CoreId {
+    pub fn core(&self, node: &NodeName) -> WorkerId {
         self.cores.of(node)
     }
 
-    fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, Held>> {
+    fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, NodeTunnels>> {
         self.shards[self.cores.of(node).0]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Held {
+impl NodeTunnels {
     /// Remembers the other processes of this node, which must not take it back while their successor lives.
     fn supersede_others(&mut self, instance: &str) {
         let others = self.tunnels.iter().map(|edge| &edge.admitted.welcome);
@@ -460,33 +466,33 @@ impl Held {
 
     /// Puts the tunnels that a new one replaces out of use. Each keeps its streams, unless its own process has given it up.
     /// A process that dials without end leaves no more idle tunnels than [`MOST_IDLE`].
-    fn make_room(&mut self, new: &Welcome) -> Vec<Replaced> {
+    fn make_room(&mut self, new: &EdgeHello) -> Vec<ReplacedTunnel> {
         let (mut replaced, mut kept) = (Vec::new(), Vec::new());
         for mut edge in std::mem::take(&mut self.tunnels) {
             let old = &edge.admitted.welcome;
             let fate = if edge.leaving {
                 None
             } else if old.instance != new.instance {
-                Some(Fate::Superseded)
+                Some(ReplaceMode::Superseded)
             } else if old.slot != new.slot {
                 None
             } else if new.takes_over {
-                Some(Fate::TakenOver)
+                Some(ReplaceMode::TakenOver)
             } else {
-                Some(Fate::Lost)
+                Some(ReplaceMode::Lost)
             };
             if let Some(fate) = fate {
                 // At once: from here on the new one is selected.
                 edge.leaving = true;
                 edge.admitted.tunnel.drain();
                 let edge = edge.clone();
-                replaced.push(Replaced { edge, fate });
+                replaced.push(ReplacedTunnel { edge, fate });
             }
-            if fate != Some(Fate::Lost) {
+            if fate != Some(ReplaceMode::Lost) {
                 kept.push(edge);
             }
         }
-        let is_idle = |edge: &Edge| edge.leaving && edge.streams() == 0;
+        let is_idle = |edge: &TunnelInfo| edge.leaving && edge.streams() == 0;
         let mut beyond = kept.iter().filter(|edge| is_idle(edge)).count();
         beyond = beyond.saturating_sub(MOST_IDLE);
         for edge in kept.extract_if(.., |edge| {
@@ -494,8 +500,8 @@ impl Held {
             beyond -= usize::from(closes);
             closes
         }) {
-            let fate = Fate::Lost;
-            replaced.push(Replaced { edge, fate });
+            let fate = ReplaceMode::Lost;
+            replaced.push(ReplacedTunnel { edge, fate });
         }
         self.tunnels = kept;
         replaced
@@ -510,21 +516,21 @@ impl Held {
         u32::try_from(others.count()).unwrap_or(u32::MAX)
     }
 
-    fn away(&self) -> Away {
+    fn away(&self) -> NodeUnavailable {
         let mut newest_first = self.tunnels.iter().rev().map(|edge| &edge.admitted);
         if let Some(newest) = newest_first.find(|admitted| !admitted.tunnel.is_closed()) {
             return if newest.tunnel.is_draining() {
-                Away::Draining
+                NodeUnavailable::Draining
             } else {
-                Away::Suspect { from: newest.from }
+                NodeUnavailable::Suspect { from: newest.from }
             };
         }
         // A tunnel that has just ended is registered until its conversation has noticed that.
         let ended = self.tunnels.last();
         let ended = ended.map(|edge| (SystemTime::now(), edge.admitted.from));
         match ended.or(self.last) {
-            Some((seen, from)) => Away::Last { seen, from },
-            None => Away::Never,
+            Some((seen, from)) => NodeUnavailable::Last { seen, from },
+            None => NodeUnavailable::Never,
         }
     }
 }

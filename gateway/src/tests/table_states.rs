@@ -16,21 +16,22 @@
 
 use crate::{
     Config, Gateway, Reason,
-    config::policy::{Policy as File, Rule, Then, What, Where, Who},
-    control::{expel, pins::Keeper},
+    config::policy::{Effect, NodeSelector, Policy as File, RequestMatch, Rule, Subjects},
+    control::{node_sync, pin_writer::PinWriter},
     proxy::{
-        authorize::{self, Act, Ask, ByPolicy, Destination},
-        caller::Caller,
+        authn::ClientIdentity,
+        authz::{self, Action, AuthzRequest, Destination, PolicyAuthorizer},
         direct,
-        route::{self, Asked, Route},
+        route::{self, Route, RouteInput},
     },
-    state::{Member, Node, Nodes, NodesWriter, Policy, PolicyWriter, pins},
+    state::{ClusterNode, Node, Nodes, NodesWriter, Policy, PolicyWriter, pins},
 };
 use causeway_certs::{
-    Access, Fingerprint, NodeName, NodeRecord, Pin, PinTable, Revocation, Store, StoreError,
+    Fingerprint, NodeName, NodeRecord, OpenMode, Pin, PinTable, Revocation, Store, StoreError,
 };
-use causeway_config::Given;
-use causeway_tunnel::{Target, listener::Peer};
+use causeway_config::Specified;
+use causeway_rt::listener::RemoteAddr;
+use causeway_tunnel::Target;
 use http::Method;
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -39,13 +40,13 @@ fn name(text: &str) -> NodeName {
 }
 
 /// The cluster's edge-1 with its address and label.
-fn members() -> BTreeMap<NodeName, Member> {
-    let member = Member {
+fn members() -> BTreeMap<NodeName, ClusterNode> {
+    let member = ClusterNode {
         edge: true,
         addresses: vec!["10.0.0.1".parse().unwrap()],
         pod_networks: vec!["10.244.1.0/24".parse().unwrap()],
         labels: [("site".to_owned(), "north".to_owned())].into(),
-        ..Member::default()
+        ..ClusterNode::default()
     };
     [(name("edge-1"), member)].into()
 }
@@ -71,15 +72,15 @@ fn tables() -> [NodesWriter; 3] {
     [not_yet, stale, gone]
 }
 
-fn routed(nodes: &Nodes, asked: &Asked<'_>) -> Result<String, Reason> {
+fn routed(nodes: &Nodes, asked: &RouteInput<'_>) -> Result<String, Reason> {
     let route = route::of(asked, nodes).map_err(|error| error.reason)?;
     Ok(route.target.to_string())
 }
 
-fn by(authority: &str) -> Asked<'_> {
-    Asked {
+fn by(authority: &str) -> RouteInput<'_> {
+    RouteInput {
         authority: Some(authority),
-        ..Asked::default()
+        ..RouteInput::default()
     }
 }
 
@@ -128,10 +129,10 @@ fn an_address_is_an_edges_or_undecided_until_the_cluster_says_otherwise() {
             let Ok(ip) = ip.parse() else { continue };
             // A listener's fixed node is no answer to a redirected address that may be another node's.
             let fixed = name("edge-9");
-            let redirected = Asked {
+            let redirected = RouteInput {
                 original: Some((std::net::IpAddr::V4(ip), 80).into()),
                 fixed: Some(&fixed),
-                ..Asked::default()
+                ..RouteInput::default()
             };
             let falls_back = Err(NodeUnknown) == expected;
             let expected = if falls_back {
@@ -146,11 +147,11 @@ fn an_address_is_an_edges_or_undecided_until_the_cluster_says_otherwise() {
 
 #[test]
 fn a_foreign_host_passes_beside_a_name_that_is_known() {
-    let asked = Asked {
+    let asked = RouteInput {
         sni: Some("edge-9"),
         authority: Some("10.97.0.1:6443"),
         port: Some(10250),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     for table in tables() {
         assert_eq!(
@@ -161,28 +162,28 @@ fn a_foreign_host_passes_beside_a_name_that_is_known() {
 }
 
 /// A policy that denies nodes of one label, or one pool, and allows all else.
-fn policy(denied: Where) -> PolicyWriter {
+fn policy(denied: NodeSelector) -> PolicyWriter {
     let rule = |then, r#where| Rule {
         name: None,
-        who: Who {
-            users: Given::from(vec!["*".to_owned()]),
-            ..Who::default()
+        who: Subjects {
+            users: Specified::from(vec!["*".to_owned()]),
+            ..Subjects::default()
         }
         .into(),
         r#where,
-        what: Given::<What>::default(),
+        what: Specified::<RequestMatch>::default(),
         then,
         line: 0,
     };
     let rules = vec![
-        rule(Then::Deny, denied.into()),
-        rule(Then::Allow, Given::default()),
+        rule(Effect::Deny, denied.into()),
+        rule(Effect::Allow, Specified::default()),
     ];
     PolicyWriter::new(Some(Policy::compile(&File { rules }).unwrap()))
 }
 
 async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
-    let authorizer = ByPolicy {
+    let authorizer = PolicyAuthorizer {
         policy: policy.reader(),
         nodes: nodes.clone(),
     };
@@ -190,43 +191,43 @@ async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
         node: name("edge-1"),
         target: Target::new("edge-1", 80),
     };
-    let ask = Ask {
-        caller: &Caller::for_test("alice"),
-        from: Peer::Unix(0),
+    let ask = AuthzRequest {
+        caller: &ClientIdentity::for_test("alice"),
+        from: RemoteAddr::Unix(0),
         destination: Destination::Node(&route),
-        act: Act::Request,
+        act: Action::Request,
         method: &Method::GET,
         path: "/",
     };
-    let (_, decided) = authorize::check(&authorizer, &ask, Duration::from_secs(3)).await;
+    let (_, decided) = authz::check(&authorizer, &ask, Duration::from_secs(3)).await;
     decided.map_err(|error| error.reason)
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_rule_by_label_denies_or_is_undecided_while_labels_are_missing() {
     let [not_yet, stale, _] = tables().map(|table| table.reader());
-    let by_label = policy(Where {
-        labels: Given::from(BTreeMap::from([("site".to_owned(), "north".to_owned())])),
-        ..Where::default()
+    let by_label = policy(NodeSelector {
+        labels: Specified::from(BTreeMap::from([("site".to_owned(), "north".to_owned())])),
+        ..NodeSelector::default()
     });
     assert_eq!(decided(&not_yet, &by_label).await, Err(Reason::Undecided));
     assert_eq!(decided(&stale, &by_label).await, Err(Reason::Forbidden));
-    let by_pool = policy(Where {
-        pools: Given::from(vec!["secret".to_owned()]),
-        ..Where::default()
+    let by_pool = policy(NodeSelector {
+        pools: Specified::from(vec!["secret".to_owned()]),
+        ..NodeSelector::default()
     });
     assert_eq!(decided(&not_yet, &by_pool).await, Err(Reason::Undecided));
     // Rules that speak of neither need no cluster.
-    let by_name = policy(Where {
-        nodes: Given::from(vec!["edge-2".to_owned()]),
-        ..Where::default()
+    let by_name = policy(NodeSelector {
+        nodes: Specified::from(vec!["edge-2".to_owned()]),
+        ..NodeSelector::default()
     });
     assert_eq!(decided(&not_yet, &by_name).await, Ok(()));
 }
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().unwrap();
-    let store = Store::open(folder.path().join("data"), Access::Create).unwrap();
+    let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
     (folder, store)
 }
 
@@ -234,12 +235,12 @@ fn store() -> (tempfile::TempDir, Store) {
 fn records_that_vanish_from_the_disk_end_no_revocation() {
     let (folder, store) = store();
     let nodes = NodesWriter::default();
-    expel::reload_records(&nodes, &store).expect("there are none yet");
+    node_sync::reload_records(&nodes, &store).expect("there are none yet");
     let mut record = NodeRecord::arrived(&name("edge-1"), 7);
     let reason = "stolen".to_owned();
     record.revoked = Some(Revocation { at: 8, reason });
     store.nodes().put(record).unwrap();
-    expel::reload_records(&nodes, &store).unwrap();
+    node_sync::reload_records(&nodes, &store).unwrap();
     let file = folder.path().join("data/nodes.json");
     let text = std::fs::read(&file).unwrap();
     for broken in [Some("{"), None] {
@@ -247,14 +248,14 @@ fn records_that_vanish_from_the_disk_end_no_revocation() {
             Some(text) => std::fs::write(&file, text).unwrap(),
             None => std::fs::remove_file(&file).unwrap(),
         }
-        expel::reload_records(&nodes, &store).unwrap_err();
+        node_sync::reload_records(&nodes, &store).unwrap_err();
         assert!(
             nodes.reader().revoked(&name("edge-1")).is_some(),
             "{broken:?}"
         );
     }
     std::fs::write(&file, text).unwrap();
-    expel::reload_records(&nodes, &store).unwrap();
+    node_sync::reload_records(&nodes, &store).unwrap();
 }
 
 #[test]
@@ -263,7 +264,7 @@ fn pins_that_vanish_from_the_disk_believe_no_other_key() {
     let nodes = NodesWriter::default();
     nodes.put(name("edge-1"), Node::default());
     let (pins, writer, _meetings) = pins::pins(PinTable::new());
-    let keeper = Keeper {
+    let keeper = PinWriter {
         store: store.clone(),
         nodes: nodes.reader(),
         cluster: false,

@@ -1,7 +1,7 @@
 //! What a store tells: states at a version, and the events after one.
 
-use super::{History, State, Store, Told, Unknown};
-use crate::object::{Key, Object};
+use super::{Epoch, EventBatch, ListState, Store, VersionError};
+use crate::object::{NamespacedName, Object};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Weak},
@@ -10,21 +10,21 @@ use tokio::time::Instant;
 
 impl Store {
     /// All as it is now, for a watch that begins with it.
-    pub(crate) fn state(&self) -> Result<Weak<State>, Unknown> {
+    pub(crate) fn state(&self) -> Result<Weak<ListState>, VersionError> {
         let mut inner = self.inner();
         if inner.version == 0 {
-            return Err(Unknown::Empty);
+            return Err(VersionError::Empty);
         }
         inner.prune();
         let newest = inner.states.back();
-        let same = |state: &State| {
+        let same = |state: &ListState| {
             (state.version, state.history, state.next)
                 == (inner.version, inner.history, inner.window.next())
         };
         if let Some((_, state)) = newest.filter(|(_, state)| same(state)) {
             return Ok(Arc::downgrade(state));
         }
-        let state = Arc::new(State {
+        let state = Arc::new(ListState {
             version: inner.version,
             history: inner.history,
             next: inner.window.next(),
@@ -36,19 +36,19 @@ impl Store {
     }
 
     /// All as it was at a version; as it is now without one.
-    pub(crate) fn at(&self, version: Option<u64>) -> Result<State, Unknown> {
+    pub(crate) fn at(&self, version: Option<u64>) -> Result<ListState, VersionError> {
         let inner = self.inner();
         if inner.version == 0 {
-            return Err(Unknown::Empty);
+            return Err(VersionError::Empty);
         }
         let version = version.unwrap_or(inner.version);
         if version > inner.version {
-            return Err(Unknown::Future(inner.version));
+            return Err(VersionError::Future(inner.version));
         }
         let mut then = BTreeMap::new();
         if version < inner.version {
             if !inner.window.reaches(version) {
-                return Err(Unknown::Expired);
+                return Err(VersionError::Expired);
             }
             then = inner.window.rewind(version);
         }
@@ -61,7 +61,7 @@ impl Store {
         } else {
             back(now, then)
         };
-        Ok(State {
+        Ok(ListState {
             version,
             history,
             next,
@@ -69,25 +69,25 @@ impl Store {
         })
     }
 
-    pub(crate) fn get(&self, key: &Key) -> Option<Arc<Object>> {
+    pub(crate) fn get(&self, key: &NamespacedName) -> Option<Arc<Object>> {
         self.inner().objects.get(key).cloned()
     }
 
     /// Which history it is now, and the number of the first event after a version that a reader knows. One that `follows` is read
     /// from in turn, and is told only what is known to have happened.
-    pub(crate) fn after(&self, version: u64, follows: bool) -> Result<(History, u64), Unknown> {
+    pub(crate) fn after(&self, version: u64, follows: bool) -> Result<(Epoch, u64), VersionError> {
         let inner = self.inner();
         match inner.version {
-            0 => Err(Unknown::Empty),
-            newest if version > newest => Err(Unknown::Future(newest)),
-            _ if !inner.window.reaches(version) => Err(Unknown::Expired),
-            _ if follows && inner.window.guesses(version) => Err(Unknown::Expired),
+            0 => Err(VersionError::Empty),
+            newest if version > newest => Err(VersionError::Future(newest)),
+            _ if !inner.window.reaches(version) => Err(VersionError::Expired),
+            _ if follows && inner.window.guesses(version) => Err(VersionError::Expired),
             _ => Ok((inner.history, inner.window.after(version))),
         }
     }
 
     /// Which history it is, the newest version, and the number of the first event after it.
-    pub(crate) fn position(&self) -> (History, u64, u64) {
+    pub(crate) fn position(&self) -> (Epoch, u64, u64) {
         let inner = self.inner();
         (inner.history, inner.version, inner.window.next())
     }
@@ -95,16 +95,16 @@ impl Store {
     /// Events from this number on, `most` of them, for a reader that `follows` or one that does not.
     pub(crate) fn events(
         &self,
-        history: History,
+        history: Epoch,
         from: u64,
         (most, follows): (usize, bool),
-    ) -> Told {
+    ) -> EventBatch {
         let inner = self.inner();
         let window = &inner.window;
         let is_same = history.number == inner.history.number
             && (!follows || history.outages == inner.history.outages);
         if !is_same || from < window.first() {
-            return Told::Missed;
+            return EventBatch::Missed;
         }
         let events: Vec<_> = (from..)
             .map_while(|number| window.get(number))
@@ -112,12 +112,15 @@ impl Store {
             .cloned()
             .collect();
         let next = from + events.len() as u64;
-        Told::Events(events, next)
+        EventBatch::Events(events, next)
     }
 }
 
 /// Objects as they were, from how they are now and how those were that have changed; both are in the order of their keys.
-fn back(now: Vec<Arc<Object>>, mut then: BTreeMap<Key, Option<Arc<Object>>>) -> Vec<Arc<Object>> {
+fn back(
+    now: Vec<Arc<Object>>,
+    mut then: BTreeMap<NamespacedName, Option<Arc<Object>>>,
+) -> Vec<Arc<Object>> {
     let mut objects = Vec::with_capacity(now.len() + then.len());
     for object in now {
         while let Some(entry) = then.first_entry().filter(|entry| *entry.key() < object.key) {

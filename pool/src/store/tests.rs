@@ -17,18 +17,18 @@ pub(crate) fn store(window: usize) -> Arc<Store> {
 }
 
 /// Name, version and whether it was deleted, of the events after a version.
-fn after(store: &Store, version: u64) -> Result<Vec<(String, u64, bool)>, Unknown> {
+fn after(store: &Store, version: u64) -> Result<Vec<(String, u64, bool)>, VersionError> {
     let (history, next) = store.after(version, false)?;
     match store.events(history, next, (1000, false)) {
-        Told::Events(events, _) => Ok(events
+        EventBatch::Events(events, _) => Ok(events
             .iter()
             .map(|event| (event.object.key.1.to_string(), event.version, event.deleted))
             .collect()),
-        Told::Missed => Err(Unknown::Expired),
+        EventBatch::Missed => Err(VersionError::Expired),
     }
 }
 
-fn names(state: &State) -> Vec<(String, u64)> {
+fn names(state: &ListState) -> Vec<(String, u64)> {
     let objects = state.objects.iter();
     objects
         .map(|object| (object.key.1.to_string(), object.version))
@@ -42,7 +42,7 @@ fn of(name: &str, version: u64) -> (String, u64) {
 #[test]
 fn what_happened_after_a_version_is_told_and_what_was_at_it_is_known() {
     let store = store(1 << 20);
-    assert_eq!(after(&store, 5), Err(Unknown::Empty));
+    assert_eq!(after(&store, 5), Err(VersionError::Empty));
     store.replace(10, vec![object("n", "a", 3), object("n", "b", 10)]);
     store.apply(object("n", "c", 11), false);
     store.apply(object("n", "a", 12), false);
@@ -57,8 +57,8 @@ fn what_happened_after_a_version_is_told_and_what_was_at_it_is_known() {
     );
     assert_eq!(after(&store, 12), Ok(vec![("b".into(), 13, true)]));
     assert_eq!(after(&store, 13), Ok(vec![]));
-    assert_eq!(after(&store, 14), Err(Unknown::Future(13)));
-    assert_eq!(after(&store, 9), Err(Unknown::Expired));
+    assert_eq!(after(&store, 14), Err(VersionError::Future(13)));
+    assert_eq!(after(&store, 9), Err(VersionError::Expired));
     for (version, expected) in [
         (10, vec![of("a", 3), of("b", 10)]),
         (11, vec![of("a", 3), of("b", 10), of("c", 11)]),
@@ -103,7 +103,7 @@ fn a_list_after_an_outage_becomes_the_events_that_lead_to_it() {
     );
     // What is gone says at which version that is.
     let (history, next) = store.after(10, false).unwrap();
-    let Told::Events(events, _) = store.events(history, next, (10, false)) else {
+    let EventBatch::Events(events, _) = store.events(history, next, (10, false)) else {
         panic!()
     };
     assert_eq!(
@@ -112,7 +112,11 @@ fn a_list_after_an_outage_becomes_the_events_that_lead_to_it() {
     );
     // What came and went within the outage was seen by nobody here.
     for version in 11..20 {
-        assert_eq!(after(&store, version), Err(Unknown::Expired), "{version}");
+        assert_eq!(
+            after(&store, version),
+            Err(VersionError::Expired),
+            "{version}"
+        );
     }
     assert_eq!(after(&store, 20), Ok(vec![]));
     assert_eq!(
@@ -129,9 +133,9 @@ fn a_version_that_went_back_is_another_history() {
     store.replace(7, vec![object("n", "b", 7)]);
     assert!(matches!(
         store.events(history, next, (10, false)),
-        Told::Missed
+        EventBatch::Missed
     ));
-    assert_eq!(after(&store, 10), Err(Unknown::Future(7)));
+    assert_eq!(after(&store, 10), Err(VersionError::Future(7)));
     assert_eq!(names(&store.at(None).unwrap()), [of("b", 7)]);
 }
 
@@ -143,10 +147,10 @@ fn the_window_is_bounded_in_bytes_and_what_fell_out_is_expired() {
     for version in 11..1000 {
         store.apply(object("n", "a", version), false);
     }
-    assert_eq!(after(&store, 10), Err(Unknown::Expired));
+    assert_eq!(after(&store, 10), Err(VersionError::Expired));
     assert!(matches!(
         store.events(history, next, (10, false)),
-        Told::Missed
+        EventBatch::Missed
     ));
     let oldest = (10..1000)
         .find(|version| after(&store, *version).is_ok())
@@ -248,7 +252,7 @@ fn a_list_with_more_changes_than_versions_is_of_another_cloud() {
         store.replace(version, vec![object("n", "c", 9)]);
         assert!(matches!(
             store.events(history, next, (10, false)),
-            Told::Missed
+            EventBatch::Missed
         ));
         assert_eq!(names(&store.at(None).unwrap()), [of("c", 9)]);
     }

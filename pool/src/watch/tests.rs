@@ -1,7 +1,7 @@
 use crate::{
-    Body,
+    ResponseBody,
     object::Object,
-    serve::tests::Served,
+    server::tests::Served,
     store::tests::{labelled, object},
 };
 use http::StatusCode;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::time::{Instant, advance, timeout};
 
 /// A watch as a client reads it.
-struct Reader(Body, Vec<u8>);
+struct Reader(ResponseBody, Vec<u8>);
 
 impl Reader {
     async fn of(served: &Served, query: &str, accept: &str) -> Self {

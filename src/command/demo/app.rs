@@ -16,7 +16,7 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::{get, post},
 };
-use causeway_tunnel::{listener::Listener, socket::Socket, task::Tasks};
+use causeway_rt::{listener::SocketListener, socket::Socket, task::TaskGroup};
 use futures_util::{StreamExt, stream};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
@@ -66,8 +66,8 @@ pub(crate) async fn serve(listener: TcpListener, node: String, stop: Cancellatio
         node: node.into(),
         stop: stop.clone(),
     }));
-    let listener = Listener::Tcp(listener);
-    let connections = Tasks::new(&CancellationToken::new());
+    let listener = SocketListener::Tcp(listener);
+    let connections = TaskGroup::new(&CancellationToken::new());
     loop {
         let (socket, caller) = select! {
             biased;

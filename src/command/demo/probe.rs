@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -18,11 +18,11 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tracing::debug_span;
 
-use super::{Files, PORT};
+use super::{DemoFiles, PORT};
 
 /// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
 pub(super) async fn get(
-    files: &Files,
+    files: &DemoFiles,
     front: SocketAddr,
     node: &str,
 ) -> anyhow::Result<(Duration, String)> {
@@ -44,7 +44,7 @@ pub(super) async fn get(
     }
 }
 
-fn client(files: &Files) -> anyhow::Result<ClientConfig> {
+fn client(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(&files.root)?)?;
     let chain = CertificateDer::pem_file_iter(&files.caller)?.collect::<Result<Vec<_>, _>>()?;
@@ -67,7 +67,7 @@ async fn once(
         .connect(ServerName::try_from(node.to_owned())?, tcp)
         .await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
-    let tasks = Tasks::default();
+    let tasks = TaskGroup::default();
     tasks.spawn(debug_span!("probe"), async move {
         // What goes wrong here is seen by the request.
         let _ = connection.await;

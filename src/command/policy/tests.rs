@@ -55,21 +55,21 @@ fn a_request_without_a_scheme_is_no_url() {
         "ftp://edge-1:9100/",
         "/metrics",
     ] {
-        let error = Written::of(&Method::GET, url, false).unwrap_err();
+        let error = RequestSpec::of(&Method::GET, url, false).unwrap_err();
         let error = format!("{error:#}");
         assert!(
             error.contains("write https://edge-1:10250/metrics"),
             "{error}"
         );
     }
-    assert!(Written::of(&Method::GET, "http://edge-1:9100", false).is_ok());
-    assert!(Written::of(&Method::CONNECT, "edge-1:22", false).is_ok());
+    assert!(RequestSpec::of(&Method::GET, "http://edge-1:9100", false).is_ok());
+    assert!(RequestSpec::of(&Method::CONNECT, "edge-1:22", false).is_ok());
 }
 
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
-    let mut written = Written::of(&ask.method, &ask.url, ask.upgrade).unwrap();
-    let caller = Who {
+    let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade).unwrap();
+    let caller = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
@@ -98,7 +98,7 @@ fn a_decision_comes_with_the_line_that_made_it() {
 fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
     let files = Files::new();
     let ask = files.ask("edge-1");
-    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
         node: NodeName::parse("edge-1").unwrap(),
         addresses: Vec::new(),
@@ -126,7 +126,7 @@ rules:
     let mut ask = files.ask("edge-1");
     ask.file.policy = files.write("direct.yaml", text);
     ask.method = Method::CONNECT;
-    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
         addresses: vec!["10.1.0.1".parse().unwrap()],
         ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
@@ -164,7 +164,7 @@ fn a_label_that_only_the_cluster_knows_is_not_guessed() {
     }
     // A token has said what it is.
     ask.labels.clear();
-    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
         labels: [(key.to_owned(), "tin".to_owned())].into(),
         ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
@@ -184,7 +184,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
     ] {
         ask.file.policy = files.write("pools.yaml", &rules);
         let error = check(&ask).unwrap_err();
-        assert!(!error.is::<No>(), "{error}");
+        assert!(!error.is::<Denied>(), "{error}");
         let error = error.to_string();
         assert!(
             error.contains("pool of edge-1") && error.contains("--pool"),
@@ -200,10 +200,10 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
         assert_eq!(check(&ask).is_ok(), may, "{pool}: a label is lacking");
     }
     ask.labels = vec![("tier".into(), "gold".into())];
-    assert!(check(&ask).unwrap_err().is::<No>());
+    assert!(check(&ask).unwrap_err().is::<Denied>());
     // A gateway that knows the node knows that no token gave it a pool.
     ask.pool = None;
-    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0);
     store.nodes().put(record).unwrap();
     assert!(check(&ask).is_ok());
@@ -239,7 +239,7 @@ fn what_is_no_request_is_said_with_an_example() {
         (Method::CONNECT, "edge-1", "edge-1:10250"),
         (Method::GET, "https://edge_1:1/", "not the name of a node"),
     ] {
-        let error = format!("{:#}", Written::of(&method, url, false).unwrap_err());
+        let error = format!("{:#}", RequestSpec::of(&method, url, false).unwrap_err());
         assert!(error.contains(says), "{url}: {error}");
     }
 }
@@ -254,7 +254,7 @@ fn a_table_counts_what_is_met_and_names_what_is_not() {
             "policy: policy.yaml\nnodes: {nodes}\nexpect:\n  - {{ as: ann, {request}, {then} }}\n  - {{ method: CONNECT, url: 'edge-1:22', then: deny }}\n  - {{ method: CONNECT, url: '10.96.0.1:443', then: deny }}\n"
         );
         let table = files.write("table.yaml", &text);
-        table::run(&PolicyTest {
+        test_table::run(&PolicyTest {
             policy: None,
             table,
         })

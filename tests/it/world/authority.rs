@@ -1,6 +1,6 @@
 //! A CA of somebody else's, such as a cluster's, and what it signs: apps' certificates and their clients'.
 
-use causeway_certs::Leaf;
+use causeway_certs::LeafCertificate;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, date_time_ymd,
@@ -40,21 +40,26 @@ impl Authority {
     }
 
     /// An app's certificate for these names and addresses.
-    pub(crate) fn app(&self, names: &[&str]) -> Leaf {
+    pub(crate) fn app(&self, names: &[&str]) -> LeafCertificate {
         self.sign(names, ExtendedKeyUsagePurpose::ServerAuth, false)
     }
 
     /// The same, years after its end.
-    pub(crate) fn expired_app(&self, names: &[&str]) -> Leaf {
+    pub(crate) fn expired_app(&self, names: &[&str]) -> LeafCertificate {
         self.sign(names, ExtendedKeyUsagePurpose::ServerAuth, true)
     }
 
     /// A certificate by which apps know their client.
-    pub(crate) fn client(&self, name: &str) -> Leaf {
+    pub(crate) fn client(&self, name: &str) -> LeafCertificate {
         self.sign(&[name], ExtendedKeyUsagePurpose::ClientAuth, false)
     }
 
-    fn sign(&self, names: &[&str], usage: ExtendedKeyUsagePurpose, expired: bool) -> Leaf {
+    fn sign(
+        &self,
+        names: &[&str],
+        usage: ExtendedKeyUsagePurpose,
+        expired: bool,
+    ) -> LeafCertificate {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
         params.extended_key_usages = vec![usage];
@@ -64,11 +69,11 @@ impl Authority {
         }
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        Leaf::load(&certificate.pem(), &key.serialize_pem()).unwrap()
+        LeafCertificate::load(&certificate.pem(), &key.serialize_pem()).unwrap()
     }
 
     /// TLS of an app that shows `leaf`. With `demands` it lets in only whom this CA knows.
-    pub(crate) fn serve(&self, leaf: &Leaf, demands: bool) -> Arc<ServerConfig> {
+    pub(crate) fn serve(&self, leaf: &LeafCertificate, demands: bool) -> Arc<ServerConfig> {
         let builder = ServerConfig::builder();
         let builder = if demands {
             let mut roots = RootCertStore::empty();

@@ -11,7 +11,7 @@ pub(crate) use answer::{Answer, assert_problem};
 pub(crate) use wire::{Wire, exchange, read, read_head, read_to_end};
 
 use super::{PATIENCE, log::Log};
-use causeway_certs::Leaf;
+use causeway_certs::LeafCertificate;
 use http_body_util::{BodyExt, Full, combinators::BoxBody};
 use hyper::{
     HeaderMap, Request, Response, Uri, Version,
@@ -57,7 +57,7 @@ pub(crate) enum Place {
 pub(crate) struct Caller {
     place: Place,
     root: CertificateDer<'static>,
-    leaf: Option<Leaf>,
+    leaf: Option<LeafCertificate>,
     from: Option<IpAddr>,
     version: Version,
     sni: Option<String>,
@@ -82,7 +82,7 @@ impl Caller {
     }
 
     /// Shows this certificate.
-    pub(crate) fn certificate(mut self, leaf: &Leaf) -> Self {
+    pub(crate) fn certificate(mut self, leaf: &LeafCertificate) -> Self {
         self.leaf = Some(leaf.clone());
         self
     }

@@ -4,11 +4,11 @@
 //! started again from its data directory.
 
 use super::{LOOK, PATIENCE, World, gateway::loopback, until};
-use causeway_certs::{Confirmed, NodeName, StoreError};
+use causeway_certs::{NodeAttributes, NodeName, StoreError};
 use causeway_edge::{
     Config, Error, Reloader,
-    config::{Port, Scheme, Secret},
-    state::{Reader, Status},
+    config::{Port, Protocol, Secret},
+    status::{Status, StatusReader},
 };
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use tokio::{
@@ -26,7 +26,7 @@ const SILENT: Duration = Duration::from_millis(100);
 pub(crate) struct Plan<'a> {
     world: &'a World,
     node: String,
-    confirmed: Confirmed,
+    confirmed: NodeAttributes,
     config: Config,
 }
 
@@ -45,18 +45,18 @@ impl<'a> Plan<'a> {
         Self {
             world,
             node: node.to_owned(),
-            confirmed: Confirmed::default(),
+            confirmed: NodeAttributes::default(),
             config,
         }
     }
 
     /// Serves the node's port `number` by the app at `app`.
     pub(crate) fn port(self, number: u16, app: SocketAddr) -> Self {
-        self.port_as(number, Scheme::Http, app)
+        self.port_as(number, Protocol::Http, app)
     }
 
     /// The same for an app that speaks something else.
-    pub(crate) fn port_as(mut self, number: u16, scheme: Scheme, app: SocketAddr) -> Self {
+    pub(crate) fn port_as(mut self, number: u16, scheme: Protocol, app: SocketAddr) -> Self {
         let port = Port {
             target: Some(app.to_string()),
             scheme,
@@ -137,7 +137,7 @@ pub(crate) struct Edge {
 struct Running {
     stop: CancellationToken,
     task: JoinSet<Result<(), Error>>,
-    reader: Reader,
+    reader: StatusReader,
     reloader: Reloader,
     admin: SocketAddr,
 }

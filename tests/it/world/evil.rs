@@ -9,7 +9,8 @@ use super::{
     process::Site,
 };
 use causeway_certs::{
-    Access, CsrKey, EdgeIdentity, EdgeKey, NodeName, NodeRecord, Store, install_provider, verify,
+    EdgeIdentity, NodeName, NodeRecord, OpenMode, PrivateKey, Store, VerifiedPublicKey,
+    install_provider, verify,
 };
 use rustls::pki_types::ServerName;
 use std::{io, path::Path};
@@ -29,7 +30,7 @@ pub(crate) const CONTROL: u32 = 1;
 
 /// Enters its node at a gateway that is about to start.
 pub(crate) fn enrol(data: &Path) {
-    let nodes = Store::open(data, Access::Existing).unwrap().nodes();
+    let nodes = Store::open(data, OpenMode::Existing).unwrap().nodes();
     let record = NodeRecord {
         node: NodeName::parse(NODE).unwrap(),
         addresses: Vec::new(),
@@ -46,10 +47,10 @@ pub(crate) fn enrol(data: &Path) {
 }
 
 fn identity(data: &Path) -> EdgeIdentity {
-    let ca = Store::open(data, Access::Existing).unwrap().ca();
+    let ca = Store::open(data, OpenMode::Existing).unwrap().ca();
     let ca = ca.unwrap().unwrap();
-    let key = EdgeKey::generate().unwrap();
-    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let node = NodeName::parse(NODE).unwrap();
     let issued = ca.issue_edge(&csr, &node, LIFE).unwrap();
     EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()

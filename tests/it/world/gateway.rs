@@ -4,14 +4,16 @@
 //! adds others by what makes them special.
 
 use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
-use causeway_certs::{Access, Ca, CallerTokens, Store, StoreError, TrustDomain, install_provider};
+use causeway_certs::{
+    Ca, OpenMode, StaticTokens, Store, StoreError, TrustDomain, install_provider,
+};
 use causeway_gateway::{
-    BindError, Changed, Config, Gateway, Reloader,
-    config::{AccessLog, Front, Kind, Listen},
-    core::Cores,
-    gateway::Addresses,
-    proxy::{authorize::Authorize, pods::Pods, reviews::Reviews},
+    BindError, Config, Gateway, ReloadSummary, Reloader,
+    config::{AccessLog, ListenAddr, Listener, ListenerProtocol},
+    proxy::{access_review::ReviewClient, authz::Authorize, pod_route::PodLookup},
+    server::BoundAddresses,
     state::{NodesWriter, PolicyReader},
+    worker::Workers,
 };
 use std::{
     fs::OpenOptions,
@@ -35,24 +37,24 @@ pub(crate) fn loopback() -> SocketAddr {
 }
 
 /// A front of this kind and name on loopback; callers show a certificate of the world's CA where there is TLS.
-pub(crate) fn front(name: &str, kind: Kind) -> Front {
-    Front {
+pub(crate) fn front(name: &str, kind: ListenerProtocol) -> Listener {
+    Listener {
         names: vec![GATEWAY_NAME.to_owned(), "127.0.0.1".to_owned()],
-        ..Front::new(name, kind, Listen::Tcp(loopback()))
+        ..Listener::new(name, kind, ListenAddr::Tcp(loopback()))
     }
 }
 
 /// A front that serves anybody.
-pub(crate) fn anonymous(name: &str, kind: Kind) -> Front {
-    Front {
+pub(crate) fn anonymous(name: &str, kind: ListenerProtocol) -> Listener {
+    Listener {
         anonymous: true,
         ..front(name, kind)
     }
 }
 
 /// A front for one port of one node.
-pub(crate) fn fixed(name: &str, kind: Kind, node: &str, port: u16) -> Front {
-    Front {
+pub(crate) fn fixed(name: &str, kind: ListenerProtocol, node: &str, port: u16) -> Listener {
+    Listener {
         node: Some(node.to_owned()),
         port: Some(port),
         ..front(name, kind)
@@ -61,7 +63,7 @@ pub(crate) fn fixed(name: &str, kind: Kind, node: &str, port: u16) -> Front {
 
 /// The data directory of the gateway of a world.
 pub(super) fn store(folder: &Path) -> Store {
-    Store::open(folder.join("gateway"), Access::Create).unwrap()
+    Store::open(folder.join("gateway"), OpenMode::Create).unwrap()
 }
 
 /// A gateway before it starts.
@@ -69,8 +71,8 @@ pub(crate) struct Build {
     config: Config,
     authorizer: Option<Arc<dyn Authorize>>,
     policy: Option<PolicyReader>,
-    pods: Option<Arc<dyn Pods>>,
-    reviews: Option<Arc<dyn Reviews>>,
+    pods: Option<Arc<dyn PodLookup>>,
+    reviews: Option<Arc<dyn ReviewClient>>,
     cores: Option<usize>,
     log: Log,
     _listening: DefaultGuard,
@@ -83,7 +85,7 @@ impl Build {
         let folder = folder();
         let mut config = Config {
             data_dir: folder.path().join("gateway"),
-            fronts: vec![front("https", Kind::Https)],
+            fronts: vec![front("https", ListenerProtocol::Https)],
             access_log: AccessLog::All,
             ..Config::default()
         };
@@ -109,7 +111,7 @@ impl Build {
     }
 
     /// Adds a front; one of the same name is replaced.
-    pub(crate) fn front(mut self, front: Front) -> Self {
+    pub(crate) fn front(mut self, front: Listener) -> Self {
         self.config.fronts.retain(|old| old.name != front.name);
         self.config.fronts.push(front);
         self
@@ -134,13 +136,13 @@ impl Build {
     }
 
     /// Who knows where pods are.
-    pub(crate) fn pods(mut self, pods: impl Pods) -> Self {
+    pub(crate) fn pods(mut self, pods: impl PodLookup) -> Self {
         self.pods = Some(Arc::new(pods));
         self
     }
 
     /// Who knows callers, and what they may at kubelets.
-    pub(crate) fn reviews(mut self, reviews: impl Reviews) -> Self {
+    pub(crate) fn reviews(mut self, reviews: impl ReviewClient) -> Self {
         self.reviews = Some(Arc::new(reviews));
         self
     }
@@ -153,7 +155,7 @@ impl Build {
 
     /// A bearer token for a caller; its hash goes to [`Build::tokens`].
     pub(crate) fn token(&self, caller: &str) -> String {
-        let (token, line) = CallerTokens::generate(caller, &[]).unwrap();
+        let (token, line) = StaticTokens::generate(caller, &[]).unwrap();
         let mut file = OpenOptions::new();
         let file = file.append(true).create(true).open(self.tokens());
         writeln!(file.unwrap(), "{line}").unwrap();
@@ -229,8 +231,8 @@ impl Build {
 
     fn bind(&self) -> Result<causeway_gateway::Bound, BindError> {
         let cores = match self.cores {
-            Some(count) => Cores::start(count).unwrap(),
-            None => Cores::here(),
+            Some(count) => Workers::start(count).unwrap(),
+            None => Workers::here(),
         };
         let mut gateway = Gateway::new(self.config.clone()).cores(cores);
         if let Some(authorizer) = &self.authorizer {
@@ -251,8 +253,8 @@ impl Build {
 
 /// A gateway that runs.
 pub(super) struct Running {
-    pub(super) addresses: Addresses,
-    fronts: Vec<Front>,
+    pub(super) addresses: BoundAddresses,
+    fronts: Vec<Listener>,
     /// As it was given, with ports that the system chooses.
     config: Config,
     reloader: Reloader,
@@ -263,11 +265,11 @@ pub(super) struct Running {
 }
 
 /// The fronts, at the addresses that were chosen.
-fn placed(fronts: &[Front], addresses: &Addresses) -> Vec<Front> {
-    let place = |front: &Front| Front {
+fn placed(fronts: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
+    let place = |front: &Listener| Listener {
         listen: addresses
             .front(&front.name)
-            .map_or_else(|| front.listen.clone(), Listen::Tcp),
+            .map_or_else(|| front.listen.clone(), ListenAddr::Tcp),
         ..front.clone()
     };
     fronts.iter().map(place).collect()
@@ -278,7 +280,7 @@ impl Running {
     pub(super) fn reload(
         &mut self,
         change: impl FnOnce(&mut Config),
-    ) -> Result<Changed, BindError> {
+    ) -> Result<ReloadSummary, BindError> {
         let mut config = self.config.clone();
         change(&mut config);
         let changed = self.reloader.prepare(&config)?.apply();
@@ -292,9 +294,9 @@ impl Running {
         let front = self.fronts.iter().find(|front| front.name == name);
         let front = front.unwrap_or_else(|| panic!("there is no front {name:?}"));
         match &front.listen {
-            Listen::Unix(path) => Place::Unix(path.clone()),
-            Listen::Tcp(address) if front.has_tls() => Place::Tls(*address),
-            Listen::Tcp(address) => Place::Plain(*address),
+            ListenAddr::Unix(path) => Place::Unix(path.clone()),
+            ListenAddr::Tcp(address) if front.has_tls() => Place::Tls(*address),
+            ListenAddr::Tcp(address) => Place::Plain(*address),
         }
     }
 

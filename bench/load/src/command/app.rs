@@ -7,10 +7,10 @@
 use crate::{cli, report, stop::Stop};
 use anyhow::Context as _;
 use bytes::Bytes;
-use causeway_tunnel::{
-    listener::{Bound, Listener},
+use causeway_rt::{
+    listener::{BoundSocket, SocketListener},
     socket::Socket,
-    task::Tasks,
+    task::TaskGroup,
 };
 use http::{
     HeaderValue, Method, Request, Response, StatusCode,
@@ -44,11 +44,11 @@ const GRACE: Duration = Duration::from_millis(100);
 
 /// Serves until it is told to stop.
 pub(crate) async fn run(asked: &cli::App, stop: Stop) -> anyhow::Result<()> {
-    let bound = Bound::tcp(asked.listen).with_context(|| format!("{}", asked.listen))?;
+    let bound = BoundSocket::tcp(asked.listen).with_context(|| format!("{}", asked.listen))?;
     let address = bound.local_addr().context("the listener has no address")?;
     let listener = bound.attach()?;
     report::say(&json!({"event": "ready", "listen": address}));
-    let connections = Arc::new(Tasks::default());
+    let connections = Arc::new(TaskGroup::default());
     stop.token
         .run_until_cancelled(accept(listener, &connections))
         .await;
@@ -56,14 +56,14 @@ pub(crate) async fn run(asked: &cli::App, stop: Stop) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn accept(listener: Listener, connections: &Arc<Tasks>) {
+async fn accept(listener: SocketListener, connections: &Arc<TaskGroup>) {
     loop {
         let (socket, _) = listener.accept().await;
         connections.spawn(Span::none(), serve(socket, connections.clone()));
     }
 }
 
-async fn serve(socket: Socket, tasks: Arc<Tasks>) {
+async fn serve(socket: Socket, tasks: Arc<TaskGroup>) {
     let service = service_fn(move |request| {
         let tasks = tasks.clone();
         async move { Ok::<_, Infallible>(answer(request, &tasks).await) }
@@ -103,7 +103,7 @@ fn understand(path: &str) -> Asked {
     }
 }
 
-async fn answer(mut request: Request<Incoming>, tasks: &Tasks) -> Response<Filling> {
+async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<Filling> {
     let asked = understand(request.uri().path());
     let method = request.method();
     match asked {

@@ -13,7 +13,7 @@ use crate::{
     stop::Stop,
 };
 use anyhow::Context;
-use causeway_config::{Listen, host_port};
+use causeway_config::{ListenAddr, host_port};
 use rustls_pki_types::ServerName;
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
     let through = asked.proxy.is_some();
     let name = match (&asked.server_name, &place) {
         (Some(name), _) => name.clone(),
-        (None, Listen::Tcp(address)) if through => address.ip().into(),
+        (None, ListenAddr::Tcp(address)) if through => address.ip().into(),
         _ => ServerName::try_from(host.to_owned())?,
     };
     let tls = if asked.tls {

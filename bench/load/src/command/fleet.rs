@@ -13,7 +13,7 @@ mod storm;
 use super::mint;
 use crate::{cli, files, report, stop::Stop};
 use bytes::Bytes;
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use node::Node;
 use roll::Roll;
 use serde_json::json;
@@ -32,7 +32,7 @@ struct Fleet {
     /// How many dial at once before each has stood once.
     first: Semaphore,
     /// One task for each open stream.
-    streams: Tasks,
+    streams: TaskGroup,
     /// Random: a gateway tells processes apart by it.
     instance: String,
 }
@@ -47,7 +47,7 @@ pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
         body: Bytes::from_static(BODY),
         roll: Roll::new(told),
         first: Semaphore::new(asked.at_once),
-        streams: Tasks::default(),
+        streams: TaskGroup::default(),
         instance: format!("{:032x}", rand::random::<u128>()),
     });
     if let Some(lasting) = asked.lasting {
@@ -56,7 +56,7 @@ pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
     }
     files::enough(count)?;
     report::say(&json!({"event": "ready", "nodes": count}));
-    let nodes = Tasks::new(&stop.token);
+    let nodes = TaskGroup::new(&stop.token);
     for identity in identities {
         let node = Node::new(identity, fleet.clone());
         nodes.spawn(Span::none(), Box::pin(node.live()));

@@ -6,8 +6,8 @@
 use crate::{cli, report};
 use anyhow::Context;
 use causeway_certs::{
-    Access, Ca, Certificate, CsrKey, EdgeIdentity, EdgeKey, NodeName, NodeRecord, Secret, Store,
-    TrustDomain, verify,
+    Ca, Certificate, EdgeIdentity, NodeName, NodeRecord, OpenMode, PrivateKey, Secret, Store,
+    TrustDomain, VerifiedPublicKey, verify,
 };
 use rustls::{
     ClientConfig,
@@ -49,7 +49,7 @@ struct Entry {
 /// Makes them.
 pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
     let place = asked.data_dir.display().to_string();
-    let store = Store::open(&asked.data_dir, Access::Create)?;
+    let store = Store::open(&asked.data_dir, OpenMode::Create)?;
     let ca = if let Some(ca) = store.ca()? {
         ca
     } else {
@@ -57,8 +57,8 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
         store.save_ca(&ca)?;
         ca
     };
-    let key = EdgeKey::generate()?;
-    let csr = CsrKey::verify(&key.request()?)?;
+    let key = PrivateKey::generate()?;
+    let csr = VerifiedPublicKey::verify(&key.request()?)?;
     let enrolled_at = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let (mut nodes, mut records) = (Vec::new(), Vec::new());
     for number in 1..=asked.nodes {

@@ -1,13 +1,13 @@
 //! A fleet at a real gateway: registered, called, restarted under, and shaken hands with.
 
 use crate::process::{Load, result};
-use causeway_certs::{Access, Store};
+use causeway_certs::{OpenMode, Store};
 use causeway_gateway::{
     Config, Gateway,
-    config::{AccessLog, Front, Kind, Listen},
-    gateway::Addresses,
+    config::{AccessLog, ListenAddr, Listener, ListenerProtocol},
+    server::BoundAddresses,
 };
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use serde_json::json;
 use std::{fs, net::SocketAddr, path::Path, time::Duration};
 use tokio_util::sync::CancellationToken;
@@ -17,9 +17,9 @@ const NODES: usize = 20;
 
 /// A gateway on this thread, until it is stopped.
 struct Running {
-    addresses: Addresses,
+    addresses: BoundAddresses,
     stop: CancellationToken,
-    tasks: Tasks,
+    tasks: TaskGroup,
 }
 
 impl Running {
@@ -34,11 +34,14 @@ impl Running {
         config.tunnel.listen = tunnel;
         config.admin.listen = free;
         config.timeouts.drain = Duration::ZERO;
-        let front = |name, kind| Front::new(name, kind, Listen::Tcp(free));
-        config.fronts = vec![front("https", Kind::Https), front("connect", Kind::Connect)];
+        let front = |name, kind| Listener::new(name, kind, ListenAddr::Tcp(free));
+        config.fronts = vec![
+            front("https", ListenerProtocol::Https),
+            front("connect", ListenerProtocol::Connect),
+        ];
         let bound = Gateway::new(config).bind().unwrap();
         let addresses = bound.addresses().clone();
-        let (stop, tasks) = (CancellationToken::new(), Tasks::default());
+        let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
         tasks.spawn(Span::none(), bound.run(stop.clone()));
         Self {
             addresses,
@@ -67,7 +70,7 @@ async fn mint(folder: &Path) -> (String, String) {
     );
     let minted = Load::start(&line).wait().await;
     assert_eq!(minted.last()["nodes"], NODES);
-    let ca = Store::open(&data, Access::Existing).unwrap();
+    let ca = Store::open(&data, OpenMode::Existing).unwrap();
     let ca = ca.ca().unwrap().unwrap();
     let leaf = ca
         .issue_caller("bench", &[], Duration::from_hours(1))

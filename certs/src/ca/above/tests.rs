@@ -2,8 +2,10 @@ use super::*;
 use crate::ca::CaFile;
 use crate::identity::Identity;
 use crate::name::{HostName, TrustDomain};
-use crate::verify::{FrontTrust, PeerRefused, Purpose, Trust, check_peer, none_revoked};
-use crate::{CsrKey, EdgeKey, FrontResolver, Leaf, LiveCa, NodeName};
+use crate::verify::{
+    ListenerClientTrust, PeerRejected, Purpose, TrustStore, check_peer, none_revoked,
+};
+use crate::{LeafCertificate, LiveCa, NodeName, PrivateKey, SniCertResolver, VerifiedPublicKey};
 use rcgen::{BasicConstraints, DnType, IsCa, KeyUsagePurpose, SignatureAlgorithm};
 use std::sync::Arc;
 use time::{Duration as Span, OffsetDateTime};
@@ -90,7 +92,7 @@ fn again(ca: &Ca) -> Ca {
         .unwrap()
 }
 
-fn front(ca: &Ca) -> Leaf {
+fn front(ca: &Ca) -> LeafCertificate {
     ca.mint_front(&[HostName::parse("edge-1").unwrap()], DAY)
         .unwrap()
 }
@@ -113,7 +115,7 @@ fn is_one_line(ca: &Ca) -> bool {
     let line: Vec<_> = leaf
         .chain()
         .iter()
-        .map(|der| Authority::read(der).unwrap())
+        .map(|der| CaConstraints::read(der).unwrap())
         .collect();
     line.windows(2)
         .all(|pair| pair[0].issuer.der == pair[1].subject.der)
@@ -124,7 +126,7 @@ fn whoever_trusts_the_operators_root_alone_believes_fronts_and_so_does_who_trust
     let (company, plain) = (Company::found(), ca());
     assert!(!believes(&company.root, &plain));
     let (signed, step) = plain.signed_by(&company.ca()).unwrap();
-    assert_eq!(step, Step::Made);
+    assert_eq!(step, RotationStep::Made);
     let signed = again(&signed);
     assert!(believes(&company.root, &signed) && believes(signed.root(), &signed));
     assert!(is_one_line(&signed));
@@ -163,7 +165,7 @@ fn through_a_rotation_whoever_trusts_any_one_root_believes_fronts() {
     let (prepared, step) = again(&prepared).prepare_signed_by(&company.ca()).unwrap();
     assert_eq!(
         (step, prepared.roots()[1].1),
-        (Step::Made, &next),
+        (RotationStep::Made, &next),
         "it is the same, signed"
     );
     assert!(!prepared.leaves_operator() && all(&prepared, &[&old, &company.root]));
@@ -211,18 +213,18 @@ fn a_root_that_the_operators_ca_has_not_signed_is_noticed_before_it_takes_the_pl
 fn an_operators_ca_vouches_for_fronts_and_for_no_edge_or_caller_of_ours() {
     let company = Company::found();
     let (ca, _) = ca().signed_by(&company.ca()).unwrap();
-    let key = EdgeKey::generate().unwrap();
-    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let edge = ca
         .issue_edge(&csr, &NodeName::parse("edge-1").unwrap(), DAY)
         .unwrap();
     let caller = ca.issue_caller("ann", &[], DAY).unwrap();
-    let elsewhere = FrontTrust {
+    let elsewhere = ListenerClientTrust {
         own: false,
         client_roots: vec![company.root.clone()],
         require: true,
     };
-    let elsewhere = Trust::front(&ca, &elsewhere).unwrap();
+    let elsewhere = TrustStore::front(&ca, &elsewhere).unwrap();
     let above = &front(&ca).chain()[2..].to_vec();
     let edge = pem::certificates(&edge.pem()).unwrap();
     for own in [edge.as_slice(), caller.chain()] {
@@ -236,17 +238,17 @@ fn an_operators_ca_vouches_for_fronts_and_for_no_edge_or_caller_of_ours() {
         );
         assert_eq!(
             checked,
-            Err(PeerRefused::WrongPurpose {
+            Err(PeerRejected::WrongPurpose {
                 wanted: Purpose::Caller
             })
         );
     }
-    let own = FrontTrust {
+    let own = ListenerClientTrust {
         own: true,
         client_roots: vec![company.root],
         require: true,
     };
-    let own = Trust::front(&ca, &own).unwrap();
+    let own = TrustStore::front(&ca, &own).unwrap();
     let known = check_peer(
         Some(caller.chain()),
         Purpose::Caller,
@@ -410,7 +412,7 @@ fn a_file_without_above_reads_and_one_with_anothers_is_refused() {
 fn a_front_shows_what_another_ca_has_signed_from_then_on() {
     let company = Company::found();
     let live = LiveCa::new(ca());
-    let resolver = FrontResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
+    let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
     let before = (resolver.leaf(Some("edge-1")).unwrap(), live.get().state());
     live.swap(again(&live.get()));
     assert!(Arc::ptr_eq(
@@ -450,7 +452,7 @@ fn an_issuers_name_stands_byte_for_byte_in_what_it_signs() {
     let key = KeyPair::generate().unwrap();
     let made = params("Causeway", None).self_signed(&key).unwrap();
     let made = der::issued_by(&name, made.der(), &key).unwrap();
-    let read = Authority::read(&made).unwrap();
+    let read = CaConstraints::read(&made).unwrap();
     assert_eq!(
         (&read.issuer.der, read.subject.common.as_str()),
         (&name, "Causeway")

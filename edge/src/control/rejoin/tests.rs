@@ -1,19 +1,19 @@
 use super::*;
 use IdentityRefusal::{NotAccepted, UnknownCa};
-use Reason::{Asked, Refused};
-use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
+use RejoinReason::{Asked, Refused};
+use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use std::time::Duration;
 
 /// A token of a CA of its own.
 fn token() -> JoinToken {
     let data = tempfile::tempdir().unwrap();
-    let store = Store::open(data.path(), Access::Create).unwrap();
+    let store = Store::open(data.path(), OpenMode::Create).unwrap();
     let ca = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
     store.save_ca(&ca).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let tokens = store.tokens().unwrap();
     tokens
-        .create(&node, Duration::from_hours(1), Confirmed::default())
+        .create(&node, Duration::from_hours(1), NodeAttributes::default())
         .unwrap()
 }
 
@@ -26,15 +26,30 @@ fn a_token_replaces_an_identity_only_once_and_never_for_a_stranger() {
         (Asked, None, same, Ok(())),
         (Asked, before, same, Ok(())),
         (Asked, before, another, Ok(())),
-        (Asked, itself, same, Err(Unused::JoinedBy)),
+        (Asked, itself, same, Err(TokenUnusable::JoinedBy)),
         (Refused(NotAccepted), None, same, Ok(())),
         (Refused(NotAccepted), before, another, Ok(())),
-        (Refused(NotAccepted), itself, same, Err(Unused::JoinedBy)),
+        (
+            Refused(NotAccepted),
+            itself,
+            same,
+            Err(TokenUnusable::JoinedBy),
+        ),
         (Refused(UnknownCa), before, another, Ok(())),
-        (Refused(UnknownCa), before, same, Err(Unused::OtherServer)),
-        (Refused(UnknownCa), itself, another, Err(Unused::JoinedBy)),
+        (
+            Refused(UnknownCa),
+            before,
+            same,
+            Err(TokenUnusable::OtherServer),
+        ),
+        (
+            Refused(UnknownCa),
+            itself,
+            another,
+            Err(TokenUnusable::JoinedBy),
+        ),
     ] {
-        let judged = judge(&token, joined_by, &roots, reason);
+        let judged = check_token(&token, joined_by, &roots, reason);
         assert_eq!(judged, expected, "{reason:?} {joined_by:?}");
     }
 }

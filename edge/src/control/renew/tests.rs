@@ -1,13 +1,14 @@
 //! The schedule by clocks of our own, and renewals over TLS against a gateway that answers as told.
 
 use super::*;
-use crate::{Bound, Config, Edge, config, control::vouch::tests::Api, state::Status};
+use crate::{Bound, Config, Edge, config, control::csr_bootstrap::tests::Api, status::Status};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    Access, Ca, CsrKey, GatewayName, NodeName, Store, TrustDomain,
-    verify::{Trust, join_server},
+    Ca, GatewayName, NodeName, OpenMode, Store, TrustDomain, VerifiedPublicKey,
+    verify::{TrustStore, join_server},
 };
-use causeway_tunnel::{task::Tasks, wire};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::wire;
 use rustls_pki_types::CertificateDer;
 use serde_json::{Value, json};
 use std::{
@@ -38,13 +39,13 @@ fn day(number: u32) -> SystemTime {
 
 #[test]
 fn a_certificate_is_renewed_at_two_thirds_of_its_life_and_jitter_only_shortens() {
-    let at = |random| Schedule::new(day(100), day(115), random).renews_at;
+    let at = |random| RenewalSchedule::new(day(100), day(115), random).renews_at;
     let second = Duration::from_secs(1);
     let near = |one: SystemTime, other: SystemTime| one < other + second && other < one + second;
     assert!(near(at(0.0), day(110)));
     assert!(near(at(1.0), day(109)));
     assert!(at(1.0) < at(0.5) && at(0.5) < at(0.0));
-    let reversed = Schedule::new(day(115), day(100), 0.5);
+    let reversed = RenewalSchedule::new(day(115), day(100), 0.5);
     assert_eq!(reversed.renews_at, day(100));
 }
 
@@ -68,7 +69,7 @@ impl Clock {
 
 #[tokio::test(start_paused = true)]
 async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour() {
-    let schedule = Schedule::new(day(100), day(115), 0.0);
+    let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
     let clock = Clock {
         began: Instant::now(),
         offset: AtomicU64::default(),
@@ -92,8 +93,8 @@ async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour()
 
 #[test]
 fn a_certificate_that_has_ended_needs_a_token_whatever_the_network_says() {
-    let schedule = Schedule::new(day(100), day(115), 0.0);
-    let weighed = |now| schedule.weigh(Trouble::silent("nobody there"), now);
+    let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
+    let weighed = |now| schedule.weigh(ConnectError::silent("nobody there"), now);
     assert_eq!(weighed(day(115)).word(), "silent");
     let ended = weighed(day(116));
     assert_eq!(ended.word(), "unwelcome");
@@ -110,7 +111,7 @@ fn ca() -> Arc<Ca> {
 fn issue(ca: &Ca, node: &str, asked: &Value) -> Value {
     let csr = STANDARD.decode(asked["csr"].as_str().unwrap()).unwrap();
     let (key, node) = (
-        CsrKey::verify(&csr).unwrap(),
+        VerifiedPublicKey::verify(&csr).unwrap(),
         NodeName::parse(node).unwrap(),
     );
     let issued = ca.issue_edge(&key, &node, DAY * 7).unwrap();
@@ -121,7 +122,7 @@ fn issue(ca: &Ca, node: &str, asked: &Value) -> Value {
 struct Gateway {
     address: SocketAddr,
     dials: mpsc::UnboundedReceiver<CertificateDer<'static>>,
-    _tasks: Tasks,
+    _tasks: TaskGroup,
 }
 
 impl Gateway {
@@ -130,13 +131,13 @@ impl Gateway {
         let address = listener.local_addr().unwrap();
         let name = GatewayName::parse("localhost").unwrap();
         let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
-        let trust = Trust::of(ca).unwrap();
+        let trust = TrustStore::of(ca).unwrap();
         let config = join_server(leaf.resolver(), &trust, None).unwrap();
         let mut config = rustls::ServerConfig::clone(&config);
         config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
         let acceptor = TlsAcceptor::from(Arc::new(config));
         let (seen, dials) = mpsc::unbounded_channel();
-        let tasks = Tasks::default();
+        let tasks = TaskGroup::default();
         tasks.spawn(info_span!("gateway"), async move {
             while let Ok((tcp, _)) = listener.accept().await {
                 let Ok(mut tls) = acceptor.accept(tcp).await else {
@@ -197,20 +198,20 @@ struct Joined {
 impl Joined {
     /// An edge whose certificate has this life left.
     fn new(ca: &Ca, life: Duration) -> Self {
-        let (data, key) = (TempDir::new().unwrap(), EdgeKey::generate().unwrap());
-        let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+        let (data, key) = (TempDir::new().unwrap(), PrivateKey::generate().unwrap());
+        let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
         let node = NodeName::parse("edge-1").unwrap();
         let issued = ca.issue_edge(&csr, &node, life).unwrap();
         let before = EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem());
         let mut before = before.unwrap();
         before.gateways = vec!["kept.test:1".to_owned()];
-        let store = Store::open(data.path(), Access::Create).unwrap();
+        let store = Store::open(data.path(), OpenMode::Create).unwrap();
         store.save_edge(&before).unwrap();
         Self { data, before }
     }
 
     fn stored(&self) -> EdgeIdentity {
-        let store = Store::open(self.data.path(), Access::Existing).unwrap();
+        let store = Store::open(self.data.path(), OpenMode::Existing).unwrap();
         store.edge().unwrap().unwrap()
     }
 
@@ -407,8 +408,8 @@ async fn a_silent_gateway_is_asked_again_until_it_answers() {
 async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
     let ca = ca();
     let (edge, other) = (Joined::new(&ca, DUE), Joined::new(&ca, HOUR));
-    let store = Store::open(edge.data.path(), Access::Existing).unwrap();
-    let held = Held::new(edge.before.clone(), store);
+    let store = Store::open(edge.data.path(), OpenMode::Existing).unwrap();
+    let held = IdentityStore::new(edge.before.clone(), store);
     let leaf = other.before.leaf.clone();
     let (one, two) = tokio::join!(
         held.change(|identity| identity.gateways = vec!["new.test:1".to_owned()]),

@@ -1,7 +1,7 @@
 //! Streams to apps that speak HTTP/2: they share connections, and nobody waits for anybody else's end.
 
 use super::*;
-use causeway_tunnel::places::MOST;
+use causeway_tunnel::http2_pool::MAX_CONNECTIONS;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;
@@ -21,7 +21,7 @@ struct App {
 
 impl App {
     /// With a world whose port 80 leads to it.
-    async fn start(allows: u32, timeouts: Value) -> (World, Arc<Self>, Tasks) {
+    async fn start(allows: u32, timeouts: Value) -> (World, Arc<Self>, TaskGroup) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let target = listener.local_addr().unwrap().to_string();
         let app = Arc::new(Self {
@@ -31,7 +31,7 @@ impl App {
             waiting: Semaphore::new(0),
             over: CancellationToken::new(),
         });
-        let tasks = Tasks::default();
+        let tasks = TaskGroup::default();
         tasks.spawn(tracing::info_span!("app"), app.clone().serve(listener));
         let port = json!({ "target": target, "scheme": "h2c" });
         let world = World::start(json!({ "ports": { "80": port }, "timeouts": timeouts })).await;
@@ -39,7 +39,7 @@ impl App {
     }
 
     async fn serve(self: Arc<Self>, listener: TcpListener) {
-        let connections = Tasks::default();
+        let connections = TaskGroup::default();
         while let Ok((tcp, _)) = listener.accept().await {
             let app = self.clone();
             connections.spawn(tracing::info_span!("app"), app.connection(tcp));
@@ -78,12 +78,12 @@ impl App {
     }
 }
 
-async fn watch(world: &World, times: usize) -> Vec<client::Opened> {
+async fn watch(world: &World, times: usize) -> Vec<gateway_side::OpenStream> {
     let mut watches = Vec::new();
     for _ in 0..times {
         watches.push(
             world
-                .open(get("/watch"), Ask::Request, "edge-1:80", true)
+                .open(get("/watch"), OpenKind::Request, "edge-1:80", true)
                 .await,
         );
     }
@@ -116,7 +116,7 @@ async fn streams_beyond_what_an_http2_app_allows_get_a_further_connection_which_
 async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_not_for_ever() {
     let (world, app, _tasks) = App::start(1, json!({ "dial": "300ms" })).await;
     let mut watches = Vec::new();
-    for _ in 0..MOST {
+    for _ in 0..MAX_CONNECTIONS {
         watches.extend(watch(&world, 1).await);
         app.watched(1).await;
     }
@@ -124,11 +124,13 @@ async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_n
     let (reason, detail) = failure(&answer);
     assert_eq!(reason, "target-timeout", "{detail}");
     assert!(detail.contains("as many streams as it allows"), "{detail}");
-    let waiting = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    let waiting = world
+        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .await;
     watches.pop();
     let answer = timeout(SOON, waiting.answer).await.unwrap().unwrap();
     assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-    assert_eq!(app.connections.load(SeqCst), MOST);
+    assert_eq!(app.connections.load(SeqCst), MAX_CONNECTIONS);
 }
 
 #[tokio::test]
@@ -137,7 +139,7 @@ async fn streams_whose_connection_closed_share_the_one_that_follows() {
     assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
     let mut herd = Vec::new();
     for _ in 0..100 {
-        let opened = world.open(get("/herd"), Ask::Request, "edge-1:80", true);
+        let opened = world.open(get("/herd"), OpenKind::Request, "edge-1:80", true);
         herd.push(opened.await);
     }
     app.watched(100).await;

@@ -2,23 +2,23 @@
 //!
 //! What the configuration says itself stays beside it, behind what is found.
 
-use causeway_config::Faults;
+use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 
-use super::hosts::is_name;
+use super::coredns_hosts::is_name;
 use crate::config::Config;
 
 /// The Service through which edges come.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Advertise {
+pub struct AdvertisedService {
     /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) counts before its balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).
     pub service: String,
     /// Name of its port for tunnels, where it has several.
     pub port: String,
 }
 
-impl Default for Advertise {
+impl Default for AdvertisedService {
     fn default() -> Self {
         Self {
             service: "causeway/causeway-tunnels".to_owned(),
@@ -27,7 +27,7 @@ impl Default for Advertise {
     }
 }
 
-impl Advertise {
+impl AdvertisedService {
     /// Namespace and name of the Service.
     pub fn names(&self) -> (&str, &str) {
         self.service.split_once('/').unwrap_or_default()
@@ -36,7 +36,7 @@ impl Advertise {
 
 /// What a Service says of the gateways behind it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct DiscoveredEndpoints {
     /// The `host:port` by which edges reach them.
     pub addresses: Vec<String>,
     /// How many there are, where that can be told.
@@ -46,7 +46,7 @@ pub struct Found {
 impl Config {
     /// This configuration where the cluster says this of gateways.
     #[must_use]
-    pub fn advertising(mut self, found: &Found) -> Self {
+    pub fn advertising(mut self, found: &DiscoveredEndpoints) -> Self {
         let rules = self.kubernetes.as_ref();
         if rules.is_some_and(|rules| rules.advertise.is_some()) {
             let own = std::mem::take(&mut self.tunnel.advertise);
@@ -62,7 +62,7 @@ impl Config {
         self
     }
 
-    pub(in crate::config) fn validate_advertise(&self, faults: &mut Faults) {
+    pub(in crate::config) fn validate_advertise(&self, faults: &mut ConfigErrors) {
         let rules = self.kubernetes.as_ref();
         let Some(rules) = rules.and_then(|rules| rules.advertise.as_ref()) else {
             return;
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn what_a_service_says_stands_before_what_is_configured_and_each_once() {
-        let found = Found {
+        let found = DiscoveredEndpoints {
             addresses: ["192.0.2.1:10262", "gw.example.com:10262"]
                 .map(str::to_owned)
                 .to_vec(),

@@ -3,18 +3,18 @@
 //! Only a signer of our own name is one that we can be: those of `kubernetes.io` are the cluster's, whose certificates other
 //! nodes, users and components have as well. What such a signer makes for clients is shown here once, for one of ours.
 
-use causeway_certs::ClusterSubject;
-use causeway_config::Faults;
+use causeway_certs::SignerProfile;
+use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-use super::hosts::{check_names, is_name};
+use super::coredns_hosts::{check_names, is_name};
 use crate::config::Config;
 
 /// What edges ask the cluster's `certificates.k8s.io` for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Certificates {
+pub struct CsrSigning {
     /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`. Or one of the cluster's own for clients: `kubernetes.io/kube-apiserver-client` (the gateway approves), `kubernetes.io/kube-apiserver-client-kubelet` (the cluster approves, and for nodes alone).
     pub signer: String,
     /// CA certificates of the cluster's own signers, in files (PEM); for these alone.
@@ -28,7 +28,7 @@ pub struct Certificates {
     pub name: String,
 }
 
-impl Default for Certificates {
+impl Default for CsrSigning {
     fn default() -> Self {
         Self {
             signer: "causeway.io/edge".to_owned(),
@@ -40,13 +40,13 @@ impl Default for Certificates {
     }
 }
 
-impl Certificates {
+impl CsrSigning {
     /// How the signer names nodes, where it is one of the cluster's own.
-    pub fn subject(&self) -> Option<ClusterSubject> {
-        ClusterSubject::of(&self.signer)
+    pub fn subject(&self) -> Option<SignerProfile> {
+        SignerProfile::of(&self.signer)
     }
 
-    fn validate(&self, faults: &mut Faults) {
+    fn validate(&self, faults: &mut ConfigErrors) {
         self.validate_signer(faults);
         let names = [
             ("namespace", Some(&self.namespace)),
@@ -61,7 +61,7 @@ impl Certificates {
                 faults.add(path, message);
             }
         }
-        let by_nodes = self.subject() == Some(ClusterSubject::Kubelet);
+        let by_nodes = self.subject() == Some(SignerProfile::Kubelet);
         if by_nodes && !self.service_accounts.is_empty() {
             let message = "the cluster itself approves what this signer is asked for, and for nodes alone; leave the accounts out, or write signer: kubernetes.io/kube-apiserver-client";
             faults.add("kubernetes.certificates.service_accounts", message);
@@ -80,7 +80,7 @@ impl Certificates {
         }
     }
 
-    fn validate_signer(&self, faults: &mut Faults) {
+    fn validate_signer(&self, faults: &mut ConfigErrors) {
         let path = "kubernetes.certificates.signer";
         let of = self.signer.split_once('/');
         match of {
@@ -108,11 +108,11 @@ impl Certificates {
 
 impl Config {
     /// What of the cluster's requests for certificates is signed here, if any is.
-    pub fn signer(&self) -> Option<&Certificates> {
+    pub fn signer(&self) -> Option<&CsrSigning> {
         self.kubernetes.as_ref()?.certificates.as_ref()
     }
 
-    pub(in crate::config) fn validate_certificates(&self, faults: &mut Faults) {
+    pub(in crate::config) fn validate_certificates(&self, faults: &mut ConfigErrors) {
         let Some(certificates) = self.signer() else {
             return;
         };

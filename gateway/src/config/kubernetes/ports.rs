@@ -6,17 +6,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use causeway_config::{Fault, Faults, Listen, Validate};
-use causeway_tunnel::hello::Listed;
+use causeway_config::{ConfigError, ConfigErrors, ListenAddr, Validate};
+use causeway_tunnel::control_stream::AnnouncedPorts;
 use serde::{Deserialize, Serialize};
 
-use super::hosts::check_names;
-use crate::config::{Config, Front, Kind};
+use super::coredns_hosts::check_names;
+use crate::config::{Config, Listener, ListenerProtocol};
 
 /// Node ports that a `ConfigMap` of the cluster lists.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Ports {
+pub struct PortList {
     /// Namespace of the `ConfigMap` and of the Service.
     pub namespace: String,
     /// Name of the `ConfigMap`, with the keys of OpenYurt's `yurt-tunnel-server-cfg`: `http-proxy-ports`, `https-proxy-ports`, `localhost-proxy-ports`.
@@ -29,7 +29,7 @@ pub struct Ports {
     pub service: Option<String>,
 }
 
-impl Default for Ports {
+impl Default for PortList {
     fn default() -> Self {
         Self {
             namespace: "kube-system".to_owned(),
@@ -59,26 +59,26 @@ impl NodePorts {
     }
 }
 
-impl Ports {
+impl PortList {
     /// The fronts that are named here, by key.
-    fn fronts(&self) -> impl Iterator<Item = (&'static str, Kind, &str)> {
+    fn fronts(&self) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
         let named = [
-            ("https", Kind::Https, self.https.as_deref()),
-            ("http", Kind::Http, self.http.as_deref()),
+            ("https", ListenerProtocol::Https, self.https.as_deref()),
+            ("http", ListenerProtocol::Http, self.http.as_deref()),
         ];
         named
             .into_iter()
             .filter_map(|(key, kind, name)| Some((key, kind, name?)))
     }
 
-    fn validate(&self, fronts: &[Front], faults: &mut Faults) {
+    fn validate(&self, fronts: &[Listener], faults: &mut ConfigErrors) {
         let names = [
             ("namespace", Some(&self.namespace)),
             ("name", Some(&self.name)),
             ("service", self.service.as_ref()),
         ];
         check_names("kubernetes.ports", names, faults);
-        let needs_none = |front: &Front| front.kind == Kind::Connect;
+        let needs_none = |front: &Listener| front.kind == ListenerProtocol::Connect;
         if self.fronts().next().is_none() && !fronts.iter().any(needs_none) {
             let message =
                 "lists for no front; name one as \"http\" or \"https\" here, or remove this key";
@@ -92,7 +92,7 @@ impl Ports {
                     let message = format!("front \"{name}\" is not of kind {}", kind.as_str());
                     faults.add(path, message);
                 }
-                Some(front) if matches!(front.listen, Listen::Unix(_)) => {
+                Some(front) if matches!(front.listen, ListenAddr::Unix(_)) => {
                     let message = format!("front \"{name}\" listens on no port of an address");
                     faults.add(path, message);
                 }
@@ -111,19 +111,19 @@ impl Config {
     ///
     /// # Errors
     /// Whatever then does not fit together.
-    pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<Fault>> {
+    pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<ConfigError>> {
         let rules = self.kubernetes.as_ref();
         let Some(rules) = rules.and_then(|rules| rules.ports.clone()) else {
             return Ok(self);
         };
-        let mut faults = Faults::default();
+        let mut faults = ConfigErrors::default();
         let each = listed.http.intersection(&listed.https);
         for port in each {
             faults.add(port.to_string(), "is listed as http and as https");
         }
         for (key, kind, ports) in [
-            ("https", Kind::Https, &listed.https),
-            ("http", Kind::Http, &listed.http),
+            ("https", ListenerProtocol::Https, &listed.https),
+            ("http", ListenerProtocol::Http, &listed.http),
         ] {
             let mut named = rules.fronts();
             let named = named.find(|(_, each, _)| *each == kind);
@@ -144,8 +144,8 @@ impl Config {
         }
         let told = self.told(listed);
         let count = told.http.len() + told.tcp.len();
-        if count > Listed::MOST {
-            let most = Listed::MOST;
+        if count > AnnouncedPorts::MOST {
+            let most = AnnouncedPorts::MOST;
             let message =
                 format!("with all others {count} ports are listed, and edges take {most}");
             faults.add("localhost-proxy-ports", message);
@@ -163,18 +163,18 @@ impl Config {
     }
 
     /// What edges are told of these.
-    fn told(&self, listed: &NodePorts) -> Listed {
+    fn told(&self, listed: &NodePorts) -> AnnouncedPorts {
         let http = listed.http.union(&listed.loopback);
         let tcp = listed.https.iter().chain(self.apps.keys());
-        Listed {
+        AnnouncedPorts {
             http: http.copied().collect(),
             tcp: tcp.copied().collect(),
         }
     }
 
     /// Serves these ports as `front` is.
-    fn serve(&mut self, front: &Front, ports: &BTreeSet<u16>, faults: &mut Faults) {
-        let by_hand: BTreeMap<u16, &Front> = match &self.redirect {
+    fn serve(&mut self, front: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
+        let by_hand: BTreeMap<u16, &Listener> = match &self.redirect {
             Some(redirect) if front.original_destination => redirect.by_port(&self.fronts),
             _ => {
                 let all = self.fronts.iter().filter(|each| !each.original_destination);
@@ -192,7 +192,7 @@ impl Config {
             .and_then(|port| self.apps.get(&port))
             .cloned();
         for port in new {
-            if front.kind == Kind::Https && !self.apps.contains_key(&port) {
+            if front.kind == ListenerProtocol::Https && !self.apps.contains_key(&port) {
                 let Some(app) = &app else {
                     let message = format!(
                         "apps does not say how the apps of front \"{}\" are asked; add its port there",
@@ -217,7 +217,7 @@ impl Config {
             own.name = format!("{}-{port}", front.name);
             own.port = Some(port);
             own.original_destination = false;
-            if let Listen::Tcp(address) = &mut own.listen {
+            if let ListenAddr::Tcp(address) = &mut own.listen {
                 address.set_port(port);
             }
             // Whoever opened this front to anybody named ports: those that are listed are meant as well, here and above.
@@ -228,7 +228,7 @@ impl Config {
         }
     }
 
-    pub(in crate::config) fn validate_ports(&self, faults: &mut Faults) {
+    pub(in crate::config) fn validate_ports(&self, faults: &mut ConfigErrors) {
         let rules = self.kubernetes.as_ref();
         if let Some(ports) = rules.and_then(|rules| rules.ports.as_ref()) {
             ports.validate(&self.fronts, faults);
@@ -264,7 +264,7 @@ mod tests {
         }
     }
 
-    fn said(faults: &[Fault]) -> String {
+    fn said(faults: &[ConfigError]) -> String {
         let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
         said.join("\n")
     }

@@ -1,12 +1,12 @@
 //! The section `kubernetes.state`: a Secret in which gateways keep what outlives their pods.
 
-use causeway_config::Faults;
+use causeway_config::ConfigErrors;
 
-use super::hosts::is_name;
+use super::coredns_hosts::is_name;
 use crate::config::Config;
 
 impl Config {
-    pub(in crate::config) fn validate_state(&self, faults: &mut Faults) {
+    pub(in crate::config) fn validate_state(&self, faults: &mut ConfigErrors) {
         let rules = self.kubernetes.as_ref();
         let Some(secret) = rules.and_then(|rules| rules.state.as_deref()) else {
             return;

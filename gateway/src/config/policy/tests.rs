@@ -125,16 +125,21 @@ fn what_could_never_match_is_a_fault() {
 #[test]
 fn ports_are_one_or_from_one_to_another() {
     for (text, first, last) in [("22", 22, 22), ("1-65535", 1, 65535), ("80 - 90", 80, 90)] {
-        assert_eq!(text.parse(), Ok(Ports(first..=last)));
+        assert_eq!(text.parse(), Ok(PortRange(first..=last)));
     }
     for text in [
         "0", "65536", "9-5", "-", "1-", "-5", "http", "", "0-5", "1-2-3",
     ] {
         assert!(
-            text.parse::<Ports>().unwrap_err().contains("30000-32767"),
+            text.parse::<PortRange>()
+                .unwrap_err()
+                .contains("30000-32767"),
             "{text}"
         );
     }
-    assert!(from_value::<Ports>(json!(-1)).is_err());
-    assert_eq!(from_value::<Ports>(json!(22)).unwrap().to_string(), "22");
+    assert!(from_value::<PortRange>(json!(-1)).is_err());
+    assert_eq!(
+        from_value::<PortRange>(json!(22)).unwrap().to_string(),
+        "22"
+    );
 }

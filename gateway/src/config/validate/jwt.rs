@@ -5,9 +5,9 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::{FrontCheck, NOT_READ};
+use super::{ListenerValidator, NOT_READ};
 use crate::config::{
-    Jwks, Jwt, Kind, Listen,
+    Jwks, Jwt, ListenAddr, ListenerProtocol,
     identity_headers::{check_prefix, field},
 };
 
@@ -16,16 +16,16 @@ const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
 /// What the kernel alone says.
 const UID: &str = "uid:";
 
-impl FrontCheck<'_> {
+impl ListenerValidator<'_> {
     pub(super) fn issuers(&mut self) {
         let front = self.front;
-        if front.kind == Kind::Tcp && !front.callers.jwt.is_empty() {
+        if front.kind == ListenerProtocol::Tcp && !front.callers.jwt.is_empty() {
             self.add(
                 "callers.jwt",
                 "plain bytes have no place for a token; use callers.client_ca",
             );
         }
-        if matches!(front.listen, Listen::Unix(_)) && !front.callers.jwt.is_empty() {
+        if matches!(front.listen, ListenAddr::Unix(_)) && !front.callers.jwt.is_empty() {
             let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
             self.add("callers.jwt", message);
         }
@@ -122,7 +122,7 @@ impl FrontCheck<'_> {
         for (key, name) in front.identity_headers.names() {
             let key = format!("identity_headers.{key}");
             match (front.kind, field(name)) {
-                (Kind::Tcp | Kind::Connect, _) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
                     self.add(&key, "is the name of the other field too; each has its own");
@@ -134,7 +134,7 @@ impl FrontCheck<'_> {
         for (index, prefix) in prefixes.enumerate() {
             let key = format!("identity_headers.strip_prefixes[{index}]");
             match (front.kind, check_prefix(prefix)) {
-                (Kind::Tcp | Kind::Connect, _) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 _ => {}
             }

@@ -2,12 +2,12 @@
 //!
 //! A key that could have no effect, or would leave everybody waiting for an answer that cannot come, is a fault.
 
-use causeway_config::Faults;
+use causeway_config::ConfigErrors;
 
-use crate::config::{Config, Front, Kind, Listen};
+use crate::config::{Config, ListenAddr, Listener, ListenerProtocol};
 
 impl Config {
-    pub(super) fn reviews(&self, faults: &mut Faults) {
+    pub(super) fn reviews(&self, faults: &mut ConfigErrors) {
         if let Some(kubernetes) = &self.kubernetes {
             faults.not_zero(
                 "kubernetes",
@@ -24,7 +24,7 @@ impl Config {
         }
     }
 
-    fn reviews_of(&self, front: &Front, path: &str, faults: &mut Faults) {
+    fn reviews_of(&self, front: &Listener, path: &str, faults: &mut ConfigErrors) {
         let (token, access) = (
             format!("{path}.callers.token_review"),
             format!("{path}.subject_access_review"),
@@ -39,11 +39,11 @@ impl Config {
                 faults.add(key.as_str(), message);
             }
         }
-        if tokens.is_some() && front.kind == Kind::Tcp {
+        if tokens.is_some() && front.kind == ListenerProtocol::Tcp {
             let message = "plain bytes have no place for a token; use callers.client_ca";
             faults.add(token.as_str(), message);
         }
-        if tokens.is_some() && matches!(front.listen, Listen::Unix(_)) {
+        if tokens.is_some() && matches!(front.listen, ListenAddr::Unix(_)) {
             let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
             faults.add(token.as_str(), message);
         }

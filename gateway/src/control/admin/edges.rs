@@ -3,7 +3,7 @@
 //! A node is listed if it is enrolled or connected. What it says of itself (version, labels, ports, addresses)
 //! is shown as such; its pool is the confirmed one. Field names are a promise to scripts.
 
-use crate::state::{Edge, Nodes, Registry};
+use crate::state::{Nodes, Registry, TunnelInfo};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use serde::Serialize;
@@ -16,7 +16,7 @@ use std::{
 /// How a node is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Condition {
+pub(super) enum NodeState {
     /// A tunnel takes streams.
     Connected,
     /// Its tunnels do not answer.
@@ -31,9 +31,9 @@ pub(super) enum Condition {
 
 /// One node.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Row {
+pub(super) struct EdgeSummary {
     node: NodeName,
-    state: Condition,
+    state: NodeState,
     /// Since when it has been connected, or away; unknown if it was never seen by this process.
     since: Option<String>,
     last_seen: Option<String>,
@@ -63,13 +63,13 @@ pub(super) struct Row {
     revoked: Option<String>,
     /// How it reads what its cluster has, if it does.
     #[serde(skip_serializing_if = "Option::is_none")]
-    reading: Option<Role>,
+    reading: Option<CacheRole>,
 }
 
 /// How an edge reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Role {
+enum CacheRole {
     /// Here, for its pool.
     Leader,
     /// At its pool's leader.
@@ -79,24 +79,24 @@ enum Role {
 }
 
 /// Who leads each pool, where edges may read.
-pub(super) type Led = Option<BTreeMap<String, NodeName>>;
+pub(super) type Leaders = Option<BTreeMap<String, NodeName>>;
 
 /// One node with its tunnels.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Detail {
+pub(super) struct EdgeDetail {
     #[serde(flatten)]
-    row: Row,
+    row: EdgeSummary,
     /// Addresses of the node as its edge sees them; not routable for that.
     claimed_addresses: Vec<IpAddr>,
-    details: Vec<TunnelRow>,
+    details: Vec<TunnelSummary>,
 }
 
 /// One tunnel.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-struct TunnelRow {
+struct TunnelSummary {
     id: u64,
     slot: u32,
-    state: Condition,
+    state: NodeState,
     since: String,
     rtt_ms: f64,
     streams: usize,
@@ -110,8 +110,8 @@ struct TunnelRow {
 }
 
 /// All nodes, by name.
-pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Led) -> Vec<Row> {
-    let mut tunnels: BTreeMap<NodeName, Vec<Edge>> = BTreeMap::new();
+pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Leaders) -> Vec<EdgeSummary> {
+    let mut tunnels: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
     for name in nodes.names() {
         tunnels.insert(name, Vec::new());
     }
@@ -134,8 +134,8 @@ pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Led) -> Vec<Row> {
 pub(super) fn one(
     registry: &Registry,
     nodes: &Nodes,
-    (node, led): (&NodeName, &Led),
-) -> Option<Detail> {
+    (node, led): (&NodeName, &Leaders),
+) -> Option<EdgeDetail> {
     let (edges, last) = registry.of(node);
     if edges.is_empty() && nodes.get(node).is_none() {
         return None;
@@ -143,7 +143,7 @@ pub(super) fn one(
     let claimed = edges
         .last()
         .map(|edge| edge.admitted.welcome.addresses.clone());
-    Some(Detail {
+    Some(EdgeDetail {
         claimed_addresses: claimed.unwrap_or_default(),
         details: edges.iter().map(tunnel).collect(),
         row: row(node.clone(), (&edges, last), nodes, led),
@@ -166,10 +166,10 @@ fn conflicts(
 
 fn row(
     node: NodeName,
-    (edges, last): (&[Edge], Option<(SystemTime, SocketAddr)>),
+    (edges, last): (&[TunnelInfo], Option<(SystemTime, SocketAddr)>),
     nodes: &Nodes,
-    led: &Led,
-) -> Row {
+    led: &Leaders,
+) -> EdgeSummary {
     let known = nodes.get(&node).unwrap_or_default();
     let newest = edges.last().map(|edge| &edge.admitted);
     let welcome = newest.map(|newest| newest.welcome.as_ref());
@@ -178,10 +178,10 @@ fn row(
     let seen = newest.map_or(away, |_| Some(SystemTime::now()));
     let reads = welcome.is_some_and(|welcome| welcome.site.is_some());
     let led = led.as_ref().filter(|_| reads);
-    Row {
+    EdgeSummary {
         reading: led.map(|led| role(&node, led, known.pool.as_deref())),
         state: if known.revoked.is_some() {
-            Condition::Revoked
+            NodeState::Revoked
         } else {
             condition(edges)
         },
@@ -193,7 +193,7 @@ fn row(
             .map(rfc3339),
         last_seen: seen.map(rfc3339),
         rtt_ms: handles().map(Tunnel::round_trip).min().map(millis),
-        streams: edges.iter().map(Edge::streams).sum(),
+        streams: edges.iter().map(TunnelInfo::streams).sum(),
         bytes_up: handles().map(|tunnel| tunnel.load().sent()).sum(),
         bytes_down: handles().map(|tunnel| tunnel.load().received()).sum(),
         version: welcome.map(|welcome| welcome.version.clone()),
@@ -217,17 +217,17 @@ fn row(
     }
 }
 
-fn role(node: &NodeName, led: &BTreeMap<String, NodeName>, pool: Option<&str>) -> Role {
+fn role(node: &NodeName, led: &BTreeMap<String, NodeName>, pool: Option<&str>) -> CacheRole {
     match pool.and_then(|pool| led.get(pool)) {
-        Some(leader) if leader == node => Role::Leader,
-        Some(_) => Role::Follower,
-        None => Role::Alone,
+        Some(leader) if leader == node => CacheRole::Leader,
+        Some(_) => CacheRole::Follower,
+        None => CacheRole::Alone,
     }
 }
 
-fn tunnel(edge: &Edge) -> TunnelRow {
+fn tunnel(edge: &TunnelInfo) -> TunnelSummary {
     let tunnel = &edge.admitted.tunnel;
-    TunnelRow {
+    TunnelSummary {
         id: edge.id.0,
         slot: edge.admitted.welcome.slot,
         state: condition(std::slice::from_ref(edge)),
@@ -247,19 +247,19 @@ fn tunnel(edge: &Edge) -> TunnelRow {
 }
 
 /// The best of its tunnels says how a node is.
-fn condition(edges: &[Edge]) -> Condition {
-    let is_open = |edge: &Edge| edge.admitted.tunnel.is_open();
+fn condition(edges: &[TunnelInfo]) -> NodeState {
+    let is_open = |edge: &TunnelInfo| edge.admitted.tunnel.is_open();
     if edges.is_empty() {
-        Condition::Away
+        NodeState::Away
     } else if edges.iter().any(|edge| is_open(edge) && !edge.is_leaving()) {
-        Condition::Connected
+        NodeState::Connected
     } else if edges
         .iter()
         .any(|edge| is_open(edge) || edge.admitted.tunnel.is_draining())
     {
-        Condition::Draining
+        NodeState::Draining
     } else {
-        Condition::Suspect
+        NodeState::Suspect
     }
 }
 

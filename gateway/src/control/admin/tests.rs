@@ -5,19 +5,19 @@ use http_body_util::BodyExt;
 use serde_json::Value;
 use tower::Service;
 
-fn app(world: &World) -> App {
-    App {
+fn app(world: &World) -> AdminState {
+    AdminState {
         registry: world.registry.clone(),
         nodes: world.reader(),
         metrics: world.metrics.clone(),
         pressure: Arc::default(),
         readiness: world.readiness.clone(),
         address: "127.0.0.1:10265".parse().unwrap(),
-        reloads: Reloads::default(),
+        reloads: ReloadSender::default(),
         roll: world.roll(),
         ca: world.live.clone(),
-        certificates: Inventory(Arc::new(|| Some(Vec::new()))),
-        take_up: TakeUp(Arc::new(|| Ok(false))),
+        certificates: CertificateInventory(Arc::new(|| Some(Vec::new()))),
+        take_up: CaReloadFn(Arc::new(|| Ok(false))),
     }
 }
 

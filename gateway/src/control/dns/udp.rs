@@ -4,7 +4,7 @@
 //! address has to be told which (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any
 //! datagram may be, so that nobody's slow link holds up the next question.
 
-use super::{Names, Over, QUESTION};
+use super::{NodeNames, QUESTION, Transport};
 use nix::{
     cmsg_space,
     libc::{in_addr, in_pktinfo, in6_pktinfo},
@@ -27,15 +27,15 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// The address that was asked.
 #[derive(Clone, Copy, Debug)]
-enum Asked {
+enum LocalAddr {
     V4(in_pktinfo),
     V6(in6_pktinfo),
 }
 
 /// A question's length, who asks, and where.
-type Came = (usize, SockaddrStorage, Option<Asked>);
+type Received = (usize, SockaddrStorage, Option<LocalAddr>);
 
-pub(super) async fn run(socket: net::UdpSocket, names: &Names, stop: &CancellationToken) {
+pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &CancellationToken) {
     let socket = match attach(socket) {
         Ok(socket) => socket,
         Err(error) => {
@@ -53,7 +53,7 @@ pub(super) async fn run(socket: net::UdpSocket, names: &Names, stop: &Cancellati
         };
         match came {
             Ok((length, from, asked)) => {
-                if let Some(answer) = names.answer(&buffer[..length], Over::Udp) {
+                if let Some(answer) = names.answer(&buffer[..length], Transport::Udp) {
                     send(&socket, &answer, (&from, asked));
                 }
             }
@@ -76,20 +76,20 @@ fn attach(socket: net::UdpSocket) -> io::Result<UdpSocket> {
     UdpSocket::from_std(socket)
 }
 
-fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Came> {
+fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Received> {
     let mut space = cmsg_space!(in_pktinfo, in6_pktinfo);
     let mut parts = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::empty();
     let message =
         recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
     let asked = message.cmsgs()?.find_map(|control| match control {
-        ControlMessageOwned::Ipv4PacketInfo(info) => Some(Asked::V4(in_pktinfo {
+        ControlMessageOwned::Ipv4PacketInfo(info) => Some(LocalAddr::V4(in_pktinfo {
             // The way back is the routing table's business.
             ipi_ifindex: 0,
             ipi_addr: in_addr { s_addr: 0 },
             ..info
         })),
-        ControlMessageOwned::Ipv6PacketInfo(info) => Some(Asked::V6(in6_pktinfo {
+        ControlMessageOwned::Ipv6PacketInfo(info) => Some(LocalAddr::V6(in6_pktinfo {
             ipi6_ifindex: 0,
             ..info
         })),
@@ -99,10 +99,10 @@ fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Came> {
     Ok((message.bytes, from, asked))
 }
 
-fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Option<Asked>)) {
+fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Option<LocalAddr>)) {
     let from = match &asked {
-        Some(Asked::V4(info)) => Some(ControlMessage::Ipv4PacketInfo(info)),
-        Some(Asked::V6(info)) => Some(ControlMessage::Ipv6PacketInfo(info)),
+        Some(LocalAddr::V4(info)) => Some(ControlMessage::Ipv4PacketInfo(info)),
+        Some(LocalAddr::V6(info)) => Some(ControlMessage::Ipv6PacketInfo(info)),
         None => None,
     };
     let sent = socket.try_io(Interest::WRITABLE, || {

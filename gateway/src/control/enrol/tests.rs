@@ -3,10 +3,10 @@ mod cluster;
 use super::*;
 use crate::{
     control::tests::world::{World, identity, name},
-    state::Whereabouts,
+    state::GatewayEndpoints,
 };
 use axum::{body::Body, http::Request};
-use causeway_certs::{Confirmed, EdgeIdentity, EdgeKey, verify};
+use causeway_certs::{EdgeIdentity, NodeAttributes, PrivateKey, verify};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::pki_types::UnixTime;
@@ -20,7 +20,7 @@ const HOME: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 struct Counter {
     world: World,
     router: Router,
-    key: EdgeKey,
+    key: PrivateKey,
 }
 
 impl Counter {
@@ -30,10 +30,10 @@ impl Counter {
             ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
-            ledger: Ledger::new(&world.store, &world.nodes),
+            ledger: NodeRecordWriter::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
-            advertised: Advertised::new(Whereabouts {
+            advertised: AdvertisedGateways::new(GatewayEndpoints {
                 gateways: vec!["gw.example:10262".to_owned()],
                 replicas: None,
             }),
@@ -43,13 +43,13 @@ impl Counter {
         Self {
             world,
             router,
-            key: EdgeKey::generate().unwrap(),
+            key: PrivateKey::generate().unwrap(),
         }
     }
 
     fn token(&self, node: &str, ttl: Duration) -> String {
         let book = self.world.store.tokens().unwrap();
-        let confirmed = Confirmed {
+        let confirmed = NodeAttributes {
             addresses: vec![[10, 0, 0, 1].into()],
             pool: Some("north".to_owned()),
             labels: [("tier".to_owned(), "gold".to_owned())].into(),
@@ -169,7 +169,7 @@ async fn each_refusal_has_its_reason() {
 #[tokio::test]
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let counter = Counter::open();
-    let member = crate::state::Member {
+    let member = crate::state::ClusterNode {
         edge: true,
         ..Default::default()
     };
@@ -177,7 +177,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     counter.world.nodes.cluster(members);
     let book = counter.world.store.tokens().unwrap();
     let pattern = (&"edge-*".parse().unwrap(), 2);
-    let token = book.create_for(pattern, Duration::from_mins(1), Confirmed::default());
+    let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
     let token = token.unwrap().text().expose().to_owned();
     let (status, said) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
     assert_eq!(status, 200, "{said}");
@@ -193,7 +193,7 @@ async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_toke
     let book = counter.world.store.tokens().unwrap();
     let create = |pattern: &str| {
         let pattern = (&pattern.parse().unwrap(), 3);
-        let token = book.create_for(pattern, Duration::from_mins(1), Confirmed::default());
+        let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
         token.unwrap().text().expose().to_owned()
     };
     let (any, named) = (
@@ -203,7 +203,7 @@ async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_toke
     nodes.pending("the API has not answered");
     let refused = async |node| counter.refused(&any, node).await;
     assert_eq!(refused("cloud-1").await, (503, "nodes_unknown".to_owned()));
-    let member = |edge| crate::state::Member {
+    let member = |edge| crate::state::ClusterNode {
         edge,
         ..Default::default()
     };
@@ -350,7 +350,7 @@ async fn an_edge_that_another_gateway_let_in_by_the_clusters_word_is_renewed_her
     let body = || json!({ "csr": counter.csr() }).to_string();
     let edge = || Some(Identity::Edge(name("edge-1")));
     let cluster = |edge| {
-        let member = crate::state::Member {
+        let member = crate::state::ClusterNode {
             edge,
             ..Default::default()
         };

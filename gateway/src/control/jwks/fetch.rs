@@ -27,7 +27,7 @@ use tokio_rustls::TlsConnector;
 const LARGEST: usize = 1 << 20;
 
 /// Where keys come from.
-pub(super) struct Source {
+pub(super) struct JwksSource {
     url: Uri,
     host: String,
     port: u16,
@@ -36,7 +36,7 @@ pub(super) struct Source {
 }
 
 /// Without its query, which may hold a secret.
-impl fmt::Display for Source {
+impl fmt::Display for JwksSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let authority = self
             .url
@@ -50,7 +50,7 @@ impl fmt::Display for Source {
 /// One address that swallows everything leaves the next some of a fetch's time.
 const DIAL: Duration = Duration::from_secs(1);
 
-impl Source {
+impl JwksSource {
     /// A URL, whose server shows a certificate of `ca` (in PEM), or else of a CA that the system trusts.
     ///
     /// # Errors

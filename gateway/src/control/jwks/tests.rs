@@ -16,8 +16,8 @@ fn set() -> KeySet {
 
 /// Keeps keys for this long, and says after which seconds they were fetched.
 async fn fetched_at(
-    (keys, writer): &(Keys, KeysWriter),
-    work: impl AsyncFnOnce(&Keys),
+    (keys, writer): &(JwksCache, JwksWriter),
+    work: impl AsyncFnOnce(&JwksCache),
     mut answer: impl FnMut(usize) -> Option<KeySet>,
 ) -> Vec<u64> {
     let began = Instant::now();
@@ -40,8 +40,8 @@ async fn seconds(seconds: u64) {
 
 #[tokio::test(start_paused = true)]
 async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
-    let table = Keys::fetched(REFRESH);
-    let work = async |_: &Keys| seconds(1210).await;
+    let table = JwksCache::fetched(REFRESH);
+    let work = async |_: &JwksCache| seconds(1210).await;
     assert_eq!(
         fetched_at(&table, work, |_| Some(set())).await,
         [0, 600, 1200]
@@ -50,8 +50,8 @@ async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
 
 #[tokio::test(start_paused = true)]
 async fn an_issuer_that_does_not_answer_is_asked_ever_more_seldom_but_again_and_again() {
-    let table = Keys::fetched(REFRESH);
-    let work = async |keys: &Keys| {
+    let table = JwksCache::fetched(REFRESH);
+    let work = async |keys: &JwksCache| {
         seconds(60).await;
         assert!(keys.now().is_err());
         seconds(41).await;
@@ -63,9 +63,9 @@ async fn an_issuer_that_does_not_answer_is_asked_ever_more_seldom_but_again_and_
 
 #[tokio::test(start_paused = true)]
 async fn a_flood_of_unknown_key_ids_costs_an_issuer_one_fetch_in_ten_seconds() {
-    let table = Keys::fetched(REFRESH);
+    let table = JwksCache::fetched(REFRESH);
     let bound = Duration::from_secs(3);
-    let work = async |keys: &Keys| {
+    let work = async |keys: &JwksCache| {
         seconds(100).await;
         for _ in 0..15 {
             for _ in 0..1000 {
@@ -81,10 +81,10 @@ async fn a_flood_of_unknown_key_ids_costs_an_issuer_one_fetch_in_ten_seconds() {
 }
 
 /// A server on this machine that gives each connection the next of these answers, the last one from then on.
-async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, Tasks) {
+async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, TaskGroup) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/keys?p=secret", listener.local_addr().unwrap());
-    let (tasks, asked) = (Tasks::default(), Arc::new(AtomicUsize::new(0)));
+    let (tasks, asked) = (TaskGroup::default(), Arc::new(AtomicUsize::new(0)));
     let counted = asked.clone();
     tasks.spawn(info_span!("server"), async move {
         loop {
@@ -112,7 +112,7 @@ fn answer(head: &str, body: &str) -> String {
 async fn fetch(answer: String) -> Result<KeySet, String> {
     let answers: &'static [String] = vec![answer].leak();
     let (url, _, _server) = server(answers).await;
-    Source::new(&url.parse().unwrap(), None)
+    JwksSource::new(&url.parse().unwrap(), None)
         .unwrap()
         .fetch()
         .await
@@ -146,7 +146,11 @@ async fn what_is_no_set_of_keys_is_refused_and_says_what_it_is() {
 #[tokio::test]
 async fn a_name_for_this_machine_that_leads_elsewhere_brings_no_keys_in_the_clear() {
     let url = "http://192.0.2.1/keys".parse().unwrap();
-    let refused = Source::new(&url, None).unwrap().fetch().await.unwrap_err();
+    let refused = JwksSource::new(&url, None)
+        .unwrap()
+        .fetch()
+        .await
+        .unwrap_err();
     assert!(refused.contains("for this machine only"), "{refused}");
 }
 
@@ -156,8 +160,8 @@ async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fet
     let answers: &'static [String] = vec![answer("200 OK", KEYS)].leak();
     let (url, asked, _server) = server(answers).await;
     let metrics = Metrics::new();
-    let issuers = Issuers::new(
-        Tasks::default(),
+    let issuers = JwksFetchers::new(
+        TaskGroup::default(),
         Handle::current(),
         Duration::from_mins(2),
         metrics.clone(),

@@ -21,14 +21,14 @@ const ENDS: [u16; 2] = [2, 3];
 /// What the kernel did not do, and why.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}{cause}")]
-pub struct Refused {
+pub struct NetlinkError {
     /// The message, by its name where it has one.
     what: String,
     /// Why.
     pub(super) cause: io::Error,
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for NetlinkError {
     fn from(cause: io::Error) -> Self {
         let what = String::new();
         Self { what, cause }
@@ -70,13 +70,13 @@ impl Netlink {
     ///
     /// # Errors
     /// The first thing that the kernel did not like.
-    pub(super) fn tell(&self, messages: &impl NetlinkChained) -> Result<(), Refused> {
+    pub(super) fn tell(&self, messages: &impl NetlinkChained) -> Result<(), NetlinkError> {
         let mut heard = 0;
         let asked = self.ask(messages.payload(), |_, _| heard += 1);
         asked.map_err(|(sequence, cause)| {
             let place = sequence.and_then(|sequence| messages.get_index(sequence));
             let name = place.map(|place| format!("{} ({place}): ", messages.name(place)));
-            Refused {
+            NetlinkError {
                 what: name.unwrap_or_default(),
                 cause,
             }

@@ -5,8 +5,8 @@
 //! nobody else can change or flush it, and it goes when this process does, however that ends.
 
 use super::{
-    Led, NatError, Ports,
-    netlink::{Netlink, Refused},
+    NatError, PortMap, RedirectSet,
+    netlink::{Netlink, NetlinkError},
     rules,
 };
 use ipnet::IpNet;
@@ -91,7 +91,7 @@ impl Table {
     }
 
     /// Puts this in the place of whatever stands under the name, at once.
-    pub(super) fn replace(&mut self, led: &Led, ports: &Ports) -> Result<(), NatError> {
+    pub(super) fn replace(&mut self, led: &RedirectSet, ports: &PortMap) -> Result<(), NatError> {
         let done = self.batch(|batch, name| {
             // Deleting what may not be there fails on kernels before 6.3; made first, it is there.
             make(batch, name, None);
@@ -160,7 +160,10 @@ impl Table {
         done.map_err(NatError::Kernel)
     }
 
-    fn batch(&mut self, fill: impl FnOnce(&mut Chained<'static>, &CString)) -> Result<(), Refused> {
+    fn batch(
+        &mut self,
+        fill: impl FnOnce(&mut Chained<'static>, &CString),
+    ) -> Result<(), NetlinkError> {
         let mut outer = Nfgenmsg::new();
         outer.set_res_id(NFTABLES);
         // More than there ever are: 100,000 addresses are 100 messages.

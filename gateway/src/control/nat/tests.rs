@@ -1,10 +1,14 @@
 use super::*;
-use crate::config::{Kind, Listen};
+use crate::config::{ListenAddr, ListenerProtocol};
 
-fn front(name: &str, port: u16) -> Front {
-    Front {
+fn front(name: &str, port: u16) -> Listener {
+    Listener {
         port: Some(port),
-        ..Front::new(name, Kind::Tcp, Listen::Tcp(SocketAddr::from(([0; 4], 0))))
+        ..Listener::new(
+            name,
+            ListenerProtocol::Tcp,
+            ListenAddr::Tcp(SocketAddr::from(([0; 4], 0))),
+        )
     }
 }
 
@@ -28,7 +32,7 @@ fn a_front_takes_what_reaches_its_socket_and_no_more() {
         at("both", "[::]:4002"),
         ("gone".to_owned(), None),
     ];
-    let ports = Ports::new(&redirect, &fronts, &standing);
+    let ports = PortMap::new(&redirect, &fronts, &standing);
     let of = |local, v4| ports.of(local, v4).clone().into_iter().collect::<Vec<_>>();
     assert_eq!(of(true, true), [(9200, 4002), (10250, 4000)]);
     assert_eq!(of(true, false), [(9100, 4001), (9200, 4002)]);
@@ -48,12 +52,12 @@ fn pods_lead_to_their_front_only_where_it_is_reached() {
         ("[::1]:4000", [None, Some(4000)], [None; 2]),
     ] {
         let standing = [("pods".to_owned(), Some(address.parse().unwrap()))];
-        let ports = Ports::new(&redirect, &[front("pods", 1)], &standing);
+        let ports = PortMap::new(&redirect, &[front("pods", 1)], &standing);
         let of = |local| [true, false].map(|v4| ports.of_pods(local, v4));
         assert_eq!((of(true), of(false)), (local, forwarded), "{address}");
         assert!(ports.leads_pods());
     }
-    assert!(!Ports::default().leads_pods());
+    assert!(!PortMap::default().leads_pods());
 }
 
 #[test]

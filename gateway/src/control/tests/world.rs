@@ -2,32 +2,31 @@
 
 use super::{FakeEdge, LONG, SHORT, welcome};
 use crate::control::{
-    admit::{Admission, LiveTls, Places, Tls},
+    api_cache::{ApiCacheServer, leaders::LeaderAssigner},
     drain::Readiness,
     enrol::{self, Enrolment},
-    expel::Roll,
-    ledger::Ledger,
-    pins::Keeper,
-    pool::{Reading, leaders::Leaders},
+    node_records::NodeRecordWriter,
+    node_sync::NodeSync,
+    pin_writer::PinWriter,
+    tunnel_listener::{LiveTls, Places, Tls, TunnelListener},
 };
 use crate::{
     config,
-    core::Cores,
     metrics::Metrics,
-    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry, Whereabouts, pins::pins},
+    state::{
+        AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints, Node, Nodes, NodesWriter,
+        Registry, pins::pins,
+    },
+    worker::Workers,
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Access, Ca, ClusterTrust, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName,
-    PinTable, Store, Trust, TrustDomain, install_provider,
+    Ca, ClusterCa, EdgeIdentity, GatewayName, LeafCertificate, LiveCa, NodeName, OpenMode,
+    PinTable, PrivateKey, Store, TrustDomain, TrustStore, VerifiedPublicKey, install_provider,
     verify::{self, TicketSecret},
 };
-use causeway_tunnel::{
-    hello::{ToEdge, ToGateway, Welcome},
-    listener::Bound,
-    socket::Counted,
-    task::Tasks,
-};
+use causeway_rt::{listener::BoundSocket, socket::CountedIo, task::TaskGroup};
+use causeway_tunnel::control_stream::{EdgeHello, EdgeMessage, GatewayMessage};
 use rustls::{ClientConfig, pki_types::ServerName};
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -51,14 +50,14 @@ pub(crate) fn new_ca(domain: &str) -> Ca {
 
 /// An edge's identity by this CA.
 pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
-    let key = EdgeKey::generate().unwrap();
-    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
     let issued = ca.issue_edge(&csr, &name(node), LIFE).unwrap();
     EdgeIdentity::new(&ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
 /// What the tunnel port shows.
-fn shown(ca: &Ca) -> Leaf {
+fn shown(ca: &Ca) -> LeafCertificate {
     let names = [GatewayName::parse("127.0.0.1").unwrap()];
     ca.issue_gateway(&names, LIFE).unwrap()
 }
@@ -66,7 +65,7 @@ fn shown(ca: &Ca) -> Leaf {
 /// How edges join.
 fn enrolment(
     (ca, store): (&LiveCa, &Store),
-    (nodes, ledger): (&NodesWriter, &Ledger),
+    (nodes, ledger): (&NodesWriter, &NodeRecordWriter),
     metrics: &Arc<Metrics>,
 ) -> Enrolment {
     Enrolment {
@@ -82,8 +81,8 @@ fn enrolment(
     }
 }
 
-fn advertised(all: &[&str]) -> Advertised {
-    Advertised::new(Whereabouts {
+fn advertised(all: &[&str]) -> AdvertisedGateways {
+    AdvertisedGateways::new(GatewayEndpoints {
         gateways: all.iter().map(ToString::to_string).collect(),
         replicas: None,
     })
@@ -111,68 +110,68 @@ pub(crate) struct World {
     pub(crate) address: SocketAddr,
     pub(crate) stop: CancellationToken,
     tls: LiveTls,
-    leaf: Leaf,
+    leaf: LeafCertificate,
     /// What edges read here.
-    pub(crate) reading: Option<Reading>,
+    pub(crate) reading: Option<ApiCacheServer>,
     /// Dropping it ends the gateway at once.
-    pub(crate) tasks: Tasks,
+    pub(crate) tasks: TaskGroup,
     _dir: tempfile::TempDir,
 }
 
 impl World {
     pub(crate) fn start() -> Self {
-        Self::on(&Cores::here())
+        Self::on(&Workers::here())
     }
 
     /// Of a gateway that follows a cluster, which has not named its nodes yet.
     pub(crate) fn of_a_cluster() -> Self {
-        Self::with(&Cores::here(), true)
+        Self::with(&Workers::here(), true)
     }
 
-    pub(crate) fn on(cores: &Cores) -> Self {
+    pub(crate) fn on(cores: &Workers) -> Self {
         Self::with(cores, false)
     }
 
     /// Of a gateway at which edges read by these rules.
-    pub(crate) fn read(readers: &config::Readers) -> Self {
-        Self::made(&Cores::here(), false, Some(readers))
+    pub(crate) fn read(readers: &config::ApiCache) -> Self {
+        Self::made(&Workers::here(), false, Some(readers))
     }
 
-    fn with(cores: &Cores, cluster: bool) -> Self {
+    fn with(cores: &Workers, cluster: bool) -> Self {
         Self::made(cores, cluster, None)
     }
 
     /// Of a gateway with as few places, which waits for peers as long as gateways do.
     pub(crate) fn with_places(places: Places) -> Self {
         let settings = config::Tunnel::default();
-        Self::built(&Cores::here(), false, None, (settings, places))
+        Self::built(&Workers::here(), false, None, (settings, places))
     }
 
-    fn made(cores: &Cores, cluster: bool, readers: Option<&config::Readers>) -> Self {
+    fn made(cores: &Workers, cluster: bool, readers: Option<&config::ApiCache>) -> Self {
         Self::built(cores, cluster, readers, (impatient(), Places::default()))
     }
 
     fn built(
-        cores: &Cores,
+        cores: &Workers,
         cluster: bool,
-        readers: Option<&config::Readers>,
+        readers: Option<&config::ApiCache>,
         (settings, places): (config::Tunnel, Places),
     ) -> Self {
         install_provider();
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
+        let store = Store::open(dir.path().join("data"), OpenMode::Create).unwrap();
         let ca = Arc::new(new_ca("test.example"));
         store.save_ca(&ca).unwrap();
         let leaf = shown(&ca);
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
-        let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets).unwrap();
+        let tls = Tls::new(leaf.resolver(), TrustStore::of(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
-        let ledger = Ledger::new(&store, &nodes);
-        let reading = readers.map(|rules| Reading::new(rules, &nodes.reader(), &metrics));
+        let ledger = NodeRecordWriter::new(&store, &nodes);
+        let reading = readers.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
         let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
-        let admission = Admission {
+        let admission = TunnelListener {
             instance: "gateway".into(),
             cores: cores.clone(),
             registry: registry.clone(),
@@ -187,17 +186,17 @@ impl World {
             pressure: Arc::default(),
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
-            listed: ListedPorts::default(),
+            listed: AnnouncedPortsCell::default(),
             enrol: enrol::router(enrolment),
             reading: reading.clone(),
             early: Arc::default(),
         };
-        let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = bound.local_addr().unwrap();
-        let (stop, tasks) = (CancellationToken::new(), Tasks::default());
+        let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
         tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
         if let Some(reading) = &reading {
-            let leaders = Leaders::new(reading, &registry, &nodes);
+            let leaders = LeaderAssigner::new(reading, &registry, &nodes);
             tasks.spawn(info_span!("leaders"), leaders.run(stop.clone()));
         }
         Self {
@@ -225,14 +224,14 @@ impl World {
     /// The tunnel port believes whom the CA has signed that is in force now. It shows what it showed.
     pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
-        let trust = Trust::of(&self.live.get()).unwrap();
+        let trust = TrustStore::of(&self.live.get()).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, &tickets);
         self.tls.store(Arc::new(tls.unwrap()));
     }
 
     /// The tunnel port lets nodes join as which the cluster's own signers have named them.
-    pub(crate) fn believe(&self, cluster: ClusterTrust, tickets: &TicketSecret) {
-        let trust = Trust::of(&self.ca).unwrap();
+    pub(crate) fn believe(&self, cluster: ClusterCa, tickets: &TicketSecret) {
+        let trust = TrustStore::of(&self.ca).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
         let tls = tls.vouched(self.leaf.resolver(), Some(cluster)).unwrap();
         self.tls.store(Arc::new(tls));
@@ -245,12 +244,12 @@ impl World {
     }
 
     /// Who is welcome.
-    pub(crate) fn roll(&self) -> Roll {
+    pub(crate) fn roll(&self) -> NodeSync {
         let (_, writer, _) = pins(PinTable::new());
-        Roll {
+        NodeSync {
             store: self.store.clone(),
             nodes: self.nodes.clone(),
-            keeper: Keeper {
+            keeper: PinWriter {
                 store: self.store.clone(),
                 nodes: self.reader(),
                 cluster: false,
@@ -274,11 +273,11 @@ impl World {
     pub(crate) async fn tls(
         &self,
         config: Arc<ClientConfig>,
-    ) -> io::Result<TlsStream<Counted<TcpStream>>> {
+    ) -> io::Result<TlsStream<CountedIo<TcpStream>>> {
         let tcp = TcpStream::connect(self.address).await?;
         let server = ServerName::try_from("127.0.0.1").unwrap();
         TlsConnector::from(config)
-            .connect(server, Counted::new(tcp))
+            .connect(server, CountedIo::new(tcp))
             .await
     }
 
@@ -295,11 +294,11 @@ impl World {
     pub(crate) async fn says(
         &self,
         identity: &EdgeIdentity,
-        welcome: Welcome,
-    ) -> (FakeEdge, ToEdge) {
+        welcome: EdgeHello,
+    ) -> (FakeEdge, GatewayMessage) {
         let mut edge = self.dial(identity).await;
         edge.control
-            .tell(&ToGateway::Welcome(Box::new(welcome)))
+            .tell(&EdgeMessage::Welcome(Box::new(welcome)))
             .await
             .unwrap();
         let heard = edge.hear().await;
@@ -314,7 +313,7 @@ impl World {
         slot: u32,
     ) -> FakeEdge {
         let (edge, heard) = self.says(identity, welcome(instance, slot)).await;
-        assert_eq!(heard, ToEdge::Registered);
+        assert_eq!(heard, GatewayMessage::Registered);
         edge
     }
 

@@ -23,7 +23,7 @@ fn nodes() -> Nodes {
 
 type Routed = Result<(String, String), Reason>;
 
-fn route(asked: &Asked<'_>) -> Routed {
+fn route(asked: &RouteInput<'_>) -> Routed {
     match of(asked, &nodes()) {
         Ok(route) => to(route.node.as_str(), &route.target.to_string()),
         Err(error) => Err(error.reason),
@@ -44,23 +44,23 @@ fn address(text: &str) -> SocketAddr {
 
 #[test]
 fn the_sni_comes_first_and_a_foreign_host_passes() {
-    let asked = Asked {
+    let asked = RouteInput {
         sni: Some("edge-1"),
         authority: Some("10.97.0.1:6443"),
         port: Some(10250),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&asked), to("edge-1", "edge-1:10250"));
 }
 
 #[test]
 fn the_original_destination_comes_second() {
-    let asked = Asked {
+    let asked = RouteInput {
         sni: Some("gateway.example"),
         original: Some(address("10.0.0.2:10255")),
         authority: Some("10.97.0.1:6443"),
         port: Some(10250),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&asked), to("edge-2", "edge-2:10255"));
 }
@@ -68,11 +68,11 @@ fn the_original_destination_comes_second() {
 #[test]
 fn the_fixed_node_comes_third() {
     let fixed = NodeName::parse("edge-2").unwrap();
-    let asked = Asked {
+    let asked = RouteInput {
         fixed: Some(&fixed),
         authority: Some("whatever.example"),
         port: Some(22),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&asked), to("edge-2", "edge-2:22"));
 }
@@ -86,9 +86,9 @@ fn the_host_comes_last_by_name_address_and_pod_network() {
         ("[::ffff:10.0.0.2]:9100", to("edge-2", "edge-2:9100")),
         ("10.244.1.7:8080", to("edge-1", "10.244.1.7:8080")),
     ] {
-        let asked = Asked {
+        let asked = RouteInput {
             authority: Some(authority),
-            ..Asked::default()
+            ..RouteInput::default()
         };
         assert_eq!(route(&asked), expected, "{authority}");
     }
@@ -96,49 +96,49 @@ fn the_host_comes_last_by_name_address_and_pod_network() {
 
 #[test]
 fn two_different_nodes_are_misdirected() {
-    let named = Asked {
+    let named = RouteInput {
         sni: Some("edge-1"),
         authority: Some("edge-2:10250"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&named), Err(Reason::Misdirected));
-    let addressed = Asked {
+    let addressed = RouteInput {
         sni: Some("edge-1"),
         authority: Some("10.0.0.2:10250"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&addressed), Err(Reason::Misdirected));
 }
 
 #[test]
 fn an_address_of_two_nodes_is_refused_and_their_names_are_not() {
-    let by_address = Asked {
+    let by_address = RouteInput {
         authority: Some("192.168.0.9:80"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&by_address), Err(Reason::Misdirected));
-    let by_name = Asked {
+    let by_name = RouteInput {
         authority: Some("twin-2:80"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&by_name), to("twin-2", "twin-2:80"));
 }
 
 #[test]
 fn the_port_is_the_hosts_only_where_the_host_names_this_node() {
-    let ours = Asked {
+    let ours = RouteInput {
         sni: Some("edge-1"),
         authority: Some("edge-1:9100"),
         port: Some(10250),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&ours), to("edge-1", "edge-1:9100"));
-    let bare = Asked {
+    let bare = RouteInput {
         authority: Some("edge-1"),
         ..ours.clone()
     };
     assert_eq!(route(&bare), to("edge-1", "edge-1:10250"));
-    let foreign = Asked {
+    let foreign = RouteInput {
         authority: Some("10.97.0.1:6443"),
         ..ours
     };
@@ -147,39 +147,39 @@ fn the_port_is_the_hosts_only_where_the_host_names_this_node() {
 
 #[test]
 fn a_pod_before_dnat_stays_the_target() {
-    let asked = Asked {
+    let asked = RouteInput {
         original: Some(address("10.244.2.8:8443")),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&asked), to("edge-2", "10.244.2.8:8443"));
 }
 
 #[test]
 fn a_pod_of_another_node_is_no_target_for_the_snis_node() {
-    let asked = Asked {
+    let asked = RouteInput {
         sni: Some("edge-1"),
         original: Some(address("10.244.2.8:8443")),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&asked), to("edge-1", "edge-1:8443"));
 }
 
 #[test]
 fn nobody_is_unknown_and_nothing_is_malformed() {
-    let unknown = Asked {
+    let unknown = RouteInput {
         authority: Some("edge-9:80"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&unknown), Err(Reason::NodeUnknown));
-    assert_eq!(route(&Asked::default()), Err(Reason::Malformed));
-    let no_port = Asked {
+    assert_eq!(route(&RouteInput::default()), Err(Reason::Malformed));
+    let no_port = RouteInput {
         authority: Some("edge-1"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&no_port), Err(Reason::Malformed));
-    let nonsense = Asked {
+    let nonsense = RouteInput {
         authority: Some("edge-1:99999"),
-        ..Asked::default()
+        ..RouteInput::default()
     };
     assert_eq!(route(&nonsense), Err(Reason::Malformed));
 }

@@ -12,7 +12,7 @@ use std::{
 
 /// By what a node has an address: the smallest is the strongest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Right {
+pub(super) enum ClaimPriority {
     /// It is elsewhere, not at the edge.
     Elsewhere,
     /// A token, or a command at the gateway, has confirmed it.
@@ -23,10 +23,10 @@ pub(super) enum Right {
 
 /// All nodes that have one address, the strongest right first.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Claims(BTreeSet<(Right, NodeName)>);
+pub(super) struct AddressClaims(BTreeSet<(ClaimPriority, NodeName)>);
 
 /// The node that is reached by an address.
-pub(super) enum Holder<'a> {
+pub(super) enum ClaimHolder<'a> {
     Edge(&'a NodeName),
     Elsewhere(&'a NodeName),
     /// Tokens have confirmed it of several, as behind their NATs: none of them is.
@@ -45,8 +45,8 @@ pub struct AddressConflict {
 /// Addresses that several nodes have.
 pub type AddressConflicts = BTreeMap<IpAddr, AddressConflict>;
 
-impl Claims {
-    pub(super) fn add(&mut self, right: Right, node: &NodeName) {
+impl AddressClaims {
+    pub(super) fn add(&mut self, right: ClaimPriority, node: &NodeName) {
         self.0.insert((right, node.clone()));
     }
 
@@ -55,14 +55,14 @@ impl Claims {
     }
 
     /// Returns the node that is reached by the address, if there is any claim.
-    pub(super) fn holder(&self) -> Option<Holder<'_>> {
+    pub(super) fn holder(&self) -> Option<ClaimHolder<'_>> {
         let (right, first) = self.0.first()?;
         let alike = self.0.iter().take_while(|(other, _)| other == right);
         let alike: Vec<_> = alike.map(|(_, name)| name).collect();
         Some(match right {
-            Right::Elsewhere => Holder::Elsewhere(first),
-            Right::Token if alike.len() > 1 => Holder::Several(alike),
-            Right::Token | Right::Object(_) => Holder::Edge(first),
+            ClaimPriority::Elsewhere => ClaimHolder::Elsewhere(first),
+            ClaimPriority::Token if alike.len() > 1 => ClaimHolder::Several(alike),
+            ClaimPriority::Token | ClaimPriority::Object(_) => ClaimHolder::Edge(first),
         })
     }
 
@@ -72,8 +72,8 @@ impl Claims {
             return None;
         }
         let holder = match self.holder()? {
-            Holder::Edge(node) | Holder::Elsewhere(node) => Some(node.clone()),
-            Holder::Several(_) => None,
+            ClaimHolder::Edge(node) | ClaimHolder::Elsewhere(node) => Some(node.clone()),
+            ClaimHolder::Several(_) => None,
         };
         Some(AddressConflict {
             nodes: self.names().cloned().collect(),

@@ -1,6 +1,6 @@
 //! The one hand that writes the table of nodes: each change is a new table, made of what records and cluster say.
 
-use super::{Cluster, Member, Node, Nodes, Said, Table};
+use super::{Cluster, ClusterNode, Node, NodeSources, Nodes, Table};
 use causeway_certs::NodeName;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,10 +40,10 @@ impl NodesWriter {
     }
 
     /// Replaces what the cluster says of its nodes.
-    pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
+    pub fn cluster(&self, members: BTreeMap<NodeName, ClusterNode>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let cluster = Cluster::Known(Arc::new(members));
-        self.publish(Said {
+        self.publish(NodeSources {
             cluster,
             ..self.said()
         });
@@ -56,7 +56,7 @@ impl NodesWriter {
         if matches!(before.cluster, Cluster::Known(_)) {
             return;
         }
-        self.publish(Said {
+        self.publish(NodeSources {
             cluster: Cluster::Pending(reason.into()),
             ..before
         });
@@ -74,7 +74,7 @@ impl NodesWriter {
             .collect();
         let before = self.said();
         if before.zones != zones {
-            self.publish(Said { zones, ..before });
+            self.publish(NodeSources { zones, ..before });
         }
     }
 
@@ -84,7 +84,7 @@ impl NodesWriter {
         let (before, revoked) = (self.said(), Arc::new(names));
         let new = before.revoked != revoked;
         if new {
-            self.publish(Said { revoked, ..before });
+            self.publish(NodeSources { revoked, ..before });
         }
         new
     }
@@ -148,11 +148,11 @@ impl NodesWriter {
         self.publish(said);
     }
 
-    fn said(&self) -> Said {
+    fn said(&self) -> NodeSources {
         self.nodes.0.load().said.clone()
     }
 
-    fn publish(&self, said: Said) {
+    fn publish(&self, said: NodeSources) {
         let mut table = Table::of(said);
         table.follow(&self.nodes.0.load());
         self.nodes.0.store(Arc::new(table));

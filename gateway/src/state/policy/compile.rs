@@ -4,18 +4,18 @@
 //! Every key of a file has its line here, so that none is forgotten.
 
 use super::{
-    Matched, Policy,
-    index::{self, Exact, Found, Index, Labels, Left, Paths, Rules},
+    MatchedRule, Policy,
+    index::{self, ExactIndex, Index, Labels, Paths, RemainingRules, RuleBits, RuleSet},
 };
-use crate::config::policy::{self, Act, Then, What, Where, Who};
-use causeway_config::{Fault, Validate};
+use crate::config::policy::{self, Action, Effect, NodeSelector, RequestMatch, Subjects};
+use causeway_config::{ConfigError, Validate};
 use std::collections::{BTreeMap, HashMap};
 
 /// What is left of a rule once it was found.
 #[derive(Debug)]
-pub(super) struct Compiled {
-    pub(super) then: Then,
-    pub(super) matched: Matched,
+pub(super) struct CompiledRule {
+    pub(super) then: Effect,
+    pub(super) matched: MatchedRule,
     pub(super) labels: Vec<(String, String)>,
     /// Patterns of pools.
     pub(super) pools: Vec<String>,
@@ -23,20 +23,20 @@ pub(super) struct Compiled {
 
 /// One thing that rules speak of: those that do not, and an index of the others.
 #[derive(Debug, Default)]
-pub(super) struct Named<I> {
-    any: Rules,
+pub(super) struct Condition<I> {
+    any: RuleSet,
     /// `None` where no rule speaks of it.
     index: Option<I>,
 }
 
-impl<I> Named<I> {
+impl<I> Condition<I> {
     /// Whether any rule speaks of it.
     pub(super) fn is_named(&self) -> bool {
         self.index.is_some()
     }
 
     /// Keeps, of what is left, the rules that do not speak of it and those that `find` finds.
-    pub(super) fn narrow(&self, left: &mut Left, find: impl FnOnce(&I, &mut Found)) {
+    pub(super) fn narrow(&self, left: &mut RemainingRules, find: impl FnOnce(&I, &mut RuleBits)) {
         let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {
             return;
         };
@@ -62,24 +62,24 @@ fn named<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Ve
 fn table<I: Index>(
     rules: &[policy::Rule],
     names: impl Fn(&policy::Rule) -> Option<Vec<I::Key>>,
-) -> Named<I> {
+) -> Condition<I> {
     let total = rules.len();
     let (keys, any) = named(rules.iter().map(names));
-    Named {
+    Condition {
         index: (any.len() < total).then(|| I::of(keys, total)),
-        any: Rules::of(any, total),
+        any: RuleSet::of(any, total),
     }
 }
 
-fn who(rule: &policy::Rule) -> Option<&Who> {
+fn who(rule: &policy::Rule) -> Option<&Subjects> {
     rule.who.0.as_ref()
 }
 
-fn nodes(rule: &policy::Rule) -> Option<&Where> {
+fn nodes(rule: &policy::Rule) -> Option<&NodeSelector> {
     rule.r#where.0.as_ref()
 }
 
-fn what(rule: &policy::Rule) -> Option<&What> {
+fn what(rule: &policy::Rule) -> Option<&RequestMatch> {
     rule.what.0.as_ref()
 }
 
@@ -88,7 +88,7 @@ impl Policy {
     ///
     /// # Errors
     /// All that is wrong with them: a key that is there and empty would otherwise narrow nothing.
-    pub fn compile(file: &policy::Policy) -> Result<Self, Vec<Fault>> {
+    pub fn compile(file: &policy::Policy) -> Result<Self, Vec<ConfigError>> {
         let faults = file.validate();
         if faults.is_empty() {
             Ok(Self::of(&file.rules))
@@ -98,11 +98,11 @@ impl Policy {
     }
 
     fn of(rules: &[policy::Rule]) -> Self {
-        let denies = |narrows: fn(&What) -> bool| {
+        let denies = |narrows: fn(&RequestMatch) -> bool| {
             let denies =
-                |rule: &policy::Rule| rule.then == Then::Deny && what(rule).is_some_and(narrows);
+                |rule: &policy::Rule| rule.then == Effect::Deny && what(rule).is_some_and(narrows);
             let found = rules.iter().enumerate().filter(|(_, rule)| denies(rule));
-            Rules::of(found.map(|(index, _)| index), rules.len())
+            RuleSet::of(found.map(|(index, _)| index), rules.len())
         };
         Self {
             rules: rules
@@ -136,7 +136,7 @@ impl Policy {
 
 fn folded(rules: &[policy::Rule]) -> Paths {
     let paths = |rule| what(rule)?.paths.0.as_ref();
-    let denies = |(_, rule): &(usize, &policy::Rule)| rule.then == Then::Deny;
+    let denies = |(_, rule): &(usize, &policy::Rule)| rule.then == Effect::Deny;
     let of = rules.iter().enumerate().filter(denies);
     let named = of.flat_map(|(index, rule)| {
         let paths = paths(rule).into_iter().flatten();
@@ -145,12 +145,12 @@ fn folded(rules: &[policy::Rule]) -> Paths {
     Paths::of(named.collect(), rules.len())
 }
 
-fn compiled(rule: &policy::Rule, index: usize) -> Compiled {
+fn compiled(rule: &policy::Rule, index: usize) -> CompiledRule {
     let labels = nodes(rule).and_then(|nodes| nodes.labels.0.clone());
     let pools = nodes(rule).and_then(|nodes| nodes.pools.0.clone());
-    Compiled {
+    CompiledRule {
         then: rule.then,
-        matched: Matched {
+        matched: MatchedRule {
             rule: rule.called(index).into(),
             line: rule.line,
         },
@@ -160,7 +160,7 @@ fn compiled(rule: &policy::Rule, index: usize) -> Compiled {
 }
 
 /// A node has all labels of a rule, so one finds it; the rarest finds the fewest in vain.
-fn labels(rules: &[policy::Rule]) -> Named<Labels> {
+fn labels(rules: &[policy::Rule]) -> Condition<Labels> {
     fn of(rule: &policy::Rule) -> Option<&BTreeMap<String, String>> {
         nodes(rule)?.labels.0.as_ref()
     }
@@ -174,28 +174,28 @@ fn labels(rules: &[policy::Rule]) -> Named<Labels> {
     })
 }
 
-fn acts(rules: &[policy::Rule]) -> Named<Exact> {
+fn acts(rules: &[policy::Rule]) -> Condition<ExactIndex> {
     table(rules, |rule| {
         let acts = what(rule)?.streams.0.as_ref()?.iter();
-        Some(acts.copied().map(Act::word).map(str::to_owned).collect())
+        Some(acts.copied().map(Action::word).map(str::to_owned).collect())
     })
 }
 
 /// A rule that names users, groups or SPIFFE ids is found by each of them; one that names none of the three by anybody.
 fn identities(
     rules: &[policy::Rule],
-) -> Named<(index::Patterns, index::Patterns, index::Patterns)> {
+) -> Condition<(index::Patterns, index::Patterns, index::Patterns)> {
     let total = rules.len();
     let speaks =
-        |who: &Who| who.users.0.is_some() || who.groups.0.is_some() || who.spiffe.0.is_some();
-    let index = |names: fn(&Who) -> Option<Vec<String>>| {
+        |who: &Subjects| who.users.0.is_some() || who.groups.0.is_some() || who.spiffe.0.is_some();
+    let index = |names: fn(&Subjects) -> Option<Vec<String>>| {
         let (keys, _) = named(rules.iter().map(|rule| who(rule).and_then(names)));
         index::Patterns::of(keys, total)
     };
     let any: Vec<usize> = (0..total)
         .filter(|rule| who(&rules[*rule]).is_none_or(|who| !speaks(who)))
         .collect();
-    Named {
+    Condition {
         index: (any.len() < total).then(|| {
             (
                 index(|who| who.users.0.clone()),
@@ -203,14 +203,14 @@ fn identities(
                 index(|who| who.spiffe.0.clone()),
             )
         }),
-        any: Rules::of(any, total),
+        any: RuleSet::of(any, total),
     }
 }
 
 fn networks(
     rules: &[policy::Rule],
-    of: impl Fn(&policy::Rule) -> Option<&policy::Networks>,
-) -> Named<(index::Prefixes<32>, index::Prefixes<128>)> {
+    of: impl Fn(&policy::Rule) -> Option<&policy::SourceNetworks>,
+) -> Condition<(index::Prefixes<32>, index::Prefixes<128>)> {
     let total = rules.len();
     let nets = |rule| Some(of(rule)?.0.iter().map(index::network).collect());
     let (keys, any) = named::<(bool, (u32, u128))>(rules.iter().map(nets));
@@ -218,13 +218,13 @@ fn networks(
         let family = keys.iter().filter(|((is_four, _), _)| *is_four == four);
         family.map(|((_, key), rule)| (*key, *rule)).collect()
     };
-    Named {
+    Condition {
         index: (any.len() < total).then(|| {
             (
                 Index::of(family(true), total),
                 Index::of(family(false), total),
             )
         }),
-        any: Rules::of(any, total),
+        any: RuleSet::of(any, total),
     }
 }

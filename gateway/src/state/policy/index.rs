@@ -10,18 +10,18 @@ const BITS: usize = u64::BITS as usize;
 
 /// A set of rules: few by their numbers, many as bits, whichever takes fewer steps.
 #[derive(Clone, Debug)]
-pub(super) enum Rules {
+pub(super) enum RuleSet {
     Few(Vec<usize>),
     Many(Box<[u64]>),
 }
 
-impl Default for Rules {
+impl Default for RuleSet {
     fn default() -> Self {
         Self::Few(Vec::new())
     }
 }
 
-impl Rules {
+impl RuleSet {
     /// These rules of `total`.
     pub(super) fn of(rules: impl IntoIterator<Item = usize>, total: usize) -> Self {
         let few: Vec<usize> = rules.into_iter().collect();
@@ -29,7 +29,7 @@ impl Rules {
         if few.len() <= words {
             return Self::Few(few);
         }
-        let mut many = Found::none(total);
+        let mut many = RuleBits::none(total);
         many.add(&Self::Few(few));
         Self::Many(many.0.into())
     }
@@ -37,23 +37,23 @@ impl Rules {
 
 /// Rules as bits.
 #[derive(Debug)]
-pub(super) struct Found(Vec<u64>);
+pub(super) struct RuleBits(Vec<u64>);
 
-impl Found {
+impl RuleBits {
     /// None of `total` rules.
     pub(super) fn none(total: usize) -> Self {
         Self(vec![0; total.div_ceil(BITS)])
     }
 
     /// Adds rules.
-    pub(super) fn add(&mut self, rules: &Rules) {
+    pub(super) fn add(&mut self, rules: &RuleSet) {
         match rules {
-            Rules::Few(few) => {
+            RuleSet::Few(few) => {
                 for rule in few {
                     self.0[rule / BITS] |= 1 << (rule % BITS);
                 }
             }
-            Rules::Many(many) => {
+            RuleSet::Many(many) => {
                 for (word, more) in self.0.iter_mut().zip(many) {
                     *word |= more;
                 }
@@ -76,12 +76,12 @@ impl Found {
 
 /// The rules that are left, and room for those that are found next.
 #[derive(Debug)]
-pub(super) struct Left {
-    left: Found,
-    found: Found,
+pub(super) struct RemainingRules {
+    left: RuleBits,
+    found: RuleBits,
 }
 
-impl Left {
+impl RemainingRules {
     /// All of `total` rules.
     pub(super) fn all(total: usize) -> Self {
         let mut left = vec![u64::MAX; total.div_ceil(BITS)];
@@ -89,13 +89,13 @@ impl Left {
             *last = (1 << beyond) - 1;
         }
         Self {
-            left: Found(left),
-            found: Found::none(total),
+            left: RuleBits(left),
+            found: RuleBits::none(total),
         }
     }
 
     /// Keeps those that `find` finds too.
-    pub(super) fn narrow(&mut self, find: impl FnOnce(&mut Found)) {
+    pub(super) fn narrow(&mut self, find: impl FnOnce(&mut RuleBits)) {
         self.found.0.fill(0);
         find(&mut self.found);
         for (word, found) in self.left.0.iter_mut().zip(&self.found.0) {
@@ -121,12 +121,12 @@ pub(super) trait Index: Default {
     fn of(named: Vec<(Self::Key, usize)>, total: usize) -> Self;
 }
 
-fn grouped<K: std::hash::Hash + Eq>(named: Vec<(K, usize)>, total: usize) -> HashMap<K, Rules> {
+fn grouped<K: std::hash::Hash + Eq>(named: Vec<(K, usize)>, total: usize) -> HashMap<K, RuleSet> {
     let mut groups: HashMap<K, Vec<usize>> = HashMap::new();
     for (key, rule) in named {
         groups.entry(key).or_default().push(rule);
     }
-    let set = |rules: Vec<usize>| Rules::of(rules, total);
+    let set = |rules: Vec<usize>| RuleSet::of(rules, total);
     groups
         .into_iter()
         .map(|(key, rules)| (key, set(rules)))
@@ -135,9 +135,9 @@ fn grouped<K: std::hash::Hash + Eq>(named: Vec<(K, usize)>, total: usize) -> Has
 
 /// By a word.
 #[derive(Debug, Default)]
-pub(super) struct Exact(HashMap<String, Rules>);
+pub(super) struct ExactIndex(HashMap<String, RuleSet>);
 
-impl Index for Exact {
+impl Index for ExactIndex {
     type Key = String;
 
     fn of(named: Vec<(String, usize)>, total: usize) -> Self {
@@ -145,8 +145,8 @@ impl Index for Exact {
     }
 }
 
-impl Exact {
-    pub(super) fn find(&self, word: &str, into: &mut Found) {
+impl ExactIndex {
+    pub(super) fn find(&self, word: &str, into: &mut RuleBits) {
         if let Some(rules) = self.0.get(word) {
             into.add(rules);
         }
@@ -155,7 +155,7 @@ impl Exact {
 
 /// By labels, of which a value has many.
 #[derive(Debug, Default)]
-pub(super) struct Labels(HashMap<String, Exact>);
+pub(super) struct Labels(HashMap<String, ExactIndex>);
 
 impl Index for Labels {
     type Key = (String, String);
@@ -165,7 +165,7 @@ impl Index for Labels {
         for ((key, value), rule) in named {
             keys.entry(key).or_default().push((value, rule));
         }
-        let exact = |values| Exact::of(values, total);
+        let exact = |values| ExactIndex::of(values, total);
         Self(
             keys.into_iter()
                 .map(|(key, values)| (key, exact(values)))
@@ -175,7 +175,7 @@ impl Index for Labels {
 }
 
 impl Labels {
-    pub(super) fn find(&self, labels: &BTreeMap<String, String>, into: &mut Found) {
+    pub(super) fn find(&self, labels: &BTreeMap<String, String>, into: &mut RuleBits) {
         for (key, value) in labels {
             if let Some(values) = self.0.get(key) {
                 values.find(value, into);
@@ -187,22 +187,22 @@ impl Labels {
 /// By patterns, in which `*` stands for any characters.
 #[derive(Debug, Default)]
 pub(super) struct Patterns {
-    exact: Exact,
+    exact: ExactIndex,
     /// `edge-*`, by what stands before the star.
-    beginnings: Ends,
+    beginnings: Affixes,
     /// `*-edge`, by what stands behind it.
-    endings: Ends,
+    endings: Affixes,
     /// Stars elsewhere: what stands between them.
-    others: Vec<(Vec<String>, Rules)>,
+    others: Vec<(Vec<String>, RuleSet)>,
 }
 
 #[derive(Debug, Default)]
-struct Ends {
+struct Affixes {
     lengths: BTreeSet<usize>,
-    rules: HashMap<String, Rules>,
+    rules: HashMap<String, RuleSet>,
 }
 
-impl Ends {
+impl Affixes {
     fn of(named: Vec<(String, usize)>, total: usize) -> Self {
         Self {
             lengths: named.iter().map(|(text, _)| text.len()).collect(),
@@ -211,7 +211,12 @@ impl Ends {
     }
 
     /// What a text of this length begins or ends with, for each length that there is.
-    fn find<'a>(&self, length: usize, part: impl Fn(usize) -> Option<&'a str>, into: &mut Found) {
+    fn find<'a>(
+        &self,
+        length: usize,
+        part: impl Fn(usize) -> Option<&'a str>,
+        into: &mut RuleBits,
+    ) {
         for length in self.lengths.range(..=length) {
             if let Some(rules) = part(*length).and_then(|part| self.rules.get(part)) {
                 into.add(rules);
@@ -239,12 +244,12 @@ impl Index for Patterns {
             }
         }
         Self {
-            exact: Exact::of(exact, total),
-            beginnings: Ends::of(beginnings, total),
-            endings: Ends::of(endings, total),
+            exact: ExactIndex::of(exact, total),
+            beginnings: Affixes::of(beginnings, total),
+            endings: Affixes::of(endings, total),
             others: others
                 .into_iter()
-                .map(|(parts, rules)| (parts, Rules::of(rules, total)))
+                .map(|(parts, rules)| (parts, RuleSet::of(rules, total)))
                 .collect(),
         }
     }
@@ -252,11 +257,11 @@ impl Index for Patterns {
 
 impl Patterns {
     /// By this very word, whatever stars may stand for.
-    pub(super) fn find_word(&self, word: &str, into: &mut Found) {
+    pub(super) fn find_word(&self, word: &str, into: &mut RuleBits) {
         self.exact.find(word, into);
     }
 
-    pub(super) fn find(&self, text: &str, into: &mut Found) {
+    pub(super) fn find(&self, text: &str, into: &mut RuleBits) {
         self.exact.find(text, into);
         let length = text.len();
         self.beginnings.find(length, |part| text.get(..part), into);
@@ -292,7 +297,7 @@ fn matches(parts: &[String], text: &str) -> bool {
 #[derive(Debug, Default)]
 pub(super) struct Prefixes<const WIDTH: u32> {
     lengths: BTreeSet<u32>,
-    rules: HashMap<(u32, u128), Rules>,
+    rules: HashMap<(u32, u128), RuleSet>,
 }
 
 impl<const WIDTH: u32> Index for Prefixes<WIDTH> {
@@ -317,7 +322,7 @@ impl<const WIDTH: u32> Prefixes<WIDTH> {
         number.checked_shr(WIDTH - length).unwrap_or(0)
     }
 
-    pub(super) fn find(&self, number: u128, into: &mut Found) {
+    pub(super) fn find(&self, number: u128, into: &mut RuleBits) {
         for length in &self.lengths {
             if let Some(rules) = self.rules.get(&(*length, Self::first(*length, number))) {
                 into.add(rules);
@@ -357,8 +362,8 @@ pub(super) fn range(first: u16, last: u16) -> Vec<(u32, u128)> {
 /// By the path itself or one above it.
 #[derive(Debug, Default)]
 pub(super) struct Paths {
-    root: Rules,
-    below: Ends,
+    root: RuleSet,
+    below: Affixes,
 }
 
 impl Index for Paths {
@@ -367,21 +372,21 @@ impl Index for Paths {
     fn of(named: Vec<(String, usize)>, total: usize) -> Self {
         let (root, below): (Vec<_>, Vec<_>) = named.into_iter().partition(|(path, _)| path == "/");
         Self {
-            root: Rules::of(root.into_iter().map(|(_, rule)| rule), total),
-            below: Ends::of(below, total),
+            root: RuleSet::of(root.into_iter().map(|(_, rule)| rule), total),
+            below: Affixes::of(below, total),
         }
     }
 }
 
 impl Paths {
     /// By the path in small letters, as these were made of.
-    pub(super) fn find_folded(&self, path: &str, into: &mut Found) {
+    pub(super) fn find_folded(&self, path: &str, into: &mut RuleBits) {
         if !self.below.rules.is_empty() {
             self.find(&path.to_lowercase(), into);
         }
     }
 
-    pub(super) fn find(&self, path: &str, into: &mut Found) {
+    pub(super) fn find(&self, path: &str, into: &mut RuleBits) {
         into.add(&self.root);
         let bytes = path.as_bytes();
         let whole = |length| bytes.get(length).is_none_or(|next| *next == b'/');
@@ -394,8 +399,8 @@ impl Paths {
 mod tests {
     use super::*;
 
-    fn found(total: usize, find: impl FnOnce(&mut Found)) -> Vec<usize> {
-        let mut found = Found::none(total);
+    fn found(total: usize, find: impl FnOnce(&mut RuleBits)) -> Vec<usize> {
+        let mut found = RuleBits::none(total);
         find(&mut found);
         found.iter().collect()
     }
@@ -404,10 +409,10 @@ mod tests {
     fn sets_are_the_same_however_they_are_kept() {
         for total in [1, 63, 64, 65, 1000] {
             let all: Vec<usize> = (0..total).collect();
-            assert_eq!(Left::all(total).iter().collect::<Vec<_>>(), all);
+            assert_eq!(RemainingRules::all(total).iter().collect::<Vec<_>>(), all);
             for step in [1, 2, 7, 900] {
                 let some: Vec<usize> = (0..total).step_by(step).collect();
-                let rules = Rules::of(some.clone(), total);
+                let rules = RuleSet::of(some.clone(), total);
                 assert_eq!(found(total, |left| left.add(&rules)), some);
             }
         }

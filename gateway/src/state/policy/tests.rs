@@ -1,31 +1,33 @@
 use super::*;
-use crate::config::policy::{self as file, Networks, Ports, Rule, What, Where, Who};
-use causeway_config::Given;
+use crate::config::policy::{
+    self as file, NodeSelector, PortRange, RequestMatch, Rule, SourceNetworks, Subjects,
+};
+use causeway_config::Specified;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-fn rule(then: Then) -> Rule {
+fn rule(then: Effect) -> Rule {
     Rule {
         name: None,
-        who: Given::default(),
-        r#where: Given::default(),
-        what: Given::default(),
+        who: Specified::default(),
+        r#where: Specified::default(),
+        what: Specified::default(),
         then,
         line: 0,
     }
 }
 
-fn texts<const N: usize>(texts: [&str; N]) -> Given<Vec<String>> {
-    Given::from(texts.map(str::to_owned).to_vec())
+fn texts<const N: usize>(texts: [&str; N]) -> Specified<Vec<String>> {
+    Specified::from(texts.map(str::to_owned).to_vec())
 }
 
-fn who(who: Who) -> Rule {
+fn who(who: Subjects) -> Rule {
     Rule {
         who: who.into(),
-        ..rule(Then::Allow)
+        ..rule(Effect::Allow)
     }
 }
 
-fn what(then: Then, what: What) -> Rule {
+fn what(then: Effect, what: RequestMatch) -> Rule {
     Rule {
         what: what.into(),
         ..rule(then)
@@ -51,7 +53,7 @@ struct Asked {
     pool: Option<&'static str>,
     labels: BTreeMap<String, String>,
     port: u16,
-    act: Act,
+    act: Action,
     method: &'static str,
     path: String,
 }
@@ -71,14 +73,14 @@ impl Asked {
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .into(),
             port: 10250,
-            act: Act::Request,
+            act: Action::Request,
             method: "GET",
             path: "/metrics/cadvisor".into(),
         }
     }
 
-    fn question(&self) -> Question<'_> {
-        Question {
+    fn question(&self) -> PolicyInput<'_> {
+        PolicyInput {
             user: self.user,
             groups: &self.groups,
             uris: &self.uris,
@@ -128,18 +130,18 @@ fn the_first_rule_that_matches_decides_and_is_named() {
     };
     let policy = compiled([
         Rule {
-            who: Who {
+            who: Subjects {
                 users: texts(["bob"]),
-                ..Who::default()
+                ..Subjects::default()
             }
             .into(),
-            ..named("not ann", Then::Deny, 2)
+            ..named("not ann", Effect::Deny, 2)
         },
-        named("all", Then::Allow, 5),
-        named("too late", Then::Deny, 7),
+        named("all", Effect::Allow, 5),
+        named("too late", Effect::Deny, 7),
     ]);
     let decision = policy.decide(&Asked::new().question());
-    let by = Matched {
+    let by = MatchedRule {
         rule: "all".into(),
         line: 5,
     };
@@ -155,14 +157,14 @@ fn the_first_rule_that_matches_decides_and_is_named() {
 
 #[test]
 fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
-    let networks = |text: &str| Given::from(Networks(vec![text.parse().unwrap()]));
-    let some = Who {
+    let networks = |text: &str| Specified::from(SourceNetworks(vec![text.parse().unwrap()]));
+    let some = Subjects {
         users: texts(["bob"]),
         groups: texts(["op*"]),
-        ..Who::default()
+        ..Subjects::default()
     };
     assert!(Asked::new().of(&compiled([who(some.clone())])));
-    let near = Who {
+    let near = Subjects {
         networks: networks("10.1.0.0/16"),
         ..some.clone()
     };
@@ -171,15 +173,15 @@ fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
     assert!(asked(|asked| asked.from = Some("::ffff:10.1.9.9".parse().unwrap())).of(&policy));
     assert!(!asked(|asked| asked.from = Some("10.2.0.1".parse().unwrap())).of(&policy));
     assert!(!asked(|asked| asked.from = None).of(&policy));
-    let mapped = Who {
+    let mapped = Subjects {
         networks: networks("::ffff:10.1.0.0/112"),
         ..some
     };
     assert!(Asked::new().of(&compiled([who(mapped)])));
     let every = |text| {
-        compiled([who(Who {
+        compiled([who(Subjects {
             networks: networks(text),
-            ..Who::default()
+            ..Subjects::default()
         })])
     };
     assert!(Asked::new().of(&every("0.0.0.0/0")));
@@ -193,15 +195,15 @@ fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
 #[test]
 fn nobody_is_no_user_and_says_no_groups_of_his_own() {
     let users = |name: &str| {
-        compiled([who(Who {
-            users: Given::from(vec![name.to_owned()]),
-            ..Who::default()
+        compiled([who(Subjects {
+            users: Specified::from(vec![name.to_owned()]),
+            ..Subjects::default()
         })])
     };
     let groups = |name: &str| {
-        compiled([who(Who {
-            groups: Given::from(vec![name.to_owned()]),
-            ..Who::default()
+        compiled([who(Subjects {
+            groups: Specified::from(vec![name.to_owned()]),
+            ..Subjects::default()
         })])
     };
     // Nobody's name in the log is his address.
@@ -220,22 +222,22 @@ fn nobody_is_no_user_and_says_no_groups_of_his_own() {
 
 #[test]
 fn a_node_is_named_by_all_that_is_given() {
-    let at = |place: Where| {
+    let at = |place: NodeSelector| {
         compiled([Rule {
             r#where: place.into(),
-            ..rule(Then::Allow)
+            ..rule(Effect::Allow)
         }])
     };
     let labels = |pairs: &[(&str, &str)]| {
         let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        Given::from(pairs.iter().map(pair).collect::<BTreeMap<_, _>>())
+        Specified::from(pairs.iter().map(pair).collect::<BTreeMap<_, _>>())
     };
     let place = |nodes, pools, labels| {
-        at(Where {
+        at(NodeSelector {
             nodes: texts([nodes]),
             pools: texts([pools]),
             labels,
-            ..Where::default()
+            ..NodeSelector::default()
         })
     };
     let all = [("tier", "gold"), ("site", "a")];
@@ -254,50 +256,53 @@ fn a_node_is_named_by_all_that_is_given() {
 
 #[test]
 fn what_a_session_may_carry_is_denied_where_any_of_it_is() {
-    let paths = What {
+    let paths = RequestMatch {
         paths: texts(["/exec"]),
-        ..What::default()
+        ..RequestMatch::default()
     };
-    let methods = What {
+    let methods = RequestMatch {
         methods: texts(["POST"]),
-        ..What::default()
+        ..RequestMatch::default()
     };
     let session = asked(|asked| {
-        (asked.act, asked.method) = (Act::Connect, "CONNECT");
+        (asked.act, asked.method) = (Action::Connect, "CONNECT");
         asked.path.clear();
     });
     for narrow in [&paths, &methods] {
         // What denies some of it denies a session, and what allows some of it does not allow one.
         assert!(!session.of(&compiled([
-            what(Then::Deny, narrow.clone()),
-            rule(Then::Allow)
+            what(Effect::Deny, narrow.clone()),
+            rule(Effect::Allow)
         ])));
-        assert!(!session.of(&compiled([what(Then::Allow, narrow.clone())])));
+        assert!(!session.of(&compiled([what(Effect::Allow, narrow.clone())])));
         assert!(Asked::new().of(&compiled([
-            what(Then::Deny, narrow.clone()),
-            rule(Then::Allow)
+            what(Effect::Deny, narrow.clone()),
+            rule(Effect::Allow)
         ])));
     }
-    let requests = What {
-        streams: vec![Act::Request, Act::Upgrade].into(),
+    let requests = RequestMatch {
+        streams: vec![Action::Request, Action::Upgrade].into(),
         ..paths
     };
-    assert!(session.of(&compiled([what(Then::Deny, requests), rule(Then::Allow)])));
-    let connect = What {
+    assert!(session.of(&compiled([
+        what(Effect::Deny, requests),
+        rule(Effect::Allow)
+    ])));
+    let connect = RequestMatch {
         methods: texts(["CONNECT"]),
-        ..What::default()
+        ..RequestMatch::default()
     };
-    assert!(session.of(&compiled([what(Then::Allow, connect)])));
+    assert!(session.of(&compiled([what(Effect::Allow, connect)])));
 }
 
 #[test]
 fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_that_is_allowed() {
-    let paths = |path| What {
+    let paths = |path| RequestMatch {
         paths: texts([path]),
-        ..What::default()
+        ..RequestMatch::default()
     };
-    let denies = compiled([what(Then::Deny, paths("/exec")), rule(Then::Allow)]);
-    let allows = compiled([what(Then::Allow, paths("/metrics"))]);
+    let denies = compiled([what(Effect::Deny, paths("/exec")), rule(Effect::Allow)]);
+    let allows = compiled([what(Effect::Allow, paths("/metrics"))]);
     for path in [
         "/metrics/../exec/a",
         "/metrics/%2e%2e/exec",
@@ -314,16 +319,16 @@ fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_t
         assert!(!odd.of(&allows), "{path}");
     }
     assert!(Asked::new().of(&denies) && Asked::new().of(&allows));
-    let post = What {
+    let post = RequestMatch {
         methods: texts(["POST"]),
-        ..What::default()
+        ..RequestMatch::default()
     };
     let posts = asked(|asked| asked.method = "post");
     assert!(!posts.of(&compiled([
-        what(Then::Deny, post.clone()),
-        rule(Then::Allow)
+        what(Effect::Deny, post.clone()),
+        rule(Effect::Allow)
     ])));
-    assert!(!posts.of(&compiled([what(Then::Allow, post)])));
+    assert!(!posts.of(&compiled([what(Effect::Allow, post)])));
 }
 
 #[test]
@@ -332,28 +337,34 @@ fn what_is_denied_is_denied_in_small_and_capital_letters() {
         let paths = texts([path]);
         what(
             then,
-            What {
+            RequestMatch {
                 paths,
-                ..What::default()
+                ..RequestMatch::default()
             },
         )
     };
     let exec = asked(|asked| asked.path = "/EXEC/a".into());
-    assert!(!exec.of(&compiled([path(Then::Deny, "/exec"), rule(Then::Allow)])));
-    assert!(!exec.of(&compiled([path(Then::Allow, "/exec")])));
+    assert!(!exec.of(&compiled([
+        path(Effect::Deny, "/exec"),
+        rule(Effect::Allow)
+    ])));
+    assert!(!exec.of(&compiled([path(Effect::Allow, "/exec")])));
     let forward = asked(|asked| asked.path = "/portforward/a".into());
     assert!(!forward.of(&compiled([
-        path(Then::Deny, "/portForward"),
-        rule(Then::Allow)
+        path(Effect::Deny, "/portForward"),
+        rule(Effect::Allow)
     ])));
-    assert!(forward.of(&compiled([path(Then::Deny, "/port"), rule(Then::Allow)])));
+    assert!(forward.of(&compiled([
+        path(Effect::Deny, "/port"),
+        rule(Effect::Allow)
+    ])));
 }
 
 #[test]
 fn what_would_narrow_nothing_is_not_compiled() {
     let empty = Rule {
-        who: Who::default().into(),
-        ..rule(Then::Allow)
+        who: Subjects::default().into(),
+        ..rule(Effect::Allow)
     };
     let policy = file::Policy { rules: vec![empty] };
     assert_eq!(
@@ -367,7 +378,7 @@ fn rules_can_be_replaced_while_they_are_read() {
     let writer = PolicyWriter::new(Some(compiled([])));
     let reader = writer.reader();
     assert!(!reader.decide(&Asked::new().question()).allow);
-    writer.replace(Some(compiled([rule(Then::Allow)])));
+    writer.replace(Some(compiled([rule(Effect::Allow)])));
     assert!(reader.decide(&Asked::new().question()).allow);
     writer.replace(Some(compiled([])));
     assert!(!reader.is_open());
@@ -376,23 +387,23 @@ fn rules_can_be_replaced_while_they_are_read() {
 }
 
 /// One of these, or the key is not there.
-fn pick<T: Clone>(random: &mut StdRng, from: &[T]) -> Given<Vec<T>> {
+fn pick<T: Clone>(random: &mut StdRng, from: &[T]) -> Specified<Vec<T>> {
     if random.random_bool(0.5) {
-        return Given(None);
+        return Specified(None);
     }
     let first = random.random_range(0..from.len());
     let last = random.random_range(first..from.len());
     from[first..=last].to_vec().into()
 }
 
-fn words(random: &mut StdRng, from: &[&str]) -> Given<Vec<String>> {
+fn words(random: &mut StdRng, from: &[&str]) -> Specified<Vec<String>> {
     let from: Vec<String> = from.iter().map(|text| (*text).to_owned()).collect();
     pick(random, &from)
 }
 
 /// A key that says nothing is not there.
-fn said<T: Default + PartialEq>(value: T) -> Given<T> {
-    Given((value != T::default()).then_some(value))
+fn said<T: Default + PartialEq>(value: T) -> Specified<T> {
+    Specified((value != T::default()).then_some(value))
 }
 
 fn some_rule(random: &mut StdRng) -> Rule {
@@ -405,34 +416,35 @@ fn some_rule(random: &mut StdRng) -> Rule {
     ];
     let networks = networks.map(|text| text.parse().unwrap());
     let labels: Vec<_> = [("tier", "gold"), ("tier", "tin"), ("site", "a")].into();
-    let ports = ["1-65535", "10250", "9000-9999", "22"].map(|text| text.parse::<Ports>().unwrap());
+    let ports =
+        ["1-65535", "10250", "9000-9999", "22"].map(|text| text.parse::<PortRange>().unwrap());
     let labels = pick(random, &labels).0.map(|labels| {
         let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         labels.iter().map(pair).collect()
     });
     Rule {
-        who: said(Who {
+        who: said(Subjects {
             users: words(random, &["ann", "a*", "*", "bob", ANONYMOUS]),
             groups: words(random, &["ops", "dev*", AUTHENTICATED, UNAUTHENTICATED]),
             spiffe: words(random, &["spiffe://td/caller/*", "spiffe://other/*"]),
-            networks: Given(pick(random, &networks).0.map(Networks)),
+            networks: Specified(pick(random, &networks).0.map(SourceNetworks)),
         }),
-        r#where: said(Where {
+        r#where: said(NodeSelector {
             nodes: words(random, &["edge-1", "*-2", "e*e-1", "*"]),
             pools: words(random, &["north", "s*"]),
-            labels: Given(labels),
-            ..Where::default()
+            labels: Specified(labels),
+            ..NodeSelector::default()
         }),
-        what: said(What {
+        what: said(RequestMatch {
             ports: pick(random, &ports),
             methods: words(random, &["GET", "POST", "CONNECT"]),
             paths: words(random, &["/", "/metrics", "/metrics/cadvisor", "/exec"]),
-            streams: pick(random, &[Act::Request, Act::Upgrade, Act::Connect]),
+            streams: pick(random, &[Action::Request, Action::Upgrade, Action::Connect]),
         }),
         ..rule(if random.random_bool(0.5) {
-            Then::Allow
+            Effect::Allow
         } else {
-            Then::Deny
+            Effect::Deny
         })
     }
 }
@@ -448,7 +460,7 @@ fn like(pattern: &str, text: &str) -> bool {
 
 /// What the rule says in so many words, read one after the other.
 fn matches(rule: &Rule, asked: &Asked) -> bool {
-    fn any<T>(list: &Given<Vec<T>>, fits: impl Fn(&T) -> bool) -> bool {
+    fn any<T>(list: &Specified<Vec<T>>, fits: impl Fn(&T) -> bool) -> bool {
         list.0.as_ref().is_none_or(|list| list.iter().any(fits))
     }
     let (who, place, what) = (
@@ -457,13 +469,13 @@ fn matches(rule: &Rule, asked: &Asked) -> bool {
         rule.what.0.clone().unwrap_or_default(),
     );
     let nobody = who.users.0.is_none() && who.groups.0.is_none() && who.spiffe.0.is_none();
-    let given = |list: &Given<Vec<String>>, texts: &[String]| {
+    let given = |list: &Specified<Vec<String>>, texts: &[String]| {
         let fits = |pattern: &String| texts.iter().any(|text| like(pattern, text));
         list.0.as_ref().is_some_and(|list| list.iter().any(fits))
     };
     let mut groups = asked.groups.clone();
     groups.push(AUTHENTICATED.into());
-    let says = |list: &Given<Vec<String>>, word: &str| {
+    let says = |list: &Specified<Vec<String>>, word: &str| {
         list.0
             .as_ref()
             .is_some_and(|list| list.iter().any(|one| one == word))
@@ -483,8 +495,8 @@ fn matches(rule: &Rule, asked: &Asked) -> bool {
             .iter()
             .all(|(key, value)| asked.labels.get(key) == Some(value))
     });
-    let session = asked.act == Act::Connect;
-    let hidden = session && rule.then == Then::Deny;
+    let session = asked.act == Action::Connect;
+    let hidden = session && rule.then == Effect::Deny;
     identity
         && from
         && labels
@@ -504,45 +516,45 @@ fn matches(rule: &Rule, asked: &Asked) -> bool {
 
 #[test]
 fn what_is_at_no_node_is_named_by_its_address_and_by_no_key_of_nodes() {
-    let place = |place: Where, then| Rule {
+    let place = |place: NodeSelector, then| Rule {
         r#where: place.into(),
         ..rule(then)
     };
-    let direct = |nets: &[&str]| Where {
-        direct: Networks(nets.iter().map(|net| net.parse().unwrap()).collect()).into(),
-        ..Where::default()
+    let direct = |nets: &[&str]| NodeSelector {
+        direct: SourceNetworks(nets.iter().map(|net| net.parse().unwrap()).collect()).into(),
+        ..NodeSelector::default()
     };
-    let nodes = |name: &str| Where {
+    let nodes = |name: &str| NodeSelector {
         nodes: texts([name]),
-        ..Where::default()
+        ..NodeSelector::default()
     };
-    let pools = Where {
+    let pools = NodeSelector {
         pools: texts(["*"]),
-        ..Where::default()
+        ..NodeSelector::default()
     };
-    let labels = Where {
-        labels: Given::from(BTreeMap::from([("tier".to_owned(), "gold".to_owned())])),
-        ..Where::default()
+    let labels = NodeSelector {
+        labels: Specified::from(BTreeMap::from([("tier".to_owned(), "gold".to_owned())])),
+        ..NodeSelector::default()
     };
-    let services = || place(direct(&["10.96.0.0/12", "2001:db8::/32"]), Then::Allow);
-    let denied = || place(direct(&["10.96.0.1/32"]), Then::Deny);
+    let services = || place(direct(&["10.96.0.0/12", "2001:db8::/32"]), Effect::Allow);
+    let denied = || place(direct(&["10.96.0.1/32"]), Effect::Deny);
     for (rules, address, allowed) in [
         (vec![], "10.96.0.10", false),
-        (vec![rule(Then::Allow)], "10.96.0.10", true),
+        (vec![rule(Effect::Allow)], "10.96.0.10", true),
         (vec![services()], "10.96.0.10", true),
         (vec![services()], "::ffff:10.96.0.10", true),
         (vec![services()], "2001:db8::7", true),
         (vec![services()], "10.0.0.1", false),
         (vec![denied(), services()], "10.96.0.1", false),
         (vec![denied(), services()], "10.96.0.2", true),
-        (vec![place(nodes("*"), Then::Allow)], "10.96.0.10", false),
-        (vec![place(pools, Then::Allow)], "10.96.0.10", false),
-        (vec![place(labels, Then::Allow)], "10.96.0.10", false),
+        (vec![place(nodes("*"), Effect::Allow)], "10.96.0.10", false),
+        (vec![place(pools, Effect::Allow)], "10.96.0.10", false),
+        (vec![place(labels, Effect::Allow)], "10.96.0.10", false),
     ] {
         let policy = compiled(rules.clone());
         let asked = asked(|asked| {
             asked.direct = Some(address.parse().unwrap());
-            asked.act = Act::Connect;
+            asked.act = Action::Connect;
             asked.method = "CONNECT";
             asked.labels.clear();
         });
@@ -588,12 +600,13 @@ fn what_is_compiled_decides_as_the_rules_read() {
             asked.pool = [None, Some("north"), Some("south")][random.random_range(0..3)];
             asked.labels.retain(|_, _| random.random_bool(0.7));
             asked.port = [22, 9100, 10250][random.random_range(0..3)];
-            asked.act = [Act::Request, Act::Upgrade, Act::Connect][random.random_range(0..3)];
+            asked.act =
+                [Action::Request, Action::Upgrade, Action::Connect][random.random_range(0..3)];
             let mut one = |from: &[&'static str]| from[random.random_range(0..from.len())];
             asked.method = one(&["GET", "POST", "PUT"]);
             asked.path =
                 one(&["/", "/metrics", "/metrics/cadvisor", "/metricsx", "/exec/a"]).to_owned();
-            if asked.act == Act::Connect {
+            if asked.act == Action::Connect {
                 asked.method = "CONNECT";
                 asked.path.clear();
             }
@@ -604,9 +617,9 @@ fn what_is_compiled_decides_as_the_rules_read() {
             assert_eq!(by, expected, "round {round}");
             assert_eq!(
                 found.allow,
-                first.is_some_and(|index| rules[index].then == Then::Allow)
+                first.is_some_and(|index| rules[index].then == Effect::Allow)
             );
-            decided[first.map_or(2, |index| usize::from(rules[index].then == Then::Allow))] += 1;
+            decided[first.map_or(2, |index| usize::from(rules[index].then == Effect::Allow))] += 1;
         }
     }
     // All three came up, or nothing was compared.

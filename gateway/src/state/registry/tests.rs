@@ -1,11 +1,10 @@
 use super::*;
+use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     Target,
-    client::{self, Ask, Settings},
+    edge_side::{self, IncomingStream},
+    gateway_side::{self, GatewaySideConfig, OpenKind},
     load::BULK_BYTES,
-    server::{self, Incoming},
-    socket::Counted,
-    task::Tasks,
 };
 use futures_util::FutureExt;
 use http::{Request, Response};
@@ -16,27 +15,27 @@ const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
 /// A registry, and edges that answer `/bulk` with bulk and keep all else open.
 struct World {
     registry: Registry,
-    tasks: Tasks,
+    tasks: TaskGroup,
 }
 
 impl World {
     fn new() -> Self {
         Self {
-            registry: Registry::new(&Cores::here()),
-            tasks: Tasks::default(),
+            registry: Registry::new(&Workers::here()),
+            tasks: TaskGroup::default(),
         }
     }
 
     async fn tunnel(&self) -> Tunnel {
         let (near, far) = tokio::io::duplex(1 << 20);
         self.tasks.spawn(info_span!("edge"), async move {
-            let io = Counted::new(far);
+            let io = CountedIo::new(far);
             let traffic = io.traffic();
-            let mut server = server::accept(io, traffic, server::Settings::default())
+            let mut server = edge_side::accept(io, traffic, edge_side::EdgeSideConfig::default())
                 .await
                 .unwrap();
-            let (answers, mut open) = (Tasks::default(), Vec::new());
-            while let Ok(Incoming::Stream(asked)) = server.next().await {
+            let (answers, mut open) = (TaskGroup::default(), Vec::new());
+            while let Ok(IncomingStream::Stream(asked)) = server.next().await {
                 if asked.head.uri().path() == "/bulk" {
                     answers.spawn(info_span!("bulk"), async move {
                         let mut send = asked.reply.send(Response::new(()), false).unwrap();
@@ -48,9 +47,9 @@ impl World {
                 }
             }
         });
-        let io = Counted::new(near);
+        let io = CountedIo::new(near);
         let traffic = io.traffic();
-        let (tunnel, driver) = client::connect(io, traffic, Settings::default())
+        let (tunnel, driver) = gateway_side::connect(io, traffic, GatewaySideConfig::default())
             .await
             .unwrap();
         self.tasks.spawn(info_span!("driver"), async move {
@@ -59,17 +58,17 @@ impl World {
         tunnel
     }
 
-    async fn admitted(&self, instance: &str, slot: u32) -> Admitted {
-        let welcome = Welcome {
+    async fn admitted(&self, instance: &str, slot: u32) -> NewTunnel {
+        let welcome = EdgeHello {
             instance: instance.to_owned(),
             slot,
-            ..Welcome::default()
+            ..EdgeHello::default()
         };
-        Admitted {
+        NewTunnel {
             tunnel: self.tunnel().await,
             welcome: Arc::new(welcome),
             from: FROM.into(),
-            certificate: Shown::default(),
+            certificate: EdgeCertificate::default(),
             roots: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
@@ -80,7 +79,7 @@ impl World {
         &self,
         instance: &str,
         slot: u32,
-    ) -> Result<(TunnelId, Vec<Replaced>), Unregistered> {
+    ) -> Result<(TunnelId, Vec<ReplacedTunnel>), RegisterError> {
         let admitted = self.admitted(instance, slot).await;
         self.registry.register(&node(), admitted)
     }
@@ -90,26 +89,26 @@ fn node() -> NodeName {
     NodeName::parse("edge-1").unwrap()
 }
 
-async fn open(tunnel: &Tunnel, path: &str) -> client::Opened {
+async fn open(tunnel: &Tunnel, path: &str) -> gateway_side::OpenStream {
     let head = Request::get(path).body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     tunnel
-        .open(head, &Ask::Request, &target, true)
+        .open(head, &OpenKind::Request, &target, true)
         .await
         .unwrap()
 }
 
-fn superseded_by(instance: &str) -> Unregistered {
-    Unregistered::Superseded {
+fn superseded_by(instance: &str) -> RegisterError {
+    RegisterError::Superseded {
         by: instance.to_owned(),
         from: FROM.into(),
     }
 }
 
-fn ids(replaced: &[Replaced]) -> Vec<(TunnelId, bool)> {
+fn ids(replaced: &[ReplacedTunnel]) -> Vec<(TunnelId, bool)> {
     replaced
         .iter()
-        .map(|old| (old.edge.id, old.fate == Fate::Superseded))
+        .map(|old| (old.edge.id, old.fate == ReplaceMode::Superseded))
         .collect()
 }
 
@@ -151,7 +150,7 @@ async fn one_process_has_so_many_tunnels_and_no_more() {
         world.register("a", slot).await.unwrap();
     }
     let refused = world.register("a", u32::MAX).await.unwrap_err();
-    assert_eq!(refused, Unregistered::Full);
+    assert_eq!(refused, RegisterError::Full);
     // One that takes a slot anew is no further tunnel, and another process has its own.
     world.register("a", 3).await.unwrap();
     world.register("b", u32::MAX).await.unwrap();
@@ -272,10 +271,10 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
         world.registry.unregister(&name, id);
     }
     let away = world.registry.pick_within(&name, Duration::ZERO).await;
-    assert!(matches!(away, Err(Away::Last { .. })));
+    assert!(matches!(away, Err(NodeUnavailable::Last { .. })));
     world.registry.close();
     let away = world.registry.pick_within(&name, long).await;
-    assert!(matches!(away, Err(Away::Last { .. })));
+    assert!(matches!(away, Err(NodeUnavailable::Last { .. })));
 }
 
 /// Its conversation takes a moment to notice that it has ended.
@@ -301,18 +300,24 @@ async fn a_crowd_that_waits_is_bounded() {
     for one in &mut crowd {
         assert!(one.now_or_never().is_none());
     }
-    assert_eq!(waits().await.unwrap_err(), Away::Never);
+    assert_eq!(waits().await.unwrap_err(), NodeUnavailable::Never);
 }
 
 #[tokio::test]
 async fn a_node_without_a_tunnel_says_why() {
     let world = World::new();
-    assert_eq!(world.registry.pick(&node()).unwrap_err(), Away::Never);
+    assert_eq!(
+        world.registry.pick(&node()).unwrap_err(),
+        NodeUnavailable::Never
+    );
     let (id, _) = world.register("a", 0).await.unwrap();
     let tunnel = world.registry.pick(&node()).unwrap().tunnel;
     tunnel.drain();
-    assert_eq!(world.registry.pick(&node()).unwrap_err(), Away::Draining);
+    assert_eq!(
+        world.registry.pick(&node()).unwrap_err(),
+        NodeUnavailable::Draining
+    );
     world.registry.unregister(&node(), id);
     let away = world.registry.pick(&node()).unwrap_err();
-    assert!(matches!(away, Away::Last { from, .. } if from == FROM.into()));
+    assert!(matches!(away, NodeUnavailable::Last { from, .. } if from == FROM.into()));
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use axum::http::Request;
-use causeway_tunnel::task::Tasks;
+use causeway_rt::task::TaskGroup;
 use http_body_util::BodyExt;
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{
@@ -32,11 +32,11 @@ async fn get_path(path: &str) -> (Response<()>, Bytes) {
     ask(Request::get(path).body(Body::empty()).unwrap()).await
 }
 
-async fn served() -> (SocketAddr, CancellationToken, Tasks) {
+async fn served() -> (SocketAddr, CancellationToken, TaskGroup) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let server = Tasks::default();
+    let server = TaskGroup::default();
     let app = serve(listener, "edge-1".to_owned(), stop.clone());
     server.spawn(tracing::info_span!("app"), app);
     (address, stop, server)

@@ -5,12 +5,14 @@
 use super::{super::mint::Identity, Fleet};
 use crate::files;
 use bytes::{Buf, Bytes, BytesMut};
-use causeway_tunnel::{
-    Receive, Send,
+use causeway_rt::{
     backoff::Backoff,
-    hello::{Control, ControlError, ToEdge, ToGateway, Welcome},
-    server::{self, Asked, Incoming, Kind, Server, Settings},
-    socket::{Counted, tune_tunnel},
+    socket::{CountedIo, tune_tunnel},
+};
+use causeway_tunnel::{
+    StreamReceiver, StreamSender,
+    control_stream::{ControlStream, ControlStreamError, EdgeHello, EdgeMessage, GatewayMessage},
+    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamKind, StreamRequest},
     wire,
 };
 use http::{HeaderValue, Response, header::CONTENT_LENGTH};
@@ -31,7 +33,7 @@ const BOUND: Duration = Duration::from_secs(5);
 const SILENT_MAX: Duration = Duration::from_secs(2);
 const REFUSED_MAX: Duration = Duration::from_mins(1);
 
-pub(super) type Io = TlsStream<Counted<TcpStream>>;
+pub(super) type Io = TlsStream<CountedIo<TcpStream>>;
 
 /// One node of the fleet.
 pub(super) struct Node {
@@ -52,8 +54,8 @@ pub(super) enum Failed {
 
 /// A registered tunnel.
 struct Standing {
-    server: Server<Io>,
-    control: Control,
+    server: EdgeSide<Io>,
+    control: ControlStream,
 }
 
 impl Node {
@@ -123,7 +125,7 @@ pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Dura
     let name = ServerName::from(fleet.gateway.ip());
     let connector = TlsConnector::from(identity.tls.clone());
     let began = Instant::now();
-    let io = timeout(BOUND, connector.connect(name, Counted::new(tcp)))
+    let io = timeout(BOUND, connector.connect(name, CountedIo::new(tcp)))
         .await
         .map_err(|_| Failed::Silent("TLS: not finished in time".into()))?
         .map_err(|error| silent("TLS", &error))?;
@@ -138,36 +140,36 @@ async fn greet(
     identity: &Identity,
     fleet: &Arc<Fleet>,
 ) -> Result<Standing, Failed> {
-    let settings = Settings {
+    let settings = EdgeSideConfig {
         round_trip,
-        ..Settings::default()
+        ..EdgeSideConfig::default()
     };
     let traffic = io.get_ref().0.traffic();
-    let mut server = server::accept(io, traffic, settings)
+    let mut server = edge_side::accept(io, traffic, settings)
         .await
         .map_err(|ended| Failed::Silent(format!("HTTP/2: {ended}")))?;
     let mut control = loop {
         match server.next().await {
-            Ok(Incoming::Control(control)) => break control,
-            Ok(Incoming::Stream(_)) => {}
+            Ok(IncomingStream::Control(control)) => break control,
+            Ok(IncomingStream::Stream(_)) => {}
             Err(ended) => return Err(Failed::Silent(format!("hello: {ended}"))),
         }
     };
     match drive(&mut server, fleet, control.hear()).await? {
-        ToEdge::Hello(hello) if *hello.node == *identity.node => {}
+        GatewayMessage::Hello(hello) if *hello.node == *identity.node => {}
         other => return Err(unexpected(&other)),
     }
-    let welcome = ToGateway::Welcome(Box::new(welcome(fleet)));
+    let welcome = EdgeMessage::Welcome(Box::new(welcome(fleet)));
     drive(&mut server, fleet, control.tell(&welcome)).await?;
     loop {
         match drive(&mut server, fleet, control.hear()).await? {
-            ToEdge::Registered => {
+            GatewayMessage::Registered => {
                 return Ok(Standing {
                     server,
                     control: *control,
                 });
             }
-            ToEdge::Gateways { .. } => {}
+            GatewayMessage::Gateways { .. } => {}
             other => return Err(unexpected(&other)),
         }
     }
@@ -182,21 +184,21 @@ pub(super) async fn greet_once(
     greet(dialled, identity, fleet).await.map(drop)
 }
 
-fn welcome(fleet: &Fleet) -> Welcome {
-    Welcome {
+fn welcome(fleet: &Fleet) -> EdgeHello {
+    EdgeHello {
         protocol: wire::VERSION,
         version: env!("CARGO_PKG_VERSION").into(),
         instance: fleet.instance.clone(),
         turns: true,
-        ..Welcome::default()
+        ..EdgeHello::default()
     }
 }
 
 /// Waits for `future` while the tunnel moves.
 async fn drive<T>(
-    server: &mut Server<Io>,
+    server: &mut EdgeSide<Io>,
     fleet: &Arc<Fleet>,
-    future: impl Future<Output = Result<T, ControlError>>,
+    future: impl Future<Output = Result<T, ControlStreamError>>,
 ) -> Result<T, Failed> {
     let mut future = pin!(future);
     loop {
@@ -212,9 +214,9 @@ async fn drive<T>(
     }
 }
 
-fn unexpected(line: &ToEdge) -> Failed {
+fn unexpected(line: &GatewayMessage) -> Failed {
     match line {
-        ToEdge::Dismiss {
+        GatewayMessage::Dismiss {
             detail,
             retry_after_ms,
             ..
@@ -222,7 +224,7 @@ fn unexpected(line: &ToEdge) -> Failed {
             format!("dismissed: {detail}"),
             Some(Duration::from_millis(*retry_after_ms)),
         ),
-        ToEdge::Drain { .. } => Failed::Silent("the gateway drains".into()),
+        GatewayMessage::Drain { .. } => Failed::Silent("the gateway drains".into()),
         _ => Failed::Refused("something that has no place in a hello".into(), None),
     }
 }
@@ -238,15 +240,15 @@ impl Standing {
                     Err(ended) => return Failed::Silent(format!("the tunnel ended: {ended}")),
                 },
                 line = self.control.hear(), if heard => match line {
-                    Ok(ToEdge::Window { bytes }) => {
+                    Ok(GatewayMessage::Window { bytes }) => {
                         let bytes = self.server.resize(bytes);
-                        let line = ToGateway::Window { bytes };
+                        let line = EdgeMessage::Window { bytes };
                         let told = self.control.tell(&line);
                         if let Err(failed) = drive(&mut self.server, fleet, told).await {
                             return failed;
                         }
                     }
-                    Ok(line @ ToEdge::Dismiss { .. }) => return unexpected(&line),
+                    Ok(line @ GatewayMessage::Dismiss { .. }) => return unexpected(&line),
                     // There is nowhere else to go: what drains is served until it ends.
                     Ok(_) => {}
                     Err(_) => heard = false,
@@ -256,8 +258,8 @@ impl Standing {
     }
 }
 
-fn take(incoming: Incoming, fleet: &Arc<Fleet>) {
-    if let Incoming::Stream(asked) = incoming {
+fn take(incoming: IncomingStream, fleet: &Arc<Fleet>) {
+    if let IncomingStream::Stream(asked) = incoming {
         fleet.roll.asked();
         fleet
             .streams
@@ -267,13 +269,13 @@ fn take(incoming: Incoming, fleet: &Arc<Fleet>) {
 
 /// Answers each request with the body, also those inside a session, and echoes what an upgrade says. What
 /// fails is reset by being dropped.
-async fn answer(asked: Asked, bytes: Bytes) {
-    let Asked {
+async fn answer(asked: StreamRequest, bytes: Bytes) {
+    let StreamRequest {
         kind, body, reply, ..
     } = asked;
     let mut head = Response::new(());
     match kind {
-        Kind::Request => {
+        StreamKind::Request => {
             let length = HeaderValue::from(bytes.len());
             head.headers_mut().insert(CONTENT_LENGTH, length);
             if read(body).await
@@ -283,7 +285,7 @@ async fn answer(asked: Asked, bytes: Bytes) {
                 let _ = send.last(bytes).await;
             }
         }
-        Kind::Upgrade(token) => {
+        StreamKind::Upgrade(token) => {
             let Ok(token) = HeaderValue::try_from(token) else {
                 return;
             };
@@ -292,7 +294,7 @@ async fn answer(asked: Asked, bytes: Bytes) {
                 echo(send, body).await;
             }
         }
-        Kind::Tcp => {
+        StreamKind::Tcp => {
             if let Ok(send) = reply.send(head, false) {
                 converse(send, body, &bytes).await;
             }
@@ -301,7 +303,7 @@ async fn answer(asked: Asked, bytes: Bytes) {
 }
 
 /// Reads to the end; whether it was one.
-async fn read(mut body: Receive) -> bool {
+async fn read(mut body: StreamReceiver) -> bool {
     while let Some(chunk) = body.data().await {
         if chunk.is_err() {
             return false;
@@ -310,7 +312,7 @@ async fn read(mut body: Receive) -> bool {
     true
 }
 
-async fn echo(mut send: Send, mut body: Receive) {
+async fn echo(mut send: StreamSender, mut body: StreamReceiver) {
     while let Some(Ok(chunk)) = body.data().await {
         if send.data(chunk).await.is_err() {
             return;
@@ -321,7 +323,7 @@ async fn echo(mut send: Send, mut body: Receive) {
 }
 
 /// HTTP/1.1 for requests without a body.
-async fn converse(mut send: Send, mut body: Receive, bytes: &Bytes) {
+async fn converse(mut send: StreamSender, mut body: StreamReceiver, bytes: &Bytes) {
     let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", bytes.len());
     let whole = Bytes::from([head.as_bytes(), bytes].concat());
     let mut unread = BytesMut::new();

@@ -13,7 +13,7 @@ use crate::{
     measure::{Latencies, per_second},
     report::{self, rounded},
 };
-use causeway_tunnel::{socket::Abort, task::Tasks};
+use causeway_rt::{socket::ResetOnClose, task::TaskGroup};
 use serde_json::json;
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -47,7 +47,7 @@ pub(super) async fn run(
     );
     report::say(&json!({"event": "ready", "callers": asked.callers}));
     let all = Arc::new(Mutex::new(Latencies::new()));
-    let callers = Tasks::default();
+    let callers = TaskGroup::default();
     let began = Instant::now();
     let until = began + lasting;
     for identity in identities.into_iter().take(asked.callers) {

@@ -3,11 +3,11 @@
 use super::{Counter, over_the_port};
 use crate::{
     control::tests::world::{World, name},
-    state::Member,
+    state::ClusterNode,
 };
 use causeway_certs::{
-    ClusterSubject, ClusterTrust, EdgeIdentity, Leaf,
-    verify::{TicketSecret, vouched_client},
+    ClusterCa, EdgeIdentity, LeafCertificate, SignerProfile,
+    verify::{TicketSecret, csr_exchange_client},
 };
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -32,12 +32,12 @@ impl Signer {
         params.distinguished_name = subject(None, "kubernetes");
         let key = KeyPair::generate().unwrap();
         let root = params.self_signed(&key).unwrap().der().clone();
-        let trust = ClusterTrust::new(vec![root], ClusterSubject::Kubelet).unwrap();
+        let trust = ClusterCa::new(vec![root], SignerProfile::Kubelet).unwrap();
         world.believe(trust, &TicketSecret::random());
         Self(Issuer::new(params, key), Duration::from_mins(5))
     }
 
-    fn client(&self, organization: &str, name: &str) -> Leaf {
+    fn client(&self, organization: &str, name: &str) -> LeafCertificate {
         let mut params = CertificateParams::default();
         params.distinguished_name = subject(Some(organization), name);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
@@ -46,10 +46,10 @@ impl Signer {
         params.not_after = (began + Duration::from_hours(2)).into();
         let key = KeyPair::generate().unwrap();
         let made = params.signed_by(&key, &self.0).unwrap();
-        Leaf::load(&made.pem(), &key.serialize_pem()).unwrap()
+        LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap()
     }
 
-    fn kubelet(&self, node: &str) -> Leaf {
+    fn kubelet(&self, node: &str) -> LeafCertificate {
         self.client("system:nodes", &format!("system:node:{node}"))
     }
 }
@@ -63,11 +63,11 @@ fn subject(organization: Option<&str>, common: &str) -> DistinguishedName {
     name
 }
 
-fn showing(world: &World, leaf: &Leaf) -> Arc<ClientConfig> {
-    vouched_client(&world.ca.bundle_pem(), leaf).unwrap()
+fn showing(world: &World, leaf: &LeafCertificate) -> Arc<ClientConfig> {
+    csr_exchange_client(&world.ca.bundle_pem(), leaf).unwrap()
 }
 
-async fn asks(counter: &Counter, path: &str, leaf: &Leaf) -> Value {
+async fn asks(counter: &Counter, path: &str, leaf: &LeafCertificate) -> Value {
     let body = json!({ "csr": counter.csr(), "version": "1" });
     let config = showing(&counter.world, leaf);
     over_the_port(&counter.world, config, path, body).await
@@ -78,11 +78,14 @@ async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
     let counter = Counter::open();
     let world = &counter.world;
     let mut signer = Signer::believed_by(world);
-    let edge = Member {
+    let edge = ClusterNode {
         edge: true,
-        ..Member::default()
+        ..ClusterNode::default()
     };
-    let members = [(name("edge-1"), edge), (name("cloud"), Member::default())];
+    let members = [
+        (name("edge-1"), edge),
+        (name("cloud"), ClusterNode::default()),
+    ];
     world.nodes.cluster(members.into());
     let kubelet = signer.kubelet("edge-1");
     let said = asks(&counter, "/v1/vouched", &kubelet).await;

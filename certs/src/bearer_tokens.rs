@@ -1,0 +1,183 @@
+//! Callers' bearer tokens: a file of hashes, one line a caller.
+//!
+//! A line is `sha256:<hex> <name> [group,group]`; `#` begins a comment. The file never holds a
+//! token itself. A presented token is hashed and the hash looked up, so the time that takes tells
+//! nothing about the tokens. Reading the file is the binary's work; here is only its grammar.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::name::{NameError, check_caller};
+use crate::secret::{Fingerprint, Secret};
+
+/// What each generated token begins with: its kind and version.
+const PREFIX: &str = "cwc1";
+
+/// A caller known by a bearer token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StaticToken {
+    /// The caller's name.
+    pub name: String,
+    /// The groups the caller belongs to.
+    pub groups: Vec<String>,
+}
+
+/// The first bad line of a file of callers.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("line {line}: {message}")]
+pub struct StaticTokensError {
+    /// Which line, from 1.
+    pub line: usize,
+    /// What is wrong, and what to write.
+    pub message: String,
+}
+
+/// All callers of one file.
+#[derive(Debug, Clone, Default)]
+pub struct StaticTokens(HashMap<Fingerprint, Arc<StaticToken>>);
+
+impl StaticTokens {
+    /// Reads a file's text.
+    pub fn parse(text: &str) -> Result<Self, StaticTokensError> {
+        let mut callers = HashMap::new();
+        for (index, line) in text.lines().enumerate() {
+            let fault = |message| StaticTokensError {
+                line: index + 1,
+                message,
+            };
+            let line = line.split('#').next().unwrap_or_default();
+            if line.trim().is_empty() {
+                continue;
+            }
+            let (hash, caller) = parse_line(line).map_err(fault)?;
+            match callers.entry(hash) {
+                Entry::Vacant(free) => free.insert(Arc::new(caller)),
+                Entry::Occupied(taken) => {
+                    let owner = &taken.get().name;
+                    return Err(fault(format!(
+                        "the same token already stands for '{owner}'"
+                    )));
+                }
+            };
+        }
+        Ok(Self(callers))
+    }
+
+    /// The caller who holds this token.
+    pub fn lookup(&self, presented: &str) -> Option<Arc<StaticToken>> {
+        self.0
+            .get(&Fingerprint::digest(presented.as_bytes()))
+            .cloned()
+    }
+
+    /// How many tokens there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether nobody can come in by token.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// A new token, for the caller, and its line, for the file.
+    pub fn generate(name: &str, groups: &[String]) -> Result<(Secret, String), NameError> {
+        check_caller(name)?;
+        groups.iter().try_for_each(|group| check_caller(group))?;
+        let token = Secret::new(format!("{PREFIX}.{}", Secret::random().expose()));
+        let hash = Fingerprint::digest(token.expose().as_bytes());
+        let mut line = format!("sha256:{hash} {name}");
+        if !groups.is_empty() {
+            line.push(' ');
+            line.push_str(&groups.join(","));
+        }
+        Ok((token, line))
+    }
+}
+
+fn parse_line(line: &str) -> Result<(Fingerprint, StaticToken), String> {
+    let mut words = line.split_whitespace();
+    let hash = words
+        .next()
+        .and_then(|word| word.strip_prefix("sha256:"))
+        .ok_or("a line begins with 'sha256:' and the token's hash")?
+        .parse()
+        .map_err(|_| "'sha256:' is followed by 64 hexadecimal digits")?;
+    let name = words
+        .next()
+        .ok_or("the caller's name is missing behind the hash")?;
+    check_caller(name).map_err(|error| error.to_string())?;
+    let groups: Vec<_> = words
+        .next()
+        .into_iter()
+        .flat_map(|groups| groups.split(','))
+        .collect();
+    groups
+        .iter()
+        .try_for_each(|group| check_caller(group))
+        .map_err(|error| error.to_string())?;
+    if words.next().is_some() {
+        return Err("write groups in one word: group,group".into());
+    }
+    let groups = groups.into_iter().map(str::to_owned).collect();
+    Ok((
+        hash,
+        StaticToken {
+            name: name.to_owned(),
+            groups,
+        },
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> StaticTokensError {
+        StaticTokens::parse(text).unwrap_err()
+    }
+
+    #[test]
+    fn a_generated_token_is_found_by_its_line() {
+        let (token, line) = StaticTokens::generate("ann", &["ops".into(), "dev".into()]).unwrap();
+        let callers = StaticTokens::parse(&format!("# callers\n\n{line} # laptop\n")).unwrap();
+        let found = callers.lookup(token.expose()).unwrap();
+        assert_eq!(
+            (found.name.as_str(), found.groups.join("+")),
+            ("ann", "ops+dev".into())
+        );
+        assert!(callers.lookup("cwc1.other").is_none() && callers.lookup("").is_none());
+        assert!(token.expose().starts_with("cwc1.") && !line.contains(&token.expose()[5..]));
+        assert_eq!((callers.len(), callers.is_empty()), (1, false));
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        let (_, good) = StaticTokens::generate("ann", &[]).unwrap();
+        let hash = good.split(' ').next().unwrap();
+        for bad in [
+            "ann",
+            "sha256:12 ann",
+            hash,
+            &format!("{hash} a/b"),
+            &format!("{hash} a b c"),
+            &format!("{hash} a b,,c"),
+        ] {
+            assert_eq!(refused(&format!("# x\n{bad}")).line, 2, "{bad}");
+        }
+        let twice = refused(&format!("{good}\n{good}"));
+        assert!(
+            twice.line == 2 && twice.message.contains("'ann'"),
+            "{twice}"
+        );
+    }
+
+    #[test]
+    fn a_name_that_would_break_the_file_is_refused() {
+        assert!(StaticTokens::generate("a b", &[]).is_err());
+        assert!(StaticTokens::generate("a", &["b,c".into()]).is_err());
+    }
+}

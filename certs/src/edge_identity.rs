@@ -1,0 +1,311 @@
+//! The edge's identity: what enrolment leaves on a node and each later start takes up again.
+//!
+//! Holds node name, leaf, roots and trust domain, and the gateway addresses learned meanwhile.
+//! All of it is checked when put together: the certificate is for our key, one below a root has signed
+//! it, and the names are read from the two certificates, never from what the gateway says beside.
+
+use std::time::Duration;
+
+use rustls_pki_types::{CertificateDer, UnixTime};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::certificate::Certificate;
+use crate::external::{self, ExternalIdentityError};
+use crate::identity::{self, Identity};
+use crate::leaf::{LeafCertificate, LeafCertificateError};
+use crate::name::{NameError, NodeName, TrustDomain};
+use crate::pem;
+use crate::secret::{Fingerprint, Secret};
+use crate::verify::{PeerRejected, Purpose, TrustError, TrustStore, check_peer, none_revoked};
+
+/// Why certificates and key make no identity of an edge.
+#[derive(Debug, Error)]
+pub enum EdgeIdentityError {
+    /// The root's PEM does not read.
+    #[error("unreadable root certificate: {0}")]
+    Root(String),
+    /// Chain and key do not go together.
+    #[error(transparent)]
+    Leaf(#[from] LeafCertificateError),
+    /// The root names no trust domain.
+    #[error("the root certificate is not Causeway's: {0}")]
+    Domain(#[from] NameError),
+    /// The root is unusable.
+    #[error(transparent)]
+    Trust(#[from] TrustError),
+    /// The root did not sign the certificate, or not for an edge.
+    #[error("the edge's certificate does not hold: {0}")]
+    Refused(#[from] PeerRejected),
+}
+
+/// Most roots that an edge is told: a rotation has two.
+const MOST_ROOTS: usize = 4;
+
+/// An enrolled edge.
+#[derive(Debug, Clone)]
+pub struct EdgeIdentity {
+    /// The node, as the certificate says.
+    pub node: NodeName,
+    /// The edge's certificate with its key.
+    pub leaf: LeafCertificate,
+    /// The roots of edges and gateways: one, or during a rotation two.
+    pub roots: Vec<CertificateDer<'static>>,
+    /// The trust domain, as the roots say.
+    pub trust_domain: TrustDomain,
+    /// Further addresses of the gateway, learned from its hello.
+    pub gateways: Vec<String>,
+    /// Another system makes and renews it, and says which roots gateways hang on.
+    pub given: bool,
+}
+
+/// The form in the data directory: one file, so that key and certificate change at once.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct EdgeFile {
+    /// All roots, one PEM block after the other.
+    root: String,
+    certificate: String,
+    key: String,
+    gateways: Vec<String>,
+}
+
+impl EdgeIdentity {
+    /// Puts together what enrolment or renewal brought. Whether the certificate holds now is not asked here: an edge
+    /// that was off for long shall still say who it is, and be refused by the gateway; and a machine
+    /// that gets its time late shall be there when it does.
+    pub fn new(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
+        let edge = Self::assemble(roots_pem, chain_pem, key)?;
+        let trust = TrustStore::below(&edge.roots, &edge.trust_domain)?;
+        let within = edge.leaf.not_after();
+        check_peer(
+            Some(edge.leaf.chain()),
+            Purpose::Edge,
+            within,
+            &trust,
+            &none_revoked,
+        )?;
+        Ok(edge)
+    }
+
+    /// What another system has made for this node: the roots of gateways, the certificate with what it hangs by, and its
+    /// key. Whether it holds now, and for the gateways, is theirs to say.
+    pub fn given(
+        roots_pem: &str,
+        chain_pem: &str,
+        key_pem: &str,
+    ) -> Result<Self, ExternalIdentityError> {
+        let (leaf, node, trust_domain) = external::edge(chain_pem, key_pem)?;
+        Ok(Self {
+            node,
+            leaf,
+            roots: external::roots(roots_pem)?,
+            trust_domain,
+            gateways: Vec::new(),
+            given: true,
+        })
+    }
+
+    /// Whom this edge takes for a gateway.
+    pub(crate) fn trust(&self) -> Result<TrustStore, TrustError> {
+        if self.given {
+            TrustStore::given(&self.roots, &self.trust_domain)
+        } else {
+            TrustStore::below(&self.roots, &self.trust_domain)
+        }
+    }
+
+    /// Whether a gateway that was believed when it showed this chain is still. Its dates were judged then.
+    pub fn believes(&self, gateway: &[CertificateDer<'_>]) -> bool {
+        let facts = gateway.first().map(Certificate::read);
+        let ends = facts.and_then(Result::ok).unwrap_or_default().not_after;
+        let ends = UnixTime::since_unix_epoch(Duration::from_secs(ends));
+        let (now, purpose) = (UnixTime::now().min(ends), Purpose::Gateway);
+        self.trust().is_ok_and(|trust| {
+            check_peer(Some(gateway), purpose, now, &trust, &none_revoked).is_ok()
+        })
+    }
+
+    /// The trust domain that roots name.
+    pub fn domain_of(roots_pem: &str) -> Result<TrustDomain, EdgeIdentityError> {
+        read_roots(roots_pem).map(|(_, domain)| domain)
+    }
+
+    /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been
+    /// retired while the certificate is there.
+    fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
+        let leaf = LeafCertificate::load(chain_pem, key.expose())?;
+        let (roots, trust_domain) = read_roots(roots_pem)?;
+        let own = leaf.chain().first().ok_or(PeerRejected::Missing)?;
+        let identity = Identity::of_ours(own, &trust_domain).map_err(PeerRejected::Identity)?;
+        let Identity::Edge(node) = identity else {
+            return Err(PeerRejected::Kind {
+                wanted: Purpose::Edge,
+                found: identity.kind(),
+            }
+            .into());
+        };
+        Ok(Self {
+            node,
+            leaf,
+            roots,
+            trust_domain,
+            gateways: Vec::new(),
+            given: false,
+        })
+    }
+
+    /// The fingerprints of the roots.
+    pub fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.roots
+            .iter()
+            .map(|root| Fingerprint::of(root))
+            .collect()
+    }
+
+    /// Whether all roots of this PEM are trusted already. False if the text does not read.
+    pub fn trusts_all(&self, roots_pem: &str) -> bool {
+        read_roots(roots_pem)
+            .is_ok_and(|(roots, _)| roots.iter().all(|root| self.roots.contains(root)))
+    }
+
+    /// Reads the roots that a gateway tells. Refuses those of another trust domain, and those among which there is none that
+    /// is believed already: what takes a root's place is trusted beside it first.
+    pub fn read_roots(
+        &self,
+        roots_pem: &str,
+    ) -> Result<Vec<CertificateDer<'static>>, EdgeIdentityError> {
+        let (roots, domain) = read_roots(roots_pem)?;
+        TrustStore::below(&roots, &domain)?;
+        if domain != self.trust_domain {
+            return Err(EdgeIdentityError::Root(format!(
+                "it is of the trust domain {domain}, this edge of {}",
+                self.trust_domain
+            )));
+        }
+        if !roots.iter().any(|root| self.roots.contains(root)) {
+            let why = "none of them is believed already".to_owned();
+            return Err(EdgeIdentityError::Root(why));
+        }
+        Ok(roots)
+    }
+
+    pub(crate) fn to_file(&self) -> EdgeFile {
+        EdgeFile {
+            root: pem::encode_chain(&self.roots),
+            certificate: self.leaf.chain_pem(),
+            key: self.leaf.key_pem().expose().to_owned(),
+            gateways: self.gateways.clone(),
+        }
+    }
+
+    pub(crate) fn from_file(file: EdgeFile) -> Result<Self, EdgeIdentityError> {
+        let key = Secret::new(file.key);
+        let identity = Self::assemble(&file.root, &file.certificate, &key)?;
+        Ok(Self {
+            gateways: file.gateways,
+            ..identity
+        })
+    }
+}
+
+/// Roots and the trust domain that they name. A text has a few at most.
+fn read_roots(
+    text: &str,
+) -> Result<(Vec<CertificateDer<'static>>, TrustDomain), EdgeIdentityError> {
+    let roots = pem::certificates(text).map_err(EdgeIdentityError::Root)?;
+    if roots.len() > MOST_ROOTS {
+        let why = format!("there are more than {MOST_ROOTS} of them");
+        return Err(EdgeIdentityError::Root(why));
+    }
+    let domain = |root| {
+        let facts = Certificate::read(root).map_err(NameError::from)?;
+        if !facts.authority {
+            return Err(EdgeIdentityError::Root(
+                "it may not sign certificates".into(),
+            ));
+        }
+        Ok(identity::domain_of_root(&facts)?)
+    };
+    let mut domains = roots.iter().map(domain).collect::<Result<Vec<_>, _>>()?;
+    domains.dedup();
+    match domains.pop() {
+        Some(one) if domains.is_empty() => Ok((roots, one)),
+        _ => {
+            let why = "they are of several trust domains".to_owned();
+            Err(EdgeIdentityError::Root(why))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Ca, PrivateKey, VerifiedPublicKey};
+    use std::time::Duration;
+
+    fn ca() -> Ca {
+        Ca::create(&TrustDomain::parse("td").unwrap()).unwrap()
+    }
+
+    fn enrol(ca: &Ca) -> (PrivateKey, String) {
+        let key = PrivateKey::generate().unwrap();
+        let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
+        let node = NodeName::parse("edge-1").unwrap();
+        let issued = ca.issue_edge(&csr, &node, Duration::from_mins(1)).unwrap();
+        (key, issued.pem())
+    }
+
+    #[test]
+    fn the_names_come_from_the_certificates() {
+        let ca = ca();
+        let (key, chain) = enrol(&ca);
+        let edge = EdgeIdentity::new(&ca.root_pem(), &chain, &key.key_pem()).unwrap();
+        assert_eq!(
+            (edge.node.as_str(), edge.trust_domain.as_str()),
+            ("edge-1", "td")
+        );
+        assert_eq!(edge.fingerprints(), ca.fingerprints());
+    }
+
+    #[test]
+    fn roots_that_follow_one_another_are_taken_and_strangers_are_not() {
+        let ca = ca();
+        let (key, chain) = enrol(&ca);
+        let mut edge = EdgeIdentity::new(&ca.root_pem(), &chain, &key.key_pem()).unwrap();
+        let stranger = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        assert!(edge.read_roots(&stranger.root_pem()).is_err());
+        let both = ca.root_pem() + &stranger.root_pem();
+        edge.roots = edge.read_roots(&both).unwrap();
+        edge.roots = edge.read_roots(&stranger.root_pem()).unwrap();
+        let elsewhere = Ca::create(&TrustDomain::parse("other").unwrap()).unwrap();
+        assert!(
+            edge.read_roots(&(stranger.root_pem() + &elsewhere.root_pem()))
+                .is_err()
+        );
+        assert!(edge.read_roots(&chain).is_err(), "no authority");
+        // Its own certificate hangs on none of these, and it comes back all the same.
+        let again = EdgeIdentity::from_file(edge.to_file()).unwrap();
+        assert_eq!((again.roots.len(), again.node), (1, edge.node));
+    }
+
+    #[test]
+    fn another_root_or_another_key_is_refused() {
+        let ours = ca();
+        let (key, chain) = enrol(&ours);
+        let other = PrivateKey::generate().unwrap();
+        assert!(EdgeIdentity::new(&ca().root_pem(), &chain, &key.key_pem()).is_err());
+        assert!(EdgeIdentity::new(&ours.root_pem(), &chain, &other.key_pem()).is_err());
+    }
+
+    #[test]
+    fn a_callers_certificate_is_no_edges() {
+        let ca = ca();
+        let caller = ca.issue_caller("ann", &[], Duration::from_mins(1)).unwrap();
+        let refused = EdgeIdentity::new(&ca.root_pem(), &caller.chain_pem(), &caller.key_pem());
+        assert!(matches!(
+            refused,
+            Err(EdgeIdentityError::Refused(PeerRejected::Kind { .. }))
+        ));
+    }
+}

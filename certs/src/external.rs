@@ -1,0 +1,125 @@
+//! Certificates of edges and gateways that another system makes and renews: cert-manager, Vault, a company's PKI.
+//!
+//! They say the same as ours do: `spiffe://<trust domain>/gateway` with serverAuth, `spiffe://<trust domain>/edge/<node>`
+//! with clientAuth, each as the certificate's only SPIFFE URI. What differs is who signs: whatever hangs on one of the
+//! roots that are named counts, through whichever intermediates, and these say nothing of purposes.
+
+use rustls_pki_types::CertificateDer;
+use thiserror::Error;
+
+use crate::certificate::{CaConstraints, Certificate, CertificateError};
+use crate::identity::{self, Identity};
+use crate::leaf::{LeafCertificate, LeafCertificateError};
+use crate::name::{NameError, NodeName, TrustDomain};
+use crate::pem;
+
+/// Most roots in one file: a company has a few, the whole web 150.
+const MOST_ROOTS: usize = 64;
+
+/// Why files of another system make no identity.
+#[derive(Debug, Error)]
+pub enum ExternalIdentityError {
+    /// Chain and key do not go together.
+    #[error(transparent)]
+    Leaf(#[from] LeafCertificateError),
+    /// The certificate carries no identity, or a malformed one.
+    #[error("{0}; it has to carry the one URI {1}")]
+    Name(NameError, &'static str),
+    /// It is somebody's, and not who it has to be.
+    #[error("it is the certificate of {found}; it has to carry the one URI {wanted}")]
+    Kind {
+        /// Whose it is.
+        found: String,
+        /// The URI that it has to carry.
+        wanted: &'static str,
+    },
+    /// The extended key usage is missing.
+    #[error("its extended key usage does not name {0}")]
+    Usage(&'static str),
+    /// The roots do not read.
+    #[error("unreadable CA certificates: {0}")]
+    Roots(String),
+}
+
+impl From<CertificateError> for ExternalIdentityError {
+    fn from(error: CertificateError) -> Self {
+        Self::Leaf(error.into())
+    }
+}
+
+const GATEWAY: &str = "spiffe://TRUST-DOMAIN/gateway";
+const EDGE: &str = "spiffe://TRUST-DOMAIN/edge/NODE";
+
+/// The certificate of a gateway's tunnel port, and the trust domain that it names. Its dates are not looked at.
+pub fn gateway(
+    chain_pem: &str,
+    key_pem: &str,
+) -> Result<(LeafCertificate, TrustDomain), ExternalIdentityError> {
+    let leaf = LeafCertificate::load(chain_pem, key_pem)?;
+    let facts = facts(&leaf)?;
+    match named(&facts, GATEWAY)? {
+        (Identity::Gateway, domain) if facts.server_auth => Ok((leaf, domain)),
+        (Identity::Gateway, _) => Err(ExternalIdentityError::Usage("serverAuth")),
+        (other, _) => Err(kind(&other, GATEWAY)),
+    }
+}
+
+/// The certificate of an edge, its node, and the trust domain that it names. Its dates are not looked at: it may be
+/// the clock that is wrong.
+pub(crate) fn edge(
+    chain_pem: &str,
+    key_pem: &str,
+) -> Result<(LeafCertificate, NodeName, TrustDomain), ExternalIdentityError> {
+    let leaf = LeafCertificate::load(chain_pem, key_pem)?;
+    let facts = facts(&leaf)?;
+    match named(&facts, EDGE)? {
+        (Identity::Edge(node), domain) if facts.client_auth => Ok((leaf, node, domain)),
+        (Identity::Edge(_), _) => Err(ExternalIdentityError::Usage("clientAuth")),
+        (other, _) => Err(kind(&other, EDGE)),
+    }
+}
+
+/// Roots, or intermediates that count as such, of a PEM text: at least one, each of which may sign.
+pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
+    let roots = pem::certificates(text).map_err(ExternalIdentityError::Roots)?;
+    if roots.len() > MOST_ROOTS {
+        let why = format!("there are more than {MOST_ROOTS} of them");
+        return Err(ExternalIdentityError::Roots(why));
+    }
+    for root in &roots {
+        let read = CaConstraints::read(root)?;
+        if !read.signs {
+            let name = read.subject.common;
+            let why = format!("that of {name:?} is no CA's: it may not sign certificates");
+            return Err(ExternalIdentityError::Roots(why));
+        }
+    }
+    Ok(roots)
+}
+
+fn facts(leaf: &LeafCertificate) -> Result<Certificate, CertificateError> {
+    // A leaf has at least the one certificate.
+    leaf.chain()
+        .first()
+        .map_or_else(|| Ok(Certificate::default()), Certificate::read)
+}
+
+/// Whose certificate it is, in the trust domain that it says itself.
+fn named(
+    facts: &Certificate,
+    wanted: &'static str,
+) -> Result<(Identity, TrustDomain), ExternalIdentityError> {
+    let read = || {
+        let domain = identity::domain_of(facts)?;
+        Ok((Identity::ours(facts, &domain)?, domain))
+    };
+    read().map_err(|error| ExternalIdentityError::Name(error, wanted))
+}
+
+fn kind(found: &Identity, wanted: &'static str) -> ExternalIdentityError {
+    let found = found.to_string();
+    ExternalIdentityError::Kind { found, wanted }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+//! What our own CA makes stands for what another system makes: what counts is what is in it.
+
+use super::*;
+use crate::verify::{PeerRejected, Purpose, TrustStore, none_revoked, verify_peer};
+use crate::{Ca, EdgeIdentity, PrivateKey, VerifiedPublicKey};
+use rustls_pki_types::UnixTime;
+use std::time::Duration;
+
+const LIFE: Duration = Duration::from_hours(1);
+
+fn domain() -> TrustDomain {
+    TrustDomain::parse("company.test").unwrap()
+}
+
+fn ca() -> Ca {
+    Ca::create(&domain()).unwrap()
+}
+
+fn made(ca: &Ca, node: &str) -> (String, String) {
+    let key = PrivateKey::generate().unwrap();
+    let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
+    let issued = ca.issue_edge(&csr, &NodeName::parse(node).unwrap(), LIFE);
+    (issued.unwrap().pem(), key.key_pem().expose().to_owned())
+}
+
+#[test]
+fn who_it_is_and_of_which_trust_domain_is_read_from_the_certificate() {
+    let ca = ca();
+    let shown = ca.issue_gateway(&[], LIFE).unwrap();
+    let (_, of) = gateway(&shown.chain_pem(), shown.key_pem().expose()).unwrap();
+    assert_eq!(of, domain());
+    let (chain, key) = made(&ca, "edge-1");
+    let edge = EdgeIdentity::given(&ca.root_pem(), &chain, &key).unwrap();
+    assert_eq!(
+        (edge.node.as_str(), edge.trust_domain),
+        ("edge-1", domain())
+    );
+    let said = |error: ExternalIdentityError| error.to_string();
+    let wrong = said(gateway(&chain, &key).unwrap_err());
+    assert!(
+        wrong.contains("of edge edge-1") && wrong.contains("/gateway"),
+        "{wrong}"
+    );
+    let shown = (shown.chain_pem(), shown.key_pem());
+    let wrong = said(super::edge(&shown.0, shown.1.expose()).unwrap_err());
+    assert!(
+        wrong.contains("of gateway") && wrong.contains("/edge/NODE"),
+        "{wrong}"
+    );
+    let front = ca.mint_front(&[], LIFE).unwrap();
+    let wrong = said(gateway(&front.chain_pem(), front.key_pem().expose()).unwrap_err());
+    assert!(wrong.contains("0 identities"), "{wrong}");
+    assert!(said(roots(&chain).unwrap_err()).contains("may not sign"));
+    assert!(roots("").is_err());
+}
+
+#[test]
+fn whatever_hangs_below_a_root_that_is_named_counts_and_is_known_by_that_root() {
+    let (ca, other) = (ca(), self::ca());
+    let below = roots(&ca.root_pem()).unwrap();
+    let trust = TrustStore::given(&below, &domain()).unwrap();
+    let prove = |ca: &Ca, trust: &TrustStore| {
+        let (chain, key) = made(ca, "edge-1");
+        let (leaf, ..) = super::edge(&chain, &key).unwrap();
+        verify_peer(
+            Some(leaf.chain()),
+            Purpose::Edge,
+            UnixTime::now(),
+            trust,
+            &none_revoked,
+        )
+    };
+    let proven = prove(&ca, &trust).unwrap();
+    assert!(trust.knows(proven.root.unwrap()));
+    assert_eq!(prove(&other, &trust), Err(PeerRejected::UnknownIssuer));
+    let both = [below, roots(&other.root_pem()).unwrap()].concat();
+    let both = TrustStore::given(&both, &domain()).unwrap();
+    assert!(both.knows(proven.root.unwrap()), "one more changes nothing");
+    let later = prove(&other, &both).unwrap();
+    assert!(both.knows(later.root.unwrap()) && !trust.knows(later.root.unwrap()));
+    let elsewhere = TrustDomain::parse("other.test").unwrap();
+    let elsewhere = TrustStore::given(&roots(&ca.root_pem()).unwrap(), &elsewhere).unwrap();
+    assert!(matches!(
+        prove(&ca, &elsewhere),
+        Err(PeerRejected::Identity(_))
+    ));
+}

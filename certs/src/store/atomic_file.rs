@@ -1,0 +1,289 @@
+//! Files of the data directory: whole, private, and old or new but never half.
+//!
+//! A file is written beside its place, brought to the disk, renamed, and the rename brought to the
+//! disk too; whatever fails before the rename leaves the old file as it was. What several
+//! processes change goes through `update`, and all that is written is written under an advisory lock on `.lock`, which the
+//! kernel frees when its holder dies. Whoever takes it removes what the one before was killed over.
+
+use std::fmt::Display;
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tempfile::NamedTempFile;
+use thiserror::Error;
+
+use super::file_owner::{chown_to_parent, open_private};
+
+/// What is not in its place yet; whoever holds the lock and has made none knows that nobody wants it any more.
+const NEW: &str = ".new-";
+const LOCK: &str = ".lock";
+const CLAIM: &str = ".in-use";
+
+/// Why the data directory cannot be used.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// The system refused: no permission, disk full, and so on. The old file is intact.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// A verb: `read`, `write`, …
+        doing: &'static str,
+        /// Which file or directory.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A file does not read. It is left as it is.
+    #[error("{} is damaged: {why}", path.display())]
+    Corrupt {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Something that must be there is not.
+    #[error("{} is missing", path.display())]
+    Missing {
+        /// Which file or directory.
+        path: PathBuf,
+    },
+    /// Another process lives on this directory.
+    #[error("{} is in use by another causeway process; give each its own data directory", path.display())]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Something that must not be replaced is there already.
+    #[error("{} exists already and is not overwritten", path.display())]
+    Exists {
+        /// Which file.
+        path: PathBuf,
+    },
+}
+
+/// A directory of small files. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Dir(Arc<Path>);
+
+/// Held while a file is changed; dropping it lets the next one in.
+#[derive(Debug)]
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// When its file was changed last.
+    pub(super) fn modified(&self) -> Option<SystemTime> {
+        let file = self.0.metadata();
+        file.and_then(|file| file.modified()).ok()
+    }
+}
+
+impl Dir {
+    /// Makes the directory, 0700, where there is none.
+    pub(crate) fn create(path: &Path) -> Result<Self, StoreError> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path)
+            .map_err(failed("make", path))?;
+        Ok(Self(path.into()))
+    }
+
+    pub(crate) fn existing(path: &Path) -> Result<Self, StoreError> {
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => Ok(Self(path.into())),
+            Ok(_) => Err(StoreError::Corrupt {
+                path: path.into(),
+                why: "not a directory".into(),
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(StoreError::Missing { path: path.into() })
+            }
+            Err(error) => Err(failed("open", path)(error)),
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub(crate) fn corrupt(&self, name: &str, why: impl Display) -> StoreError {
+        StoreError::Corrupt {
+            path: self.path(name),
+            why: why.to_string(),
+        }
+    }
+
+    /// A file's text, or `None` where there is none.
+    pub(crate) fn read(&self, name: &str) -> Result<Option<String>, StoreError> {
+        let path = self.path(name);
+        match fs::read_to_string(&path) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                Err(self.corrupt(name, "not UTF-8 text"))
+            }
+            Err(error) => Err(failed("read", &path)(error)),
+        }
+    }
+
+    /// Fails with [`StoreError::Missing`] if there is no such file.
+    pub(crate) fn require(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        match fs::metadata(&path) {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(StoreError::Missing { path })
+            }
+            Err(error) => Err(failed("read", &path)(error)),
+        }
+    }
+
+    /// Puts a file in place of the old one: after this returns `Ok` it is on the disk. Under the lock only.
+    pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        self.replace(&path, text).map_err(failed("write", &path))
+    }
+
+    /// Whether a file of this size could be written now. Leaves nothing behind.
+    pub(crate) fn rehearse(&self, name: &str, size: usize) -> Result<(), StoreError> {
+        let written = self.beside(&" ".repeat(size));
+        written.map(drop).map_err(failed("write", &self.path(name)))
+    }
+
+    fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
+        self.beside(text)?.persist(path)?;
+        File::open(&self.0)?.sync_all()
+    }
+
+    /// A file without its place yet, on the disk. tempfile makes it 0600, and removes it where it
+    /// does not come to its place. It is the directory's user's, whoever runs this.
+    fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
+        let mut file = tempfile::Builder::new().prefix(NEW).tempfile_in(&self.0)?;
+        chown_to_parent(file.as_file(), &self.0)?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        Ok(file)
+    }
+
+    /// Gives a file another name; whether there was one. Under the lock only.
+    pub(crate) fn rename(&self, name: &str, to: &str) -> Result<bool, StoreError> {
+        let path = self.path(name);
+        match fs::rename(&path, self.path(to)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            renamed => renamed.map_err(failed("rename", &path))?,
+        }
+        let synced = File::open(&*self.0).and_then(|directory| directory.sync_all());
+        synced.map_err(failed("rename", &path))?;
+        Ok(true)
+    }
+
+    pub(crate) fn remove(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed("remove", &path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn read_json<T: DeserializeOwned>(
+        &self,
+        name: &str,
+    ) -> Result<Option<T>, StoreError> {
+        let Some(text) = self.read(name)? else {
+            return Ok(None);
+        };
+        serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|error| self.corrupt(name, error))
+    }
+
+    pub(crate) fn write_json(&self, name: &str, value: &impl Serialize) -> Result<(), StoreError> {
+        let text = serde_json::to_string_pretty(value)
+            .map_err(|error| failed("write", &self.path(name))(error.into()))?;
+        self.write(name, &(text + "\n"))
+    }
+
+    /// Waits until no other process or thread changes files here.
+    pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
+        let path = self.path(LOCK);
+        let locked = open_lock(&path).and_then(|file| file.lock().map(|()| file));
+        let locked = locked.map(Lock).map_err(failed("lock", &path))?;
+        self.sweep();
+        Ok(locked)
+    }
+
+    /// Removes what a process left that was killed before it had written all of it.
+    fn sweep(&self) {
+        let entries = fs::read_dir(&*self.0).into_iter().flatten().flatten();
+        let left = entries.filter(|entry| {
+            entry
+                .file_name()
+                .as_encoded_bytes()
+                .starts_with(NEW.as_bytes())
+        });
+        for entry in left {
+            // The next one tries again.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+
+    /// Takes the directory for one process, for as long as the lock is held. It goes with the process too.
+    pub(crate) fn claim(&self) -> Result<Lock, StoreError> {
+        let path = self.path(CLAIM);
+        let file = open_lock(&path).map_err(failed("lock", &path))?;
+        match file.try_lock() {
+            Ok(()) => {
+                // By this time the process before sees that it has a successor. Without it that one keeps its ports longer.
+                let _ = file.set_modified(SystemTime::now());
+                Ok(Lock(file))
+            }
+            Err(TryLockError::WouldBlock) => Err(StoreError::InUse {
+                path: self.0.to_path_buf(),
+            }),
+            Err(TryLockError::Error(error)) => Err(failed("lock", &path)(error)),
+        }
+    }
+
+    /// When the directory was claimed last.
+    pub(crate) fn claimed(&self) -> Option<SystemTime> {
+        let claim = fs::metadata(self.path(CLAIM));
+        claim.and_then(|claim| claim.modified()).ok()
+    }
+
+    /// Reads a file, changes its value and writes it, all under the lock. An error from `change`
+    /// leaves the file untouched.
+    pub(crate) fn update<T, R, E>(
+        &self,
+        name: &str,
+        change: impl FnOnce(&mut T) -> Result<R, E>,
+    ) -> Result<R, E>
+    where
+        T: Default + Serialize + DeserializeOwned,
+        E: From<StoreError>,
+    {
+        let _lock = self.lock()?;
+        let mut value = self.read_json::<T>(name)?.unwrap_or_default();
+        let outcome = change(&mut value)?;
+        self.write_json(name, &value)?;
+        Ok(outcome)
+    }
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    open_private(path, OpenOptions::new().write(true))
+}
+
+pub(super) fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    move |source| StoreError::Io {
+        doing,
+        path: path.into(),
+        source,
+    }
+}

@@ -1,0 +1,134 @@
+//! The CA of a data directory: `ca.json`, and beside it the roots for people, `ca.pem`.
+//!
+//! All of a CA is in one file, so that whatever happens to it happens at once. `ca.pem` follows from it, and is written
+//! anew wherever it says something else. A directory from before has no `ca.json`, but `ca.pem` and `ca.key`: that root
+//! is read as ever, and moves into the one file with the first step of a rotation.
+
+use super::{Store, StoreError, TICKETS};
+use crate::ca::{Ca, CaError, CaFile, RotationStep};
+use crate::token::TokenStore;
+use std::path::PathBuf;
+
+pub(super) const CA: &str = "ca.json";
+pub(super) const ROOTS: &str = "ca.pem";
+/// The key of a root from before `ca.json`.
+const OLD_KEY: &str = "ca.key";
+
+impl Store {
+    /// Where a caller finds our roots, for `curl --cacert`.
+    pub fn root_path(&self) -> PathBuf {
+        self.dir.path(ROOTS)
+    }
+
+    /// The CA, if one was made here.
+    pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
+        let found = self.read_ca()?;
+        let settled = found.as_ref().is_none_or(|ca| self.is_settled(ca));
+        if settled || self.dir.read(CA)?.is_none() {
+            return Ok(found);
+        }
+        let _lock = self.dir.lock()?;
+        // Whoever held the lock may have gone on.
+        let found = self.read_ca()?;
+        if let Some(ca) = &found {
+            self.settle(ca)?;
+        }
+        Ok(found)
+    }
+
+    /// The same, whatever else is there.
+    pub(super) fn read_ca(&self) -> Result<Option<Ca>, StoreError> {
+        if let Some(file) = self.dir.read_json::<CaFile>(CA)? {
+            let ca = file.read().map_err(|error| self.dir.corrupt(CA, error))?;
+            return Ok(Some(ca));
+        }
+        match (self.dir.read(ROOTS)?, self.dir.read(OLD_KEY)?) {
+            (Some(root), Some(key)) => match Ca::load(&root, &key) {
+                Ok(ca) => Ok(Some(ca)),
+                Err(error @ CaError::Unusable { part: "key", .. }) => {
+                    Err(self.dir.corrupt(OLD_KEY, error))
+                }
+                Err(error) => Err(self.dir.corrupt(ROOTS, error)),
+            },
+            (Some(_), None) => Err(StoreError::Missing {
+                path: self.dir.path(CA),
+            }),
+            // A key alone is what an interrupted `ca init` once left.
+            (None, _) => Ok(None),
+        }
+    }
+
+    /// Keeps a new CA. Refuses to replace one: every edge would be lost.
+    pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        for name in [CA, ROOTS] {
+            if self.dir.read(name)?.is_some() {
+                return Err(StoreError::Exists {
+                    path: self.dir.path(name),
+                });
+            }
+        }
+        // Whoever could resume under a CA before must not under this one.
+        self.dir.remove(TICKETS)?;
+        self.keep(ca)
+    }
+
+    /// Takes the CA a step further, if `change` makes one.
+    ///
+    /// # Errors
+    /// If there is no CA, or `change` refuses; then nothing has changed.
+    pub fn change_ca<E: From<StoreError>>(
+        &self,
+        change: impl FnOnce(Ca) -> Result<(Ca, RotationStep), E>,
+    ) -> Result<(Ca, RotationStep), E> {
+        let _lock = self.dir.lock()?;
+        let missing = || StoreError::Missing {
+            path: self.dir.path(CA),
+        };
+        let before = self.read_ca()?.ok_or_else(missing)?;
+        let roots = before.fingerprints();
+        let (ca, step) = change(before)?;
+        if step == RotationStep::Made {
+            // Whoever could resume by a root that is gone must not any more: a thief of the one has the other.
+            let stay = ca.fingerprints();
+            if !roots.iter().all(|root| stay.contains(root)) {
+                self.dir.remove(TICKETS)?;
+            }
+            self.keep(&ca)?;
+        }
+        Ok((ca, step))
+    }
+
+    /// The join tokens of this directory's CA.
+    pub fn tokens(&self) -> Result<TokenStore, StoreError> {
+        let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
+            path: self.root_path(),
+        })?;
+        Ok(self.tokens_of(&ca))
+    }
+
+    /// The same, where the CA is known.
+    pub fn tokens_of(&self, ca: &Ca) -> TokenStore {
+        TokenStore::new(self.dir.clone(), ca)
+    }
+
+    /// Before the one rename nothing has changed, after it all has; the rest is made up for by [`Store::ca`].
+    fn keep(&self, ca: &Ca) -> Result<(), StoreError> {
+        self.dir.write_json(CA, &CaFile::of(ca))?;
+        self.settle(ca)
+    }
+
+    /// What follows from `ca.json`.
+    pub(super) fn settle(&self, ca: &Ca) -> Result<(), StoreError> {
+        if !self.is_settled(ca) {
+            self.dir.write(ROOTS, &ca.bundle_pem())?;
+        }
+        self.dir.remove(OLD_KEY)
+    }
+
+    /// Roots that do not read are not worth more than those that are not there.
+    fn is_settled(&self, ca: &Ca) -> bool {
+        let shown = self.dir.read(ROOTS).ok().flatten();
+        shown.as_ref() == Some(&ca.bundle_pem()) && !self.dir.path(OLD_KEY).exists()
+    }
+}

@@ -1,0 +1,119 @@
+//! Whose a new file is: its directory's.
+//!
+//! A gateway lives on its data directory as a user of its own, and its administrator makes tokens there as root.
+//! What root made for itself alone, mode 0600, the gateway could not read. So root gives what it makes in another
+//! user's directory to that user. Only files that were made by this very call are given away: the directory's user
+//! can put links to anything there, and a link that root follows must not change whose its target is.
+
+use nix::{fcntl::OFlag, unistd::geteuid};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::Path;
+
+/// Root's number.
+const ROOT: u32 = 0;
+
+/// Opens a private file for writing, and makes it, 0600 and its directory's user's, where there is none.
+///
+/// # Errors
+/// What the system says.
+pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
+    match options.clone().create_new(true).mode(0o600).open(path) {
+        Ok(file) => {
+            // Neither root's file in another's directory nor half a step towards it may stay.
+            chown_to_parent(&file, parent(path)).inspect_err(|_| drop(fs::remove_file(path)))?;
+            Ok(file)
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            if is_foreign_owner(parent(path))? {
+                // What its user put here may lead anywhere, or never answer.
+                let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
+                return options.clone().custom_flags(flags).open(path);
+            }
+            options.open(path)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Gives a file that was just made to the user of the directory in which it stands, if it is root's and that is not.
+pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
+    if file.metadata()?.uid() != ROOT || !is_foreign_owner(directory)? {
+        return Ok(());
+    }
+    // Whoever can put another directory in this one's place is not to be given a file that was made there.
+    let above = fs::metadata(fs::canonicalize(directory)?.parent().unwrap_or(directory))?;
+    if above.uid() != ROOT || above.mode() & 0o022 != 0 && above.mode() & 0o1000 == 0 {
+        return Ok(());
+    }
+    let owner = fs::metadata(directory)?;
+    fchown(file, Some(owner.uid()), Some(owner.gid()))
+}
+
+/// Whether root looks at another user's directory.
+fn is_foreign_owner(directory: &Path) -> io::Result<bool> {
+    Ok(geteuid().is_root() && fs::metadata(directory)?.uid() != ROOT)
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{chown, symlink};
+
+    /// A directory of somebody else, if this user may give one away.
+    fn of_another() -> Option<tempfile::TempDir> {
+        let folder = tempfile::tempdir().unwrap();
+        let given = chown(folder.path(), Some(12_345), Some(23_456));
+        if given.is_err() {
+            println!("skipped: needs root");
+        }
+        given.ok().map(|()| folder)
+    }
+
+    fn owner(path: &Path) -> (u32, u32) {
+        let found = fs::metadata(path).unwrap();
+        (found.uid(), found.gid())
+    }
+
+    fn writing() -> OpenOptions {
+        let mut options = OpenOptions::new();
+        options.write(true);
+        options
+    }
+
+    #[test]
+    fn what_root_makes_in_another_users_directory_is_that_users() {
+        let Some(folder) = of_another() else { return };
+        let path = folder.path().join("new");
+        open_private(&path, &writing()).unwrap();
+        assert_eq!(owner(&path), (12_345, 23_456));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn what_was_there_keeps_its_owner_and_no_link_is_followed() {
+        let Some(folder) = of_another() else { return };
+        let (target, link) = (folder.path().join("target"), folder.path().join("link"));
+        fs::write(&target, "").unwrap();
+        let before = owner(&target);
+        symlink(&target, &link).unwrap();
+        assert!(open_private(&link, &writing()).is_err());
+        open_private(&target, &writing()).unwrap();
+        assert_eq!(owner(&target), before);
+    }
+
+    #[test]
+    fn ones_own_directory_needs_no_gift() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new");
+        open_private(&path, &writing()).unwrap();
+        assert_eq!(owner(&path).0, owner(folder.path()).0);
+    }
+}

@@ -1,0 +1,303 @@
+//! What gateways of the same edges have in common: the CA and the secret of session tickets.
+//!
+//! A folder with both files says it, such as a Secret of a cluster. A data directory takes it up whole and keeps its own tokens
+//! and nodes. One with another CA is left as it is, for its edges would be lost. So is one whose rotation has gone further, for
+//! a root that was retired would be back, or the only key of a new one be gone.
+
+use super::{Store, StoreError, TICKETS, atomic_file::failed, ca::CA};
+use crate::ca::{Ca, CaFile};
+use crate::verify::TicketSecret;
+use std::io;
+use std::path::Path;
+
+/// A CA and a secret of session tickets. `Debug` shows neither.
+#[derive(Debug)]
+pub struct SharedCa {
+    ca: Ca,
+    tickets: TicketSecret,
+}
+
+/// What became of what others share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImportOutcome {
+    /// It is here now.
+    Now,
+    /// It was here before.
+    Before,
+    /// It is older than what is here, or has gone another way: what is here has stayed.
+    Behind,
+}
+
+impl SharedCa {
+    /// This CA, with a new secret.
+    pub fn new(ca: Ca) -> Self {
+        Self {
+            ca,
+            tickets: TicketSecret::random(),
+        }
+    }
+
+    /// What the folder says.
+    ///
+    /// # Errors
+    /// If one of the two is not there, or does not read.
+    pub fn read(folder: &Path) -> Result<Self, StoreError> {
+        let text = |name: &str| {
+            let path = folder.join(name);
+            std::fs::read_to_string(&path).map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => StoreError::Missing { path },
+                _ => failed("read", &path)(error),
+            })
+        };
+        let corrupt = |name: &str, why: String| StoreError::Corrupt {
+            path: folder.join(name),
+            why,
+        };
+        let file: CaFile =
+            serde_json::from_str(&text(CA)?).map_err(|error| corrupt(CA, error.to_string()))?;
+        let ca = file
+            .read()
+            .map_err(|error| corrupt(CA, error.to_string()))?;
+        let tickets = TicketSecret::parse(&text(TICKETS)?)
+            .ok_or_else(|| corrupt(TICKETS, "it is not 32 bytes in base64url".to_owned()))?;
+        Ok(Self { ca, tickets })
+    }
+
+    /// The CA.
+    pub fn ca(&self) -> &Ca {
+        &self.ca
+    }
+
+    /// What each file says, by its name. All of it is secret.
+    ///
+    /// # Errors
+    /// If it cannot be written as JSON.
+    pub fn files(&self) -> Result<[(&'static str, String); 2], serde_json::Error> {
+        let ca = serde_json::to_string_pretty(&CaFile::of(&self.ca))?;
+        Ok([(CA, ca), (TICKETS, format!("{}\n", self.tickets.text()))])
+    }
+}
+
+impl Store {
+    /// What this directory shares with others. It has a CA.
+    pub fn shared(&self) -> Result<SharedCa, StoreError> {
+        let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
+            path: self.dir.path(CA),
+        })?;
+        let tickets = self.ticket_secret()?;
+        Ok(SharedCa { ca, tickets })
+    }
+
+    /// Takes up what others share, if it goes on from what is here.
+    ///
+    /// # Errors
+    /// If this directory has another CA, none of whose roots is in that one; then nothing has changed.
+    pub fn take_up(&self, shared: &SharedCa) -> Result<ImportOutcome, StoreError> {
+        let _lock = self.dir.lock()?;
+        let before = self.read_ca()?;
+        let roots = shared.ca.fingerprints();
+        if let Some(before) = &before {
+            let mut known = before.fingerprints().into_iter();
+            if !known.any(|root| roots.contains(&root)) {
+                return Err(StoreError::Exists {
+                    path: self.dir.path(CA),
+                });
+            }
+            if !shared.ca.goes_on_from(before) {
+                return Ok(ImportOutcome::Behind);
+            }
+        }
+        let mut taken = ImportOutcome::Before;
+        let files = shared.files();
+        // The CA comes last, without which nothing counts.
+        for (name, text) in files
+            .map_err(|error| self.dir.corrupt(CA, error))?
+            .iter()
+            .rev()
+        {
+            if self.dir.read(name)?.as_ref() != Some(text) {
+                self.dir.write(name, text)?;
+                taken = ImportOutcome::Now;
+            }
+        }
+        self.settle(&shared.ca)?;
+        Ok(taken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ca::{CaError, OperatorCa, RotationStep};
+    use crate::name::{NodeName, TrustDomain};
+    use crate::store::{NodeRecord, OpenMode};
+
+    fn ca() -> Ca {
+        Ca::create(&TrustDomain::parse("test.example").unwrap()).unwrap()
+    }
+
+    fn keep(folder: &Path, shared: &SharedCa) {
+        for (name, text) in shared.files().unwrap() {
+            std::fs::write(folder.join(name), text).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_shared_is_taken_up_through_a_rotation_and_nodes_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = |name: &str| Store::open(folder.path().join(name), OpenMode::Create).unwrap();
+        let (one, other) = (place("one"), place("other"));
+        let first = SharedCa::new(ca());
+        keep(folder.path(), &first);
+        let read = || SharedCa::read(folder.path()).unwrap();
+        assert_eq!(one.take_up(&read()).unwrap(), ImportOutcome::Now);
+        assert_eq!(one.take_up(&read()).unwrap(), ImportOutcome::Before);
+        other.take_up(&read()).unwrap();
+        let secret = |store: &Store| store.ticket_secret().unwrap();
+        assert!(secret(&one) == secret(&other));
+        let node = NodeName::parse("edge-1").unwrap();
+        other.nodes().put(NodeRecord::arrived(&node, 7)).unwrap();
+
+        for step in [Ca::prepare, Ca::activate, Ca::retire] {
+            let before = secret(&one);
+            one.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+                .unwrap();
+            let shared = one.shared().unwrap();
+            let gone = shared.ca().other().is_none();
+            assert_eq!(secret(&one) != before, gone, "with a root that is gone");
+            keep(folder.path(), &shared);
+            assert_eq!(other.take_up(&read()).unwrap(), ImportOutcome::Now);
+            let roots = |store: &Store| store.ca().unwrap().unwrap().bundle_pem();
+            assert_eq!(roots(&one), roots(&other));
+            assert!(secret(&one) == secret(&other));
+        }
+        assert_eq!(other.nodes().all().unwrap().len(), 1);
+    }
+
+    /// All that two directories could differ in.
+    fn whole(store: &Store) -> [Option<String>; 3] {
+        [CA, TICKETS, "ca.pem"].map(|name| store.dir.read(name).unwrap())
+    }
+
+    /// A store that has this CA, and its own copy of what it shares.
+    fn at(place: &Path, shared: &SharedCa) -> Store {
+        let store = Store::open(place, OpenMode::Create).unwrap();
+        assert_eq!(store.take_up(shared).unwrap(), ImportOutcome::Now);
+        store
+    }
+
+    /// A step of a rotation.
+    type Stepping = fn(Ca) -> Result<(Ca, RotationStep), CaError>;
+
+    /// Makes each step, and keeps what is shared after it.
+    fn history(store: &Store, steps: &[Stepping]) -> Vec<SharedCa> {
+        let then = |step: &Stepping| {
+            store
+                .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+                .unwrap();
+            store.shared().unwrap()
+        };
+        let first = store.shared().unwrap();
+        [first].into_iter().chain(steps.iter().map(then)).collect()
+    }
+
+    #[test]
+    fn a_directory_goes_on_with_what_is_shared_and_never_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = at(&folder.path().join("source"), &SharedCa::new(ca()));
+        let turn = [Ca::prepare, Ca::activate, Ca::retire];
+        let all = history(&source, &[turn, turn].concat());
+        let (mut forward, mut back) = (0, 0);
+        for (here, own) in all.iter().enumerate() {
+            for (there, shared) in all.iter().enumerate() {
+                let place = folder.path().join(format!("{here}-{there}"));
+                let store = at(&place, own);
+                let before = whole(&store);
+                let known = own.ca.fingerprints();
+                let roots = shared.ca.fingerprints();
+                let common = known.iter().any(|root| roots.contains(root));
+                let taken = store.take_up(shared);
+                if !common {
+                    assert!(matches!(taken, Err(StoreError::Exists { .. })));
+                    assert_eq!(whole(&store), before);
+                } else if there < here {
+                    assert_eq!(
+                        taken.unwrap(),
+                        ImportOutcome::Behind,
+                        "{there} after {here}"
+                    );
+                    assert_eq!(whole(&store), before, "{there} after {here}");
+                    back += 1;
+                } else if there > here {
+                    assert_eq!(taken.unwrap(), ImportOutcome::Now, "{there} after {here}");
+                    let after = store.shared().unwrap().files().unwrap();
+                    assert!(after == shared.files().unwrap(), "{there} after {here}");
+                    forward += 1;
+                } else {
+                    assert_eq!(taken.unwrap(), ImportOutcome::Before);
+                }
+            }
+        }
+        assert_eq!((forward, back), (14, 14));
+    }
+
+    #[test]
+    fn a_root_that_two_have_prepared_apart_is_kept_by_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = SharedCa::new(ca());
+        let one = at(&folder.path().join("one"), &first);
+        let other = at(&folder.path().join("other"), &first);
+        let [.., prepared] = &history(&one, &[Ca::prepare])[..] else {
+            unreachable!()
+        };
+        for step in [Ca::prepare, Ca::activate] {
+            history(&other, &[step]);
+            let before = whole(&other);
+            assert_eq!(other.take_up(prepared).unwrap(), ImportOutcome::Behind);
+            assert_eq!(whole(&other), before);
+        }
+    }
+
+    #[test]
+    fn a_signature_of_an_operator_is_taken_up_and_not_lost_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let plain = SharedCa::new(ca());
+        let store = at(&folder.path().join("data"), &plain);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::default();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+        let certificate = params.self_signed(&key).unwrap().pem();
+        let operator = OperatorCa::load(&certificate, &key.serialize_pem()).unwrap();
+        let signed = SharedCa {
+            ca: store.shared().unwrap().ca.signed_by(&operator).unwrap().0,
+            tickets: store.ticket_secret().unwrap(),
+        };
+        assert_eq!(store.take_up(&signed).unwrap(), ImportOutcome::Now);
+        let before = whole(&store);
+        assert_eq!(store.take_up(&plain).unwrap(), ImportOutcome::Behind);
+        assert_eq!(whole(&store), before);
+        assert_eq!(store.take_up(&signed).unwrap(), ImportOutcome::Before);
+    }
+
+    #[test]
+    fn another_ca_or_half_of_one_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
+        store.take_up(&SharedCa::new(ca())).unwrap();
+        let roots = store.ca().unwrap().unwrap().bundle_pem();
+        let refused = store.take_up(&SharedCa::new(ca())).unwrap_err();
+        assert!(matches!(refused, StoreError::Exists { .. }), "{refused}");
+        assert_eq!(store.ca().unwrap().unwrap().bundle_pem(), roots);
+        keep(folder.path(), &SharedCa::new(ca()));
+        for (name, text, says) in [(TICKETS, "short", "base64url"), (CA, "{}", "damaged")] {
+            std::fs::write(folder.path().join(name), text).unwrap();
+            let refused = SharedCa::read(folder.path()).unwrap_err().to_string();
+            assert!(refused.contains(says), "{refused}");
+            std::fs::remove_file(folder.path().join(name)).unwrap();
+            let missing = SharedCa::read(folder.path()).unwrap_err();
+            assert!(matches!(missing, StoreError::Missing { .. }), "{missing}");
+            keep(folder.path(), &SharedCa::new(ca()));
+        }
+    }
+}

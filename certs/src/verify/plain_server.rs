@@ -1,0 +1,89 @@
+//! What a listener shows to whoever reaches it: nobody is asked who it is.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rustls::crypto::aws_lc_rs::Ticketer;
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ServerConfig, version};
+use rustls_pki_types::{CertificateDer, ServerName};
+use webpki::EndEntityCert;
+
+use super::server::config;
+use super::{ALPN_CONTROL, TrustError};
+use crate::leaf::LeafCertificate;
+
+/// A certificate for a listener that knows no callers.
+#[derive(Clone)]
+pub struct ServerOnlyTls {
+    certificate: CertificateDer<'static>,
+    server: Arc<ServerConfig>,
+}
+
+impl fmt::Debug for ServerOnlyTls {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("ServerOnlyTls").finish_non_exhaustive()
+    }
+}
+
+impl ServerOnlyTls {
+    /// Shows this.
+    ///
+    /// # Errors
+    /// If TLS cannot be set up.
+    pub fn new(leaf: &LeafCertificate) -> Result<Self, TrustError> {
+        let certificate = leaf.certified_key().end_entity_cert()?.clone().into_owned();
+        let versions = [&version::TLS13, &version::TLS12];
+        let anybody = WebPkiClientVerifier::no_client_auth();
+        let tickets = Some(Ticketer::new()?);
+        let server = config(&versions, anybody, leaf.resolver(), &ALPN_CONTROL, tickets)?;
+        Ok(Self {
+            certificate,
+            server,
+        })
+    }
+
+    /// The accepting end: TLS 1.2 and 1.3, `h2` or `http/1.1`.
+    pub fn server(&self) -> Arc<ServerConfig> {
+        self.server.clone()
+    }
+
+    /// Whether a client that asks for this name, or IP, takes the certificate for it (RFC 9525).
+    pub fn is_for(&self, host: &str) -> bool {
+        let Ok(name) = ServerName::try_from(host) else {
+            return false;
+        };
+        EndEntityCert::try_from(&self.certificate)
+            .is_ok_and(|shown| shown.verify_is_valid_for_subject_name(&name).is_ok())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{CertificateParams, KeyPair};
+
+    #[test]
+    fn it_is_for_the_names_and_addresses_that_it_has_and_for_no_other() {
+        let names = ["kubernetes.default.svc", "*.example.com", "127.0.0.1"];
+        let params = CertificateParams::new(names.map(str::to_owned)).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let made = params.self_signed(&key).unwrap();
+        let leaf = LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap();
+        let shown = ServerOnlyTls::new(&leaf).unwrap();
+        for host in ["Kubernetes.default.svc", "a.example.com", "127.0.0.1"] {
+            assert!(shown.is_for(host), "{host}");
+        }
+        for host in [
+            "kubernetes.default",
+            "example.com",
+            "a.b.example.com",
+            "127.0.0.2",
+            "::1",
+            "",
+            "a b",
+        ] {
+            assert!(!shown.is_for(host), "{host}");
+        }
+    }
+}

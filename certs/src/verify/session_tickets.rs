@@ -1,0 +1,196 @@
+//! Keys of session tickets that outlive a process, and that gateways can share.
+//!
+//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that follows from a secret of the data directory and the
+//! day. So edges resume at a gateway that has restarted, and at each replica that was given the same secret. For TLS 1.3
+//! alone: there the secrecy of a resumed connection is its own key exchange's, and who steals the secret later reads
+//! nothing of what has passed. For tunnels alone: a forged session would be worth a certificate where those are given.
+
+use std::fmt;
+
+use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
+use aws_lc_rs::hkdf::{self, HKDF_SHA256, Prk, Salt};
+use rustls::server::ProducesTickets;
+use rustls_pki_types::UnixTime;
+
+use crate::secret::{base64url, from_base64url, random};
+
+/// How long one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
+const PERIOD: u64 = 24 * 60 * 60;
+/// For how many periods a ticket opens: as long as any may (RFC 8446 §4.6.1), since an edge gets one only when it dials
+/// and dials again after days.
+const LIFE: u64 = 7;
+/// Bytes of a period's number, which a ticket begins with.
+const NUMBER: usize = 8;
+const SALT: &[u8] = b"causeway session tickets";
+/// Whose words are sealed. Another version may understand them otherwise; a ticket that does not open is only a full
+/// handshake.
+const FORMAT: &[u8] = b"rustls 0.23";
+
+/// What the keys of tickets follow from: 32 random bytes.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TicketSecret([u8; 32]);
+
+impl TicketSecret {
+    /// A new one.
+    pub fn random() -> Self {
+        Self(random())
+    }
+
+    /// Reads what [`TicketSecret::text`] wrote; `None` if it is anything else.
+    pub fn parse(text: &str) -> Option<Self> {
+        let bytes = from_base64url(text.trim())?;
+        bytes.try_into().ok().map(Self)
+    }
+
+    /// As base64url, for its file.
+    pub fn text(&self) -> String {
+        base64url(&self.0)
+    }
+}
+
+impl fmt::Debug for TicketSecret {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("***")
+    }
+}
+
+/// Seals and opens tickets.
+#[derive(Debug)]
+pub(super) struct SharedTicketer {
+    secret: Prk,
+}
+
+impl SharedTicketer {
+    pub(super) fn new(secret: &TicketSecret) -> Self {
+        Self {
+            secret: Salt::new(HKDF_SHA256, SALT).extract(&secret.0),
+        }
+    }
+
+    /// Derived each time: microseconds of a handshake's hundreds, and nothing has to be replaced at its hour.
+    fn key(&self, period: u64) -> Option<RandomizedNonceKey> {
+        let info = [FORMAT, &period.to_be_bytes()];
+        let mut key = [0; 32];
+        let derived = self.secret.expand(&info, Key32).ok()?;
+        derived.fill(&mut key).ok()?;
+        RandomizedNonceKey::new(&AES_256_GCM, &key).ok()
+    }
+
+    fn seal(&self, session: &[u8], period: u64) -> Option<Vec<u8>> {
+        let number = period.to_be_bytes();
+        let mut sealed = session.to_vec();
+        let nonce = self.key(period)?;
+        let nonce = nonce.seal_in_place_append_tag(Aad::from(number), &mut sealed);
+        Some([&number[..], nonce.ok()?.as_ref(), &sealed].concat())
+    }
+
+    fn open(&self, ticket: &[u8], now: u64) -> Option<Vec<u8>> {
+        let (number, rest) = ticket.split_at_checked(NUMBER)?;
+        let (nonce, sealed) = rest.split_at_checked(NONCE_LEN)?;
+        let number: [u8; NUMBER] = number.try_into().ok()?;
+        let period = u64::from_be_bytes(number);
+        // One ahead: replicas' clocks differ.
+        if period > now + 1 || now.saturating_sub(period) > LIFE {
+            return None;
+        }
+        let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
+        let mut session = sealed.to_vec();
+        let opened = self
+            .key(period)?
+            .open_in_place(nonce, Aad::from(number), &mut session);
+        let length = opened.ok()?.len();
+        session.truncate(length);
+        Some(session)
+    }
+}
+
+impl ProducesTickets for SharedTicketer {
+    fn enabled(&self) -> bool {
+        true
+    }
+
+    fn lifetime(&self) -> u32 {
+        u32::try_from(LIFE * PERIOD).unwrap_or(u32::MAX)
+    }
+
+    fn encrypt(&self, session: &[u8]) -> Option<Vec<u8>> {
+        self.seal(session, period())
+    }
+
+    fn decrypt(&self, ticket: &[u8]) -> Option<Vec<u8>> {
+        self.open(ticket, period())
+    }
+}
+
+/// The number of the current period.
+fn period() -> u64 {
+    UnixTime::now().as_secs() / PERIOD
+}
+
+/// The length of a key, as HKDF wants it said.
+struct Key32;
+
+impl hkdf::KeyType for Key32 {
+    fn len(&self) -> usize {
+        32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ticket_opens_for_every_holder_of_the_secret_and_for_no_other() {
+        let secret = TicketSecret::random();
+        let copied = TicketSecret::parse(&format!("{}\n", secret.text())).unwrap();
+        let ticket = SharedTicketer::new(&secret).encrypt(b"session").unwrap();
+        let replica = SharedTicketer::new(&copied);
+        assert_eq!(replica.decrypt(&ticket).as_deref(), Some(&b"session"[..]));
+        let stranger = SharedTicketer::new(&TicketSecret::random());
+        assert_eq!(stranger.decrypt(&ticket), None);
+    }
+
+    #[test]
+    fn a_ticket_lives_for_a_week_and_clients_are_told_so() {
+        let tickets = SharedTicketer::new(&TicketSecret::random());
+        assert_eq!(tickets.lifetime(), 604_800);
+        let ticket = tickets.seal(b"session", 100).unwrap();
+        for (now, opens) in [
+            (98, false),
+            (99, true),
+            (100, true),
+            (107, true),
+            (108, false),
+        ] {
+            assert_eq!(tickets.open(&ticket, now).is_some(), opens, "{now}");
+        }
+        // The number is sealed with it: an old ticket is not made young.
+        let mut younger = ticket.clone();
+        younger[NUMBER - 1] += 1;
+        assert_eq!(tickets.open(&younger, 101), None);
+    }
+
+    #[test]
+    fn what_is_no_ticket_opens_nothing() {
+        let tickets = SharedTicketer::new(&TicketSecret::random());
+        let ticket = tickets.encrypt(b"session").unwrap();
+        for length in 0..ticket.len() {
+            assert_eq!(tickets.decrypt(&ticket[..length]), None, "{length}");
+        }
+        for index in 0..ticket.len() {
+            let mut other = ticket.clone();
+            other[index] ^= 1;
+            assert_eq!(tickets.decrypt(&other), None, "{index}");
+        }
+        assert_ne!(ticket, tickets.encrypt(b"session").unwrap());
+    }
+
+    #[test]
+    fn a_secret_is_32_bytes_and_does_not_print() {
+        assert_eq!(format!("{:?}", TicketSecret::random()), "***");
+        for bad in ["", "abc", &"A".repeat(44), "*"] {
+            assert_eq!(TicketSecret::parse(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! A node's `YurtHub`s: clients that come with the certificates by which a cluster knows its nodes.
+//!
+//! What they are shown is the cluster's, too: their own CA is all that they believe. A certificate of that CA alone lets nobody in,
+//! since it signs for people and controllers as well: it has to be one of a node (`O=system:nodes`, `CN=system:node:NODE`, as the
+//! Node authorizer has it). Nothing resumes, so each handshake says who comes.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{ServerConfig, version};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use webpki::EndEntityCert;
+
+use super::issuers::ClientVerifier;
+use super::server::config;
+use super::{ALPN_CONTROL, PeerRejected, TrustError, client_verifier};
+use crate::certificate::Certificate;
+use crate::identity::IssuerPurpose;
+use crate::leaf::LeafCertificate;
+
+/// The group of all nodes of a cluster, and how the name of each begins.
+const NODES: (&str, &str) = ("system:nodes", "system:node:");
+
+/// Whom a node's listener for hubs lets in, and what it shows them.
+#[derive(Clone)]
+pub struct YurtHubServerTls {
+    verifier: Arc<dyn ClientCertVerifier>,
+    server: Arc<ServerConfig>,
+}
+
+impl fmt::Debug for YurtHubServerTls {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("YurtHubServerTls").finish_non_exhaustive()
+    }
+}
+
+impl YurtHubServerTls {
+    /// Shows this certificate at that address, and lets nodes in whose certificates hang below these roots.
+    ///
+    /// # Errors
+    /// If a root is none, or the certificate is not for that address: hubs would take it for healthy, and get nothing.
+    pub fn new(
+        leaf: &LeafCertificate,
+        roots: &[CertificateDer<'static>],
+        at: IpAddr,
+    ) -> Result<Self, TrustError> {
+        let shown = leaf.chain().first().ok_or(TrustError::NobodyTrusted)?;
+        EndEntityCert::try_from(shown)
+            .and_then(|shown| shown.verify_is_valid_for_subject_name(&at.into()))
+            .map_err(|error| TrustError::Name(at, error.to_string()))?;
+        let verifier = client_verifier(roots)?;
+        let asked = (IssuerPurpose::Callers, true);
+        let clients = ClientVerifier::new(None, Some(verifier.clone()), asked);
+        let versions = [&version::TLS13, &version::TLS12];
+        let server = config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;
+        Ok(Self { verifier, server })
+    }
+
+    /// The accepting end.
+    pub fn server(&self) -> Arc<ServerConfig> {
+        self.server.clone()
+    }
+
+    /// The node whose hub comes with this chain, if it may still.
+    ///
+    /// # Errors
+    /// If it is nobody's of the cluster, has ended, or is not one of a node.
+    pub fn node(
+        &self,
+        chain: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<String, PeerRejected> {
+        let (leaf, issuers) = chain.split_first().ok_or(PeerRejected::Missing)?;
+        let invalid = |why: &dyn fmt::Display| PeerRejected::Invalid(why.to_string());
+        let verified = self.verifier.verify_client_cert(leaf, issuers, now);
+        verified.map_err(|error| invalid(&error))?;
+        let facts = Certificate::read(leaf).map_err(|error| invalid(&error))?;
+        let (group, prefix) = NODES;
+        let of_nodes = facts.organizations.iter().any(|one| one == group);
+        let name = facts.common_name.unwrap_or_default();
+        match name.strip_prefix(prefix) {
+            Some(node) if of_nodes && !node.is_empty() => Ok(node.to_owned()),
+            _ => Err(PeerRejected::Subject {
+                found: format!("O={}, CN={name}", facts.organizations.join(",")),
+                wanted: format!("O={group}, CN={prefix}NODE"),
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

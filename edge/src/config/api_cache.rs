@@ -1,0 +1,355 @@
+//! Reading at the edge: what a node keeps of its cluster's objects, for its own programs and for its neighbours.
+//!
+//! Three listeners, and none knows callers one by one: whoever reaches the first one reads, so it is on loopback, with TLS or without; the second one
+//! speaks TLS with members of the node's pool and with nobody else; the third one with `YurtHub`s, by their cluster's certificates. Who is
+//! a member, and who of them reads at the gateway, a gateway says; nothing of that is configured here.
+
+use super::Config;
+use causeway_config::{ByteSize, ConfigErrors, DurationStr, ListenAddrs, SocketAddrStr, host_port};
+use causeway_pool::GroupVersionResource;
+use causeway_tunnel::control_stream::YurtHubAddr;
+use serde::{Deserialize, Serialize};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+/// As many addresses of one node as its neighbours are told.
+const MOST_ADDRESSES: usize = 8;
+
+/// What is read of the cluster, kept on the disk, and served on this node while the cloud is away.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ApiCache {
+    /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is there. It knows no callers, so it is on loopback.
+    #[serde(with = "SocketAddrStr")]
+    pub listen: SocketAddr,
+    /// What those programs are shown, for which they read by `https://` there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<ServerCertificate>,
+    /// What is read: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve it.
+    pub resources: Vec<String>,
+    /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub site: Option<MemberListener>,
+    /// Where `YurtHub`s of this node's pool read Services, Endpoints and `EndpointSlice`s, as at a hub that leads them; nowhere if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<YurtHubListener>,
+    /// Most that is kept of each resource on the disk, compressed, in the data directory.
+    #[serde(with = "ByteSize")]
+    pub save: usize,
+    /// What has changed is on the disk after this long.
+    #[serde(with = "DurationStr")]
+    pub save_every: Duration,
+    /// Most memory for answers that are kept as they were sent.
+    #[serde(with = "ByteSize")]
+    pub cache: usize,
+    /// Most memory for changes of each resource, by which a watch goes on where it was.
+    #[serde(with = "ByteSize")]
+    pub window: usize,
+}
+
+impl Default for ApiCache {
+    fn default() -> Self {
+        Self {
+            // Beside the admin listener and YurtHub's ports, of which it is none.
+            listen: SocketAddr::from(([127, 0, 0, 1], 10270)),
+            tls: None,
+            resources: GroupVersionResource::defaults()
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
+            site: None,
+            hubs: None,
+            // Tens of thousands of slices, compressed.
+            save: 64 << 20,
+            // A power cut costs this much, which the next list brings back; flash wears by each write.
+            save_every: Duration::from_secs(5),
+            // Half of what a reader costs where it is 16 MiB; what it holds more is no answer sooner.
+            cache: 4 << 20,
+            window: 4 << 20,
+        }
+    }
+}
+
+impl ApiCache {
+    /// The files that it names.
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        let shown = self.tls.iter().flat_map(ServerCertificate::files);
+        shown.chain(self.hubs.iter().flat_map(YurtHubListener::files))
+    }
+
+    /// The same without the paths of [`Self::files`].
+    pub(crate) fn without_files(&self) -> Self {
+        let mut same = self.clone();
+        if let Some(ServerCertificate { certificate, key }) = &mut same.tls {
+            for path in [certificate, key] {
+                path.clear();
+            }
+        }
+        if let Some(hubs) = &mut same.hubs {
+            for path in [&mut hubs.certificate, &mut hubs.key, &mut hubs.ca] {
+                path.clear();
+            }
+        }
+        same
+    }
+
+    /// Where neighbours read; nowhere without a site.
+    pub fn neighbours(&self) -> Vec<String> {
+        let site = self.site.as_ref();
+        site.map(|site| site.addresses.clone()).unwrap_or_default()
+    }
+
+    /// What hubs read here: of what this node reads that which a pool shares. The rest is for this node's own programs.
+    pub fn of_hubs(&self) -> Vec<GroupVersionResource> {
+        let mut shared = GroupVersionResource::defaults();
+        shared.retain(|one| self.resources.contains(&one.to_string()));
+        shared
+    }
+
+    /// Where hubs read, and what.
+    pub fn for_hubs(&self) -> Option<YurtHubAddr> {
+        let at = self.hubs.as_ref()?.listen.ip().to_canonical();
+        let resources = self.of_hubs().iter().map(ToString::to_string).collect();
+        Some(YurtHubAddr { at, resources })
+    }
+}
+
+/// What a listener shows. Another system makes and renews it; the files are watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ServerCertificate {
+    /// PEM file of the certificate and the intermediates behind it, for the names and addresses by which programs on this node read (`127.0.0.1`, `localhost`, or what leads there).
+    pub certificate: PathBuf,
+    /// PEM file of its key.
+    pub key: PathBuf,
+}
+
+impl ServerCertificate {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.certificate, &self.key].into_iter()
+    }
+}
+
+/// The listener of the site network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MemberListener {
+    /// Address at which neighbours read, over TLS with the nodes' own certificates.
+    #[serde(with = "SocketAddrStr")]
+    pub listen: SocketAddr,
+    /// `host:port` by which neighbours reach it, told to them by the gateway.
+    pub addresses: Vec<String>,
+}
+
+/// The listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` tells them of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct YurtHubListener {
+    /// Address at which hubs read, over TLS; they are told its IP, and take the port that they listen on themselves (`--multiplexer-port`), 10269. Where this node's hub has it already, an address of its own.
+    #[serde(with = "SocketAddrStr")]
+    pub listen: SocketAddr,
+    /// PEM file of the certificate that hubs are shown, for that IP, made by their cluster's CA.
+    pub certificate: PathBuf,
+    /// PEM file of its key.
+    pub key: PathBuf,
+    /// PEM file of the CA that makes the certificates of the cluster's nodes, which hubs come with.
+    pub ca: PathBuf,
+}
+
+impl YurtHubListener {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.certificate, &self.key, &self.ca].into_iter()
+    }
+
+    fn check(&self, faults: &mut ConfigErrors) {
+        let ip = self.listen.ip().to_canonical();
+        if ip.is_unspecified() || ip.is_loopback() {
+            let message = format!(
+                "{} is no address by which other nodes reach this one, and hubs are told it; write IP:{}",
+                self.listen,
+                self.listen.port()
+            );
+            faults.add("reader.hubs.listen", message);
+        }
+    }
+}
+
+impl Config {
+    /// What is wrong with the reader's keys.
+    pub(super) fn reading(&self, faults: &mut ConfigErrors) {
+        let Some(reader) = &self.reader else {
+            return;
+        };
+        self.listeners_of(reader, faults);
+        if !reader.listen.ip().to_canonical().is_loopback() {
+            let message = format!(
+                "{} is not loopback, and this endpoint knows no callers: anyone who reaches it reads; write 127.0.0.1:{}",
+                reader.listen,
+                reader.listen.port()
+            );
+            faults.add("reader.listen", message);
+        }
+        if reader.resources.is_empty() {
+            let message = "names nothing to read; name some, or remove the key for those that kube-proxy and CoreDNS read";
+            faults.add("reader.resources", message);
+        }
+        for (index, text) in reader.resources.iter().enumerate() {
+            if let Err(error) = text.parse::<GroupVersionResource>() {
+                faults.add(format!("reader.resources[{index}]"), error.to_string());
+            }
+        }
+        let sizes = [
+            ("save", reader.save),
+            ("cache", reader.cache),
+            ("window", reader.window),
+        ];
+        faults.at_least_one("reader", &sizes);
+        faults.not_zero("reader", &[("save_every", reader.save_every)]);
+        if let Some(site) = &reader.site {
+            self.site(site, faults);
+        }
+        if let Some(hubs) = &reader.hubs {
+            hubs.check(faults);
+            if reader.of_hubs().is_empty() {
+                let message = "hubs read Services, Endpoints and EndpointSlices, and reader.resources names none of them; add v1/services there";
+                faults.add("reader.hubs", message);
+            }
+        }
+    }
+
+    /// Listeners that are in each other's way.
+    fn listeners_of(&self, reader: &ApiCache, faults: &mut ConfigErrors) {
+        let mut listeners = ListenAddrs::default();
+        let all = [
+            (
+                "admin.listen",
+                "the admin listener",
+                Some(self.admin.listen),
+            ),
+            ("reader.listen", "the reader", Some(reader.listen)),
+            (
+                "reader.site.listen",
+                "the reader's site",
+                reader.site.as_ref().map(|site| site.listen),
+            ),
+            (
+                "reader.hubs.listen",
+                "the reader's hubs",
+                reader.hubs.as_ref().map(|hubs| hubs.listen),
+            ),
+        ];
+        for (path, name, listen) in all {
+            if let Some(listen) = listen {
+                listeners.add(path, name, listen, faults);
+            }
+        }
+    }
+
+    fn site(&self, site: &MemberListener, faults: &mut ConfigErrors) {
+        let path = "reader.site.addresses";
+        if self.identity.is_some() {
+            let message = "neighbours know each other by certificates of Causeway's own CA, and this node's are another system's (identity); remove one of the two";
+            faults.add("reader.site", message);
+        }
+        if site.addresses.is_empty() {
+            let message = "names no address by which neighbours reach this node; write [HOST:PORT]";
+            faults.add(path, message);
+        }
+        if site.addresses.len() > MOST_ADDRESSES {
+            let message =
+                format!("must be at most {MOST_ADDRESSES}: neighbours try one after the other");
+            faults.add(path, message);
+        }
+        for (index, text) in site.addresses.iter().enumerate() {
+            if let Err(message) = host_port(text) {
+                faults.add(format!("{path}[{index}]"), message);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_config::Validate;
+    use serde_json::{Value, json};
+
+    fn faults(reader: &Value) -> Vec<String> {
+        let config = json!({ "reader": reader, "admin": { "listen": "127.0.0.1:10266" } });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate().into_iter();
+        faults
+            .map(|fault| format!("{}: {}", fault.path, fault.message))
+            .collect()
+    }
+
+    #[test]
+    fn what_is_read_by_default_is_what_kube_proxy_and_coredns_read() {
+        assert_eq!(faults(&json!({})), Vec::<String>::new());
+        let names = ApiCache::default().resources;
+        assert!(names.iter().any(|name| name == "v1/services"), "{names:?}");
+    }
+
+    #[test]
+    fn an_endpoint_off_loopback_and_listeners_in_each_others_way_are_faults() {
+        let site =
+            |listen: &str| json!({ "site": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
+        let hubs = |listen: &str| json!({ "hubs": { "listen": listen, "certificate": "c", "key": "k", "ca": "a" } });
+        for (reader, part) in [
+            (
+                json!({ "listen": "10.0.0.5:10270" }),
+                "anyone who reaches it reads",
+            ),
+            (
+                json!({ "listen": "0.0.0.0:10270" }),
+                "anyone who reaches it reads",
+            ),
+            (
+                json!({ "listen": "127.0.0.1:10266" }),
+                "overlaps with the admin listener",
+            ),
+            (site("0.0.0.0:10270"), "overlaps with the reader"),
+            (hubs("0.0.0.0:10269"), "hubs are told it"),
+            (hubs("127.0.0.1:10269"), "hubs are told it"),
+            (
+                json!({
+                    "resources": ["v1/pods"],
+                    "hubs": { "listen": "10.1.0.5:10269", "certificate": "c", "key": "k", "ca": "a" },
+                }),
+                "names none of them",
+            ),
+            (json!({ "resources": [] }), "names nothing to read"),
+            (json!({ "resources": ["services"] }), "reader.resources[0]"),
+            (json!({ "window": 0 }), "reader.window"),
+            (
+                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": [] } }),
+                "no address",
+            ),
+            (
+                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5"] } }),
+                "HOST:PORT",
+            ),
+        ] {
+            let faults = faults(&reader);
+            assert!(
+                faults.len() == 1 && faults[0].contains(part),
+                "{reader}: {faults:#?}"
+            );
+        }
+        assert_eq!(faults(&site("10.1.0.5:10271")), Vec::<String>::new());
+        assert_eq!(faults(&hubs("10.1.0.5:10269")), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_node_whose_certificate_another_system_makes_has_no_neighbours() {
+        let config = json!({
+            "identity": { "chain": "a", "key": "b", "ca": "c" },
+            "reader": { "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] } },
+        });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate();
+        assert!(
+            faults.iter().any(|fault| fault.path == "reader.site"),
+            "{faults:?}"
+        );
+    }
+}

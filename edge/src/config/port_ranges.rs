@@ -1,0 +1,152 @@
+//! Ports that a gateway may open by its list, as single ones and ranges.
+//!
+//! A node of a cluster takes what its cluster lists, unless its owner says which; any other edge takes nothing unless he
+//! does. The edge's own admin listener, which authenticates nobody, is opened by no default and by no range.
+
+use std::{fmt, ops::RangeInclusive, str::FromStr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use super::Config;
+
+/// Some ports in a row, `FIRST-LAST`, or one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortRange(RangeInclusive<u16>);
+
+impl PortRange {
+    /// Whether this port is one of them.
+    pub fn contains(&self, port: u16) -> bool {
+        self.0.contains(&port)
+    }
+}
+
+/// What a gateway may list at an edge.
+#[derive(Clone, Debug)]
+pub(crate) struct AnnouncedPortPolicy {
+    ranges: Vec<PortRange>,
+    /// This edge is of a cluster's node, whose own addresses are it as loopback is.
+    pub(crate) of_cluster: bool,
+}
+
+impl AnnouncedPortPolicy {
+    /// What this configuration lets be listed.
+    pub(crate) fn of(config: &Config) -> Self {
+        let of_cluster = config.kubernetes.is_some();
+        let all = || of_cluster.then_some(PortRange(1..=u16::MAX));
+        let ranges = match &config.listed_ports {
+            Some(said) => said.clone(),
+            None => all().into_iter().collect(),
+        };
+        Self { ranges, of_cluster }
+    }
+
+    /// Whether nothing may be listed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Whether this port may be, at an edge whose own listeners have the ports `own`.
+    pub(crate) fn permits(&self, port: u16, own: &[u16]) -> bool {
+        let says = |range: &PortRange| {
+            let alone = range.0 == (port..=port);
+            alone || (!own.contains(&port) && range.contains(port))
+        };
+        self.ranges.iter().any(says)
+    }
+}
+
+impl FromStr for PortRange {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+        match (port(first), port(last)) {
+            (Some(first), Some(last)) if first <= last => Ok(Self(first..=last)),
+            _ => Err(format!(
+                "\"{text}\" is neither a port nor a range of them; write 9100 or 9000-9999, of 1 to 65535"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for PortRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, last) = (self.0.start(), self.0.end());
+        if first == last {
+            return first.fmt(f);
+        }
+        write!(f, "{first}-{last}")
+    }
+}
+
+impl Serialize for PortRange {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for PortRange {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?
+            .parse()
+            .map_err(de::Error::custom)
+    }
+}
+
+impl schemars::JsonSchema for PortRange {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "PortRange".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_port_or_a_range_reads_as_it_was_written() {
+        for (text, inside, outside) in [
+            ("9100", 9100, 9101),
+            ("9000-9999", 9999, 8999),
+            ("1-65535", 65535, 0),
+        ] {
+            let range: PortRange = text.parse().unwrap();
+            assert_eq!(range.to_string(), text);
+            assert!(range.contains(inside) && !range.contains(outside), "{text}");
+        }
+        for text in ["", "0", "0-5", "9-1", "65536", "a", "1-2-3", "-"] {
+            assert!(text.parse::<PortRange>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_node_of_a_cluster_takes_what_is_listed_unless_its_owner_says_which() {
+        let of = |config| AnnouncedPortPolicy::of(&serde_json::from_value(config).unwrap());
+        for (config, takes) in [
+            (json!({}), [false; 3]),
+            (json!({ "kubernetes": {} }), [true, true, false]),
+            (json!({ "kubernetes": {}, "listed_ports": [] }), [false; 3]),
+            (
+                json!({ "kubernetes": {}, "listed_ports": ["9000-9999"] }),
+                [true, false, false],
+            ),
+            (json!({ "listed_ports": ["1-65535"] }), [true, true, false]),
+            (
+                json!({ "listed_ports": ["9051", "10266"] }),
+                [true, false, true],
+            ),
+        ] {
+            let listable = of(config.clone());
+            let takes_now = [9051, 22, 10266].map(|port| listable.permits(port, &[10266]));
+            assert_eq!(takes_now, takes, "{config}");
+            assert_eq!(listable.is_empty(), takes == [false; 3], "{config}");
+            assert!(!listable.permits(0, &[10266]), "{config}");
+        }
+    }
+}

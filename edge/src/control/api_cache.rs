@@ -1,0 +1,287 @@
+//! Reading at the edge: what the cluster has of some resources, kept here and served on, with the cloud or without.
+//!
+//! 1. what was read before is there at the start (`keep`), and the endpoint serves it (`endpoint`);
+//! 2. a gateway tells with whom this node reads, and who leads (`told`);
+//! 3. who is read from follows from that and from who answers (`source`, `choose`): a gateway, the leader, or another neighbour;
+//! 4. each store is kept filled from there (`hold`), and served to neighbours (`site`) and to `YurtHub`s (`hubs`), who come in by a `door`,
+//!    as to this node's own programs;
+//! 5. `report` says how it goes.
+//!
+//! Nothing here waits for a tunnel or is in a stream's way, and without `reader` in the configuration none of it runs.
+
+mod disk;
+mod gateway_source;
+mod list_watch_http;
+mod local_server;
+mod member_server;
+mod member_source;
+mod membership;
+mod quota;
+mod source_policy;
+mod source_selector;
+mod status;
+mod sync;
+mod tls_acceptor;
+mod yurthub_server;
+
+use super::{http_server, identity_store::IdentityStore, tunnels::TunnelContext};
+use crate::{config, metrics::Metrics, status::StatusReader};
+use causeway_certs::verify::{ServerOnlyTls, YurtHubServerTls};
+use causeway_pool::{CacheLimits, GroupVersionResource, WatchCache};
+use causeway_rt::{backoff::Backoff, task::TaskGroup};
+use disk::DiskWriter;
+use futures_util::future::{BoxFuture, select_all};
+use gateway_source::GatewaySource;
+use local_server::LocalServer;
+use member_server::{MemberClients, MemberTls};
+pub(crate) use membership::{Membership, MembershipUpdater};
+use source_selector::{SelectedSource, SourceSelector};
+use status::StatusReporter;
+use std::{io, sync::Arc};
+use tls_acceptor::QuotaAcceptor;
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{Span, info, info_span};
+
+/// What a node reads with, before it does.
+pub(crate) struct ApiCacheConfig {
+    config: config::ApiCache,
+    pool: Arc<WatchCache>,
+    told: Membership,
+    keep: DiskWriter,
+    tls: MemberTls,
+    endpoint: LocalServer,
+    site: Option<TcpListener>,
+    hubs: Option<(TcpListener, watch::Receiver<Option<YurtHubServerTls>>)>,
+}
+
+/// Where is listened.
+pub(crate) struct ApiCacheListeners {
+    /// For this node's own programs, with what they are shown if they read over TLS.
+    pub(crate) endpoint: (
+        std::net::TcpListener,
+        Option<watch::Receiver<Option<ServerOnlyTls>>>,
+    ),
+    /// For its neighbours.
+    pub(crate) site: Option<std::net::TcpListener>,
+    /// For hubs, with whom of them to let in.
+    pub(crate) hubs: Option<(
+        std::net::TcpListener,
+        watch::Receiver<Option<YurtHubServerTls>>,
+    )>,
+}
+
+/// What is to be done when a node that reads ends.
+pub(crate) struct FinalSave(DiskWriter);
+
+/// Who is read from, and how many tunnels stand.
+type SourceWatches = (watch::Receiver<Arc<SelectedSource>>, watch::Receiver<usize>);
+
+/// What it runs with, and until when.
+pub(crate) struct ApiCacheContext<'a> {
+    pub(crate) links: Arc<TunnelContext>,
+    pub(crate) state: &'a StatusReader,
+    pub(crate) tasks: &'a Arc<TaskGroup>,
+    /// Ends its listeners, with whatever is open there.
+    pub(crate) done: CancellationToken,
+}
+
+impl ApiCacheConfig {
+    /// Of what `config` names, by these listeners.
+    ///
+    /// # Errors
+    /// If the runtime cannot take the listeners.
+    pub(crate) fn new(
+        (config, data_dir): (&config::ApiCache, &std::path::Path),
+        held: &IdentityStore,
+        listeners: ApiCacheListeners,
+    ) -> io::Result<Self> {
+        let mut resources: Vec<GroupVersionResource> = Vec::new();
+        // What does not read is a fault of the configuration.
+        for resource in config.resources.iter().filter_map(|text| text.parse().ok()) {
+            if !resources.contains(&resource) {
+                resources.push(resource);
+            }
+        }
+        let bytes = |size: usize| u64::try_from(size).unwrap_or(u64::MAX);
+        let limits = CacheLimits {
+            cache: bytes(config.cache),
+            window: config.window,
+        };
+        let pool = WatchCache::new(&resources, &limits);
+        let told = Membership::load(held.store());
+        let saved = (data_dir.join("pool"), bytes(config.save));
+        let known = (told.clone(), held.store().clone());
+        Ok(Self {
+            keep: DiskWriter::new(pool.clone(), saved, known),
+            tls: MemberTls::new(held.clone(), told.clone()),
+            endpoint: LocalServer {
+                listener: TcpListener::from_std(listeners.endpoint.0)?,
+                shown: listeners.endpoint.1,
+            },
+            site: listeners.site.map(TcpListener::from_std).transpose()?,
+            hubs: listeners
+                .hubs
+                .map(|(listener, known)| TcpListener::from_std(listener).map(|tcp| (tcp, known)))
+                .transpose()?,
+            config: config.clone(),
+            pool,
+            told,
+        })
+    }
+
+    /// What hears with whom this node reads.
+    pub(crate) fn hears(&self) -> Membership {
+        self.told.clone()
+    }
+
+    /// Reads and serves, in tasks, until what it runs with ends.
+    pub(crate) fn begin(self, with: ApiCacheContext<'_>) -> FinalSave {
+        let last = FinalSave(self.keep.clone());
+        let ApiCacheContext {
+            links,
+            state,
+            tasks,
+            done,
+        } = with;
+        let gateway = Arc::new(GatewaySource::new(links.clone(), tasks.clone()));
+        let (at, chosen) = watch::channel(SelectedSource::nobody());
+        let (tell, fallen) = mpsc::channel(16);
+        let report = StatusReporter {
+            own: links.node.clone(),
+            pool: self.pool.clone(),
+            told: self.told.clone(),
+            at: chosen.clone(),
+            gateway: Arc::downgrade(&gateway),
+        };
+        state.reads(report.clone().status());
+        let chooser = SourceSelector {
+            own: links.node.clone(),
+            pool: self.pool.clone(),
+            told: self.told.clone(),
+            tls: self.tls.clone(),
+            tasks: tasks.clone(),
+            gateway,
+            standing: state.standing(),
+            at,
+            fallen,
+            metrics: links.metrics.clone(),
+        };
+        let metrics = links.metrics.clone();
+        let bounds = &links.config.backoff;
+        let backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let stores = self.pool.stores().iter().cloned();
+        let holds = stores.map(|store| -> BoxFuture<'static, ()> {
+            Box::pin(sync::sync_store(
+                store,
+                chosen.clone(),
+                tell.clone(),
+                backoff,
+            ))
+        });
+        let mut parts: Vec<BoxFuture<'static, ()>> = holds.collect();
+        parts.push(Box::pin(sync::poll_version(
+            self.pool.clone(),
+            chosen.clone(),
+        )));
+        parts.push(Box::pin(chooser.run()));
+        parts.push(Box::pin(report.run()));
+        let heard = (chosen.clone(), state.standing());
+        let spawn = (tasks.clone(), links.node.clone(), heard);
+        let ends = (links.stop.clone(), done);
+        tasks.spawn(
+            info_span!("reader"),
+            Box::pin(self.run(parts, spawn, metrics, ends)) as BoxFuture<'static, ()>,
+        );
+        last
+    }
+
+    async fn run(
+        self,
+        parts: Vec<BoxFuture<'static, ()>>,
+        (tasks, node, (at, standing)): (Arc<TaskGroup>, String, SourceWatches),
+        metrics: Arc<Metrics>,
+        (stop, done): (CancellationToken, CancellationToken),
+    ) {
+        let Self {
+            config,
+            pool,
+            keep,
+            tls,
+            endpoint,
+            site,
+            hubs,
+            ..
+        } = self;
+        // Nobody is answered before what is known is there.
+        keep.load().await;
+        if let Ok(address) = endpoint.listener.local_addr() {
+            let tls = endpoint.shown.is_some();
+            info!(%address, tls, resources = ?config.resources, "programs on this node can read");
+        }
+        let closing = |router| http_server::announcing_close(router, stop.clone());
+        let router = closing(local_server::serve_options(pool.clone(), None, None));
+        let mut parts = parts;
+        if let Some(listener) = site {
+            let router = closing(local_server::serve_options(
+                pool.clone(),
+                Some(at.clone()),
+                None,
+            ));
+            let at = at.clone();
+            let door = QuotaAcceptor {
+                listener,
+                host: Arc::new(MemberClients { tls, at }),
+                guests: "neighbour",
+                metrics: metrics.clone(),
+                most: member_server::max_connections(config.resources.len()),
+                each: member_server::max_per_member(config.resources.len()),
+            };
+            parts.push(Box::pin(door.run(router, done.clone())));
+        }
+        if let Some((listener, known)) = hubs {
+            let touch = yurthub_server::UpstreamHealth { at, standing };
+            let router = closing(yurthub_server::serving(
+                pool,
+                config.of_hubs(),
+                touch.clone(),
+            ));
+            let door = QuotaAcceptor {
+                listener,
+                host: Arc::new(yurthub_server::YurtHubClients { known, touch }),
+                guests: "hub",
+                metrics: metrics.clone(),
+                most: yurthub_server::MAX_CONNECTIONS,
+                each: yurthub_server::MAX_PER_CLIENT,
+            };
+            parts.push(Box::pin(door.run(router, done.clone())));
+        }
+        parts.push(Box::pin(endpoint.run((router, node), metrics, done)));
+        parts.push(Box::pin(keep.run(config.save_every)));
+        for part in parts {
+            tasks.spawn(Span::current(), part);
+        }
+    }
+}
+
+impl FinalSave {
+    /// Leaves on the disk what is known.
+    pub(crate) async fn end(self) {
+        self.0.end().await;
+    }
+}
+
+/// Waits until one of these stores is another, or has lost or found its source.
+async fn any_changed(changes: &mut [watch::Receiver<u64>]) {
+    if changes.is_empty() {
+        return std::future::pending().await;
+    }
+    // A store is there as long as whoever waits for it.
+    let _ = select_all(changes.iter_mut().map(|one| Box::pin(one.changed()))).await;
+}
+
+#[cfg(test)]
+mod tests;

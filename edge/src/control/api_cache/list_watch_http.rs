@@ -1,0 +1,62 @@
+//! What reading by HTTP/1.1 at a neighbour and by HTTP/2 at a gateway have in common: the request, and the answer as it comes.
+
+use bytes::Bytes;
+use causeway_pool::SourceResponse;
+use futures_util::stream::{StreamExt, unfold};
+use http::{
+    HeaderMap, Request, Response,
+    header::{ACCEPT, HeaderValue, USER_AGENT},
+};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use std::error::Error;
+
+/// As whom a pool's reader asks.
+const AGENT: &str = concat!("causeway-edge/", env!("CARGO_PKG_VERSION"));
+
+/// A request for this.
+pub(super) fn build_request(
+    uri: &str,
+    mut fields: HeaderMap,
+) -> Result<Request<Full<Bytes>>, String> {
+    fields.insert(ACCEPT, HeaderValue::from_static("application/json"));
+    fields.insert(USER_AGENT, HeaderValue::from_static(AGENT));
+    let request = Request::get(uri).body(Full::default());
+    let mut request = request.map_err(|error| error.to_string())?;
+    *request.headers_mut() = fields;
+    Ok(request)
+}
+
+/// An answer as a store follows it.
+pub(super) fn to_answer(response: Response<Incoming>) -> SourceResponse {
+    let (head, body) = response.into_parts();
+    let body = unfold(body, async |mut body| {
+        loop {
+            match body.frame().await? {
+                Ok(frame) => {
+                    // Trailers say nothing here.
+                    if let Ok(bytes) = frame.into_data() {
+                        return Some((Ok(bytes), body));
+                    }
+                }
+                Err(error) => return Some((Err(error_chain(&error)), body)),
+            }
+        }
+    });
+    SourceResponse {
+        status: head.status,
+        headers: head.headers,
+        body: body.boxed(),
+    }
+}
+
+/// What went wrong, with what is below it: hyper's own words say little.
+pub(super) fn error_chain(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(each) = cause {
+        text = format!("{text}: {each}");
+        cause = each.source();
+    }
+    text
+}

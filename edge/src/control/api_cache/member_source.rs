@@ -1,0 +1,161 @@
+//! A member of the pool, as one to read from: each request is a connection of its own, over TLS with the nodes' certificates.
+//!
+//! A site has no slow links, so all of it, until the head of the answer is there, has one short bound; what is silent after
+//! that is noticed by TCP.
+
+use super::{
+    list_watch_http::{build_request, error_chain, to_answer},
+    member_server::MemberTls,
+    source_policy::Freshness,
+};
+use crate::control::http_server::set_keepalive;
+use causeway_config::host_port;
+use causeway_pool::{ListWatch, SourceResponse};
+use causeway_rt::resolve;
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::control_stream::NodePoolMember;
+use futures_util::{StreamExt, future::BoxFuture};
+use http::{
+    HeaderMap, StatusCode,
+    header::{AGE, HOST, HeaderValue},
+};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use rustls_pki_types::ServerName;
+use std::{sync::Arc, time::Duration};
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::client::TlsStream;
+use tracing::info_span;
+
+/// A neighbour answers within this time, or is away.
+pub(super) const ANSWER: Duration = Duration::from_secs(5);
+/// One of its addresses may be one that is not reached from here.
+const CONNECT: Duration = Duration::from_secs(2);
+/// Where a list's own version stands in its text, at the latest, for a list of one object.
+const GLANCE: usize = 4 << 20;
+
+/// A member that is read from. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct MemberSource {
+    pub(super) member: NodePoolMember,
+    tls: MemberTls,
+    tasks: Arc<TaskGroup>,
+}
+
+impl MemberSource {
+    pub(super) fn new(member: NodePoolMember, tls: MemberTls, tasks: Arc<TaskGroup>) -> Self {
+        Self { member, tls, tasks }
+    }
+
+    async fn ask(&self, path_and_query: &str) -> Result<SourceResponse, String> {
+        let io = self.dial().await?;
+        let handshake = http1::handshake(TokioIo::new(io)).await;
+        let (mut sender, connection) = handshake.map_err(|error| error_chain(&error))?;
+        self.tasks.spawn(info_span!("neighbour"), async move {
+            // Whoever reads the answer hears how it ended.
+            let _ = connection.await;
+        });
+        let host = HeaderValue::try_from(&self.member.node).map_err(|error| error.to_string())?;
+        let request = build_request(path_and_query, HeaderMap::from_iter([(HOST, host)]))?;
+        let answer = sender.send_request(request).await;
+        answer.map(to_answer).map_err(|error| error_chain(&error))
+    }
+
+    /// The first of its addresses at which it is.
+    async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
+        let name = ServerName::try_from(self.member.node.clone());
+        let name = name.map_err(|error| error.to_string())?;
+        let dials = self.tls.now()?.dials.clone();
+        let mut worst = "it has no address".to_owned();
+        for at in &self.member.at {
+            let connected = match connect(at).await {
+                Ok(tcp) => dials.connect(name.clone(), tcp).await,
+                Err(error) => Err(error),
+            };
+            match connected {
+                Ok(io) => return Ok(io),
+                Err(error) => worst = format!("{at}: {error}"),
+            }
+        }
+        Err(worst)
+    }
+
+    async fn get_within(&self, path_and_query: &str) -> Result<SourceResponse, String> {
+        let answered = timeout(ANSWER, self.ask(path_and_query)).await;
+        let answered = answered.unwrap_or_else(|_| Err("it did not answer in time".to_owned()));
+        answered.map_err(|why| format!("node {}: {why}", self.member.node))
+    }
+
+    /// How good its view of what is listed at `path` is, if it has one.
+    pub(super) async fn view(&self, path: &str) -> Option<Freshness> {
+        let seeing = async {
+            let answer = self.get_within(&format!("{path}?limit=1")).await.ok()?;
+            if answer.status != StatusCode::OK {
+                return None;
+            }
+            let age = answer.headers.get(AGE);
+            let age = age.and_then(|age| age.to_str().ok()?.parse().ok());
+            let (mut text, mut body) = (Vec::new(), answer.body);
+            while let Some(bytes) = body.next().await {
+                text.extend_from_slice(&bytes.ok()?);
+                if text.len() > GLANCE {
+                    return None;
+                }
+            }
+            let version = version_of(&text)?;
+            Some(Freshness { age, version })
+        };
+        timeout(ANSWER, seeing).await.ok().flatten()
+    }
+}
+
+impl ListWatch for MemberSource {
+    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
+        Box::pin(async move { self.get_within(&path_and_query).await })
+    }
+}
+
+async fn connect(at: &str) -> std::io::Result<TcpStream> {
+    let (host, port) = host_port(at).map_err(std::io::Error::other)?;
+    let connecting = async {
+        let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+        for address in resolve(host, port).await? {
+            match TcpStream::connect(address).await {
+                Ok(tcp) => return Ok(tcp),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    };
+    let late = |_| Err(std::io::ErrorKind::TimedOut.into());
+    let tcp = timeout(CONNECT, connecting).await.unwrap_or_else(late)?;
+    set_keepalive(&tcp);
+    Ok(tcp)
+}
+
+/// The version of a list.
+fn version_of(list: &[u8]) -> Option<u64> {
+    #[derive(serde::Deserialize)]
+    struct List {
+        metadata: Metadata,
+    }
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        #[serde(rename = "resourceVersion")]
+        version: String,
+    }
+    let list: List = serde_json::from_slice(list).ok()?;
+    list.metadata.version.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lists_version_is_its_own_and_not_an_objects() {
+        let list = br#"{"kind":"ServiceList","items":[{"metadata":{"resourceVersion":"5"}}],"metadata":{"resourceVersion":"9","continue":"x"}}"#;
+        assert_eq!(version_of(list), Some(9));
+        assert_eq!(version_of(b"{}"), None);
+    }
+}

@@ -1,0 +1,223 @@
+//! Who the members of this node's pool are: as a gateway told last, and kept on the disk for a start without any.
+//!
+//! Gateways do not agree on who leads. Of several the one counts whose process comes first by its random name: that is the same
+//! one for each edge that has tunnels at all of them, so that a pool has one leader. Two that follow each other would both
+//! turn away, and back, for ever. What was told last holds while no gateway is there.
+
+use causeway_certs::{NodeName, Store, verify::IsMemberFn};
+use causeway_config::host_port;
+use causeway_tunnel::control_stream::NodePoolMembers;
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+/// As what it is kept in the data directory.
+const KEPT: &str = "members";
+
+/// Who the members are. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Membership(Arc<MembershipState>);
+
+#[derive(Debug)]
+struct MembershipState {
+    now: watch::Sender<NodePoolMembers>,
+    /// What each tunnel's gateway has told, the one that counts first.
+    voices: Mutex<BTreeMap<AnnouncerKey, NodePoolMembers>>,
+    tunnels: AtomicU64,
+}
+
+/// The gateway's process, and of its tunnels the newest: an older one that only waits for its streams hears nothing more.
+type AnnouncerKey = (String, Reverse<u64>);
+
+/// What one tunnel's gateway tells, until that is gone or drains.
+pub(crate) struct MembershipUpdater {
+    told: Membership,
+    key: AnnouncerKey,
+}
+
+impl MembershipUpdater {
+    /// The gateway tells who the members are.
+    pub(crate) fn says(&self, mut members: NodePoolMembers) {
+        let count = members.members.len();
+        if count > NodePoolMembers::MOST {
+            let most = NodePoolMembers::MOST;
+            warn!(
+                count,
+                most, "a gateway told more members than a pool has; those before stay"
+            );
+            return;
+        }
+        for member in &mut members.members {
+            member.at.retain(|at| host_port(at).is_ok());
+        }
+        let mut voices = self.told.voices();
+        voices.insert(self.key.clone(), members);
+        self.told.heed(&voices);
+    }
+}
+
+impl Drop for MembershipUpdater {
+    fn drop(&mut self) {
+        let mut voices = self.told.voices();
+        voices.remove(&self.key);
+        self.told.heed(&voices);
+    }
+}
+
+impl Membership {
+    /// What was told before the last end.
+    pub(super) fn load(store: &Store) -> Self {
+        let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
+            warn!(%error, "who reads with this node is not known until a gateway says it");
+            None
+        });
+        let read = kept.and_then(|text| serde_json::from_str(&text).ok());
+        Self(Arc::new(MembershipState {
+            now: watch::Sender::new(read.unwrap_or_default()),
+            voices: Mutex::default(),
+            tunnels: AtomicU64::default(),
+        }))
+    }
+
+    /// For what a gateway tells over a new tunnel.
+    pub(crate) fn voice(&self, gateway: &str) -> MembershipUpdater {
+        let newest = self.0.tunnels.fetch_add(1, Relaxed);
+        MembershipUpdater {
+            told: self.clone(),
+            key: (gateway.to_owned(), Reverse(newest)),
+        }
+    }
+
+    fn voices(&self) -> MutexGuard<'_, BTreeMap<AnnouncerKey, NodePoolMembers>> {
+        self.0.voices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes up what counts now.
+    fn heed(&self, voices: &BTreeMap<AnnouncerKey, NodePoolMembers>) {
+        let Some(members) = voices.values().next() else {
+            return;
+        };
+        self.0.now.send_if_modified(|now| {
+            let differs = *now != *members;
+            if differs {
+                info!(pool = ?members.pool, leader = ?members.leader, members = members.members.len(), "the gateway told with whom this node reads");
+                now.clone_from(members);
+            }
+            differs
+        });
+    }
+
+    /// As it is now.
+    pub(super) fn now(&self) -> NodePoolMembers {
+        self.0.now.borrow().clone()
+    }
+
+    /// Whenever it is another.
+    pub(super) fn changes(&self) -> watch::Receiver<NodePoolMembers> {
+        self.0.now.subscribe()
+    }
+
+    /// Says whether a node is a member now.
+    pub(super) fn is_member(&self) -> IsMemberFn {
+        let told = self.clone();
+        Arc::new(move |node: &NodeName| {
+            let now = told.0.now.borrow();
+            let mut members = now.members.iter();
+            now.pool.is_some() && members.any(|member| member.node == node.as_str())
+        })
+    }
+
+    /// Keeps it on the disk. Blocks.
+    pub(super) fn keep(&self, store: &Store) {
+        let text = serde_json::to_string(&self.now()).unwrap_or_default();
+        if let Err(error) = store.write_runtime(KEPT, &text) {
+            warn!(%error, "who reads with this node could not be stored; it is known until the next restart");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_certs::store::OpenMode;
+    use causeway_tunnel::control_stream::NodePoolMember;
+
+    #[test]
+    fn members_are_known_after_a_restart_and_what_cannot_be_dialled_is_not_among_them() {
+        let data = tempfile::TempDir::new().unwrap();
+        let store = Store::open(data.path(), OpenMode::Create).unwrap();
+        let told = Membership::load(&store);
+        assert_eq!(told.now(), NodePoolMembers::default());
+        let member = |node: &str, at: &[&str]| NodePoolMember {
+            node: node.into(),
+            at: at.iter().map(ToString::to_string).collect(),
+        };
+        let all = |members| NodePoolMembers {
+            pool: Some("north".into()),
+            leader: Some("a".into()),
+            members,
+        };
+        let gateway = told.voice("gateway");
+        gateway.says(all(vec![
+            member("a", &["10.1.0.5:10271", "10.1.0.5"]),
+            member("b", &[]),
+        ]));
+        gateway.says(all(vec![member("c", &[]); NodePoolMembers::MOST + 1]));
+        told.keep(&store);
+        let again = Membership::load(&store);
+        assert_eq!(
+            again.now().members,
+            [member("a", &["10.1.0.5:10271"]), member("b", &[])]
+        );
+        let is_member = again.is_member();
+        let known = ["a", "b", "c"].map(|node| is_member(&NodeName::parse(node).unwrap()));
+        assert_eq!(known, [true, true, false]);
+        again.voice("gateway").says(NodePoolMembers::default());
+        assert!(!is_member(&NodeName::parse("a").unwrap()));
+    }
+
+    #[test]
+    fn of_several_gateways_the_same_one_counts_for_all_edges_and_the_next_when_that_is_gone() {
+        let data = tempfile::TempDir::new().unwrap();
+        let store = Store::open(data.path(), OpenMode::Create).unwrap();
+        let led = |leader: &str| NodePoolMembers {
+            pool: Some("north".into()),
+            leader: Some(leader.into()),
+            members: Vec::new(),
+        };
+        // Whatever order they come in.
+        for order in [["1", "2"], ["2", "1"]] {
+            let told = Membership::load(&store);
+            let leader = || told.now().leader.unwrap_or_default();
+            let [mut one, mut two] = order.map(|gateway| {
+                let voice = told.voice(gateway);
+                voice.says(led(&format!("by-{gateway}")));
+                Some(voice)
+            });
+            assert_eq!(leader(), "by-1");
+            if order[0] == "2" {
+                std::mem::swap(&mut one, &mut two);
+            }
+            // A tunnel takes over from another: what is told by it counts, and by the old one not.
+            let newer = told.voice("1");
+            assert_eq!(leader(), "by-1");
+            newer.says(led("newer-by-1"));
+            one.as_ref().unwrap().says(led("late"));
+            two.as_ref().unwrap().says(led("newer-by-2"));
+            assert_eq!(leader(), "newer-by-1");
+            drop(one);
+            assert_eq!(leader(), "newer-by-1");
+            drop(newer);
+            assert_eq!(leader(), "newer-by-2");
+            drop(two);
+            assert_eq!(leader(), "newer-by-2", "nobody says otherwise");
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! What one of many may have of something that is bounded.
+
+use std::{
+    collections::HashMap,
+    hash::Hash,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// How many each has now. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Quota<K>(Arc<Mutex<HashMap<K, usize>>>);
+
+/// One of them; it is given back when this is dropped.
+pub(super) struct QuotaGuard<K: Eq + Hash> {
+    of: Quota<K>,
+    who: K,
+}
+
+impl<K: Eq + Hash + Clone> Quota<K> {
+    pub(super) fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// One more for this one, unless it has as many.
+    pub(super) fn take(&self, who: K, many: usize) -> Option<QuotaGuard<K>> {
+        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if taken.get(&who).is_some_and(|count| *count >= many) {
+            return None;
+        }
+        *taken.entry(who.clone()).or_default() += 1;
+        let of = self.clone();
+        Some(QuotaGuard { of, who })
+    }
+}
+
+impl<K: Eq + Hash> Drop for QuotaGuard<K> {
+    fn drop(&mut self) {
+        let mut taken = self.of.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = taken.get_mut(&self.who) {
+            *count -= 1;
+            if *count == 0 {
+                taken.remove(&self.who);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_has_its_share_and_gives_back_what_it_had() {
+        let shares = Quota::new();
+        let mut first: Vec<_> = (0..3).filter_map(|_| shares.take("first", 2)).collect();
+        assert_eq!(first.len(), 2);
+        assert!(shares.take("second", 2).is_some());
+        first.pop();
+        assert!(shares.take("first", 2).is_some());
+        drop(first);
+        assert!(shares.0.lock().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,189 @@
+//! Who is read from: a pure function of what is known, and the freshest of several answers.
+//!
+//! 1. The leader reads at the gateway, and so does a node that has no pool or is no member of it, or has no leader to read from.
+//! 2. The others read at the leader. Where that one does not answer, or has lost its own source, they read at a gateway.
+//! 3. Where no gateway is in touch either, whichever member has a fresh view is read from, by the last list that was told.
+//!
+//! Only who reads at a gateway itself has a fresh view for its neighbours (`endpoint` marks the others): two that read at each other
+//! would both be in touch, and know nothing new for ever.
+//!
+//! Who leads is for gateways to say: nothing is agreed upon here.
+
+use causeway_tunnel::control_stream::{NodePoolMember, NodePoolMembers};
+
+/// What is known.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SelectionInput<'a> {
+    /// This node.
+    pub(super) own: &'a str,
+    /// Who the members are, as was told last.
+    pub(super) told: &'a NodePoolMembers,
+    /// The leader does not answer, or has no fresh view.
+    pub(super) leader_fails: bool,
+    /// A gateway is in touch.
+    pub(super) gateway: bool,
+}
+
+/// Who is to be read from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum SourceChoice {
+    /// Whichever gateway answers.
+    Gateway,
+    /// This member, which leads.
+    Leader(NodePoolMember),
+    /// Whichever of these has the freshest view; the leader comes first.
+    Freshest(Vec<NodePoolMember>),
+}
+
+/// Who is to be read from.
+pub(super) fn choose_source(facts: SelectionInput<'_>) -> SourceChoice {
+    let mut others = others(facts);
+    let leader = others.first().filter(|first| leads(facts.told, first));
+    match leader {
+        Some(leader) if !facts.leader_fails => SourceChoice::Leader(leader.clone()),
+        _ if facts.gateway || others.is_empty() => SourceChoice::Gateway,
+        _ => SourceChoice::Freshest(std::mem::take(&mut others)),
+    }
+}
+
+/// The members that can be read from, the leader first: none for a node that is no member, which they would not let in.
+fn others(facts: SelectionInput<'_>) -> Vec<NodePoolMember> {
+    let own = facts.told.members.iter().any(|one| one.node == facts.own);
+    if facts.told.pool.is_none() || !own {
+        return Vec::new();
+    }
+    let members = facts.told.members.iter();
+    let mut others: Vec<_> = members
+        .filter(|member| member.node != facts.own && !member.at.is_empty())
+        .cloned()
+        .collect();
+    others.sort_by_key(|member| !leads(facts.told, member));
+    others
+}
+
+fn leads(told: &NodePoolMembers, member: &NodePoolMember) -> bool {
+    told.leader.as_ref() == Some(&member.node)
+}
+
+/// How good the view of somebody is who answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Freshness {
+    /// For how many seconds its source has been away; none while it is fresh.
+    pub(super) age: Option<u64>,
+    /// The version of its newest state.
+    pub(super) version: u64,
+}
+
+impl Freshness {
+    pub(super) fn is_fresh(self) -> bool {
+        self.age.is_none()
+    }
+
+    /// The youngest is the best, and of several that are as young the one that knows most.
+    fn rank(self) -> (u64, std::cmp::Reverse<u64>) {
+        (self.age.unwrap_or(0), std::cmp::Reverse(self.version))
+    }
+}
+
+/// Who of those that answered is read from. Without one that is fresh a node stays with what it has, and takes what is not only
+/// where it has nothing.
+pub(super) fn freshest_member<T>(answered: Vec<(T, Freshness)>, has_a_view: bool) -> Option<T> {
+    let good = answered
+        .into_iter()
+        .filter(|(_, view)| view.is_fresh() || !has_a_view);
+    // Of equals the first, which is the leader if that answered.
+    good.min_by_key(|(_, view)| view.rank()).map(|(who, _)| who)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(node: &str) -> NodePoolMember {
+        NodePoolMember {
+            node: node.into(),
+            at: vec![format!("{node}:10271")],
+        }
+    }
+
+    fn told(leader: Option<&str>) -> NodePoolMembers {
+        NodePoolMembers {
+            pool: Some("north".into()),
+            leader: leader.map(Into::into),
+            members: ["a", "b", "c"].map(member).into(),
+        }
+    }
+
+    #[test]
+    fn the_leader_reads_at_a_gateway_and_the_others_at_the_leader_unless_it_fails() {
+        let (gateway, leader) = (SourceChoice::Gateway, |node| {
+            SourceChoice::Leader(member(node))
+        });
+        let freshest = |nodes: [&str; 2]| SourceChoice::Freshest(nodes.map(member).into());
+        for (own, named, leader_fails, at_gateway, expected) in [
+            ("a", Some("a"), false, true, gateway.clone()),
+            ("b", Some("a"), false, true, leader("a")),
+            ("b", Some("a"), false, false, leader("a")),
+            ("b", Some("a"), true, true, gateway.clone()),
+            // Without any gateway: whoever has a fresh view, the leader first.
+            ("b", Some("c"), true, false, freshest(["c", "a"])),
+            ("a", Some("a"), false, false, freshest(["b", "c"])),
+            ("b", None, false, true, gateway.clone()),
+            ("b", None, false, false, freshest(["a", "c"])),
+            // A leader that nobody knows where to find.
+            ("b", Some("d"), false, true, gateway.clone()),
+        ] {
+            let facts = SelectionInput {
+                own,
+                told: &told(named),
+                leader_fails,
+                gateway: at_gateway,
+            };
+            assert_eq!(choose_source(facts), expected, "{facts:?}");
+        }
+    }
+
+    #[test]
+    fn who_has_no_pool_or_no_neighbours_or_is_no_member_reads_at_a_gateway() {
+        let none = NodePoolMembers {
+            pool: None,
+            ..told(Some("a"))
+        };
+        let mut alone = told(Some("a"));
+        alone.members.truncate(1);
+        let mut silent = told(Some("b"));
+        silent.members[1].at.clear();
+        silent.members[2].at.clear();
+        let mut elsewhere = told(Some("b"));
+        elsewhere.members.remove(0);
+        for told in [NodePoolMembers::default(), none, alone, silent, elsewhere] {
+            for gateway in [true, false] {
+                let facts = SelectionInput {
+                    own: "a",
+                    told: &told,
+                    leader_fails: false,
+                    gateway,
+                };
+                assert_eq!(choose_source(facts), SourceChoice::Gateway, "{facts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_freshest_wins_and_who_has_a_view_takes_no_older_one() {
+        let view = |age, version| Freshness { age, version };
+        let of = |views: &[Freshness], has| {
+            let answered = views.iter().copied().enumerate().collect();
+            freshest_member(answered, has)
+        };
+        let both = [true, false];
+        for has in both {
+            assert_eq!(of(&[view(Some(11), 9), view(None, 7)], has), Some(1));
+            assert_eq!(of(&[view(None, 7), view(None, 9)], has), Some(1));
+            assert_eq!(of(&[view(None, 7), view(None, 7)], has), Some(0));
+            assert_eq!(of(&[], has), None);
+        }
+        let stale = [view(Some(60), 9), view(Some(30), 7), view(Some(30), 8)];
+        assert_eq!(both.map(|has| of(&stale, has)), [None, Some(2)]);
+    }
+}

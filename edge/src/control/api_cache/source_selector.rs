@@ -1,0 +1,408 @@
+//! Who is read from now, and the change to another: [`source`](super::source) says who should be, this finds out what that rests on.
+//!
+//! It looks again when another leader is named, when a gateway comes or goes, when a source ends, and every 10 s. Stores follow
+//! what it has chosen (`hold`); a change costs them a connection and no version, so their own readers do not notice. A leader
+//! that failed is looked at until it has a fresh view again.
+
+use super::{
+    gateway_source::GatewaySource,
+    member_server::MemberTls,
+    member_source::{ANSWER, MemberSource},
+    membership::Membership,
+    source_policy::{Freshness, SelectionInput, SourceChoice, choose_source, freshest_member},
+};
+use crate::metrics::Metrics;
+use causeway_pool::{ListWatch, ReflectorError, Store, WatchCache};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::control_stream::NodePoolMember;
+use futures_util::{StreamExt, future::BoxFuture, stream::iter};
+use std::{fmt, sync::Arc, time::Duration};
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout_at},
+};
+use tracing::info;
+
+/// A gateway is out of touch when no tunnel has stood for this long: one that restarts is no reason to go elsewhere.
+const GATEWAY_LOST_AFTER: Duration = Duration::from_secs(5);
+/// How often it looks, whatever happens.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
+/// The leader is asked this long before the others are.
+const LEADER_HEAD_START: Duration = Duration::from_millis(300);
+/// Members that are asked at once.
+const AT_ONCE: usize = 16;
+/// How long the others have, once one with a fresh view has answered.
+const STRAGGLER_WAIT: Duration = Duration::from_millis(300);
+/// Between two rounds of questions to all members, when none of them is in touch: each costs each of them a handshake.
+const POLL_BACKOFF_MIN: Duration = Duration::from_secs(1);
+const POLL_BACKOFF_MAX: Duration = Duration::from_secs(40);
+
+/// Who is read from.
+#[derive(Clone)]
+pub(super) struct SelectedSource {
+    /// Another one at each change.
+    pub(super) turn: u64,
+    pub(super) who: SourceKind,
+    pub(super) source: Option<Arc<dyn ListWatch>>,
+}
+
+/// Who is read from, by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum SourceKind {
+    Nobody,
+    Gateway,
+    Leader(NodePoolMember),
+    Neighbour(NodePoolMember),
+}
+
+/// What a store says whose source has ended.
+pub(super) struct SourceLost {
+    pub(super) turn: u64,
+    pub(super) why: ReflectorError,
+    /// How long it was followed.
+    pub(super) lasted: Duration,
+}
+
+/// Whoever chooses.
+pub(super) struct SourceSelector {
+    pub(super) own: String,
+    pub(super) pool: Arc<WatchCache>,
+    pub(super) told: Membership,
+    pub(super) tls: MemberTls,
+    pub(super) tasks: Arc<TaskGroup>,
+    pub(super) gateway: Arc<GatewaySource>,
+    /// How many tunnels stand.
+    pub(super) standing: watch::Receiver<usize>,
+    pub(super) at: watch::Sender<Arc<SelectedSource>>,
+    pub(super) fallen: mpsc::Receiver<SourceLost>,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// What is known of the leader and of the others, and what is being asked.
+#[derive(Default)]
+struct SelectorState {
+    leader_fails: bool,
+    /// Since when the leader has not answered.
+    silent: Option<Instant>,
+    /// What the leader's view is, once that failed.
+    look: Option<BoxFuture<'static, Option<Freshness>>>,
+    /// Who has the freshest view, where all are asked.
+    round: Option<BoxFuture<'static, Option<NodePoolMember>>>,
+    /// Before the next round.
+    pause: Duration,
+    /// A gateway is in touch until then, whether a tunnel stands or not.
+    touch: Option<Instant>,
+    /// A tunnel stood when it last looked.
+    stood: bool,
+}
+
+impl fmt::Display for SourceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nobody => f.write_str("nobody"),
+            Self::Gateway => f.write_str("a gateway"),
+            Self::Leader(leader) => write!(f, "the leader {}", leader.node),
+            Self::Neighbour(member) => write!(f, "the neighbour {}", member.node),
+        }
+    }
+}
+
+impl SelectedSource {
+    /// At the beginning.
+    pub(super) fn nobody() -> Arc<Self> {
+        Arc::new(Self {
+            turn: 0,
+            who: SourceKind::Nobody,
+            source: None,
+        })
+    }
+
+    /// Whether what is read comes from a gateway, and from no neighbour.
+    pub(super) fn is_first_hand(&self) -> bool {
+        self.who == SourceKind::Gateway
+    }
+}
+
+impl SourceSelector {
+    /// Chooses for as long as it is polled.
+    pub(super) async fn run(mut self) {
+        let mut known = SelectorState {
+            touch: Some(Instant::now() + GATEWAY_LOST_AFTER),
+            ..SelectorState::default()
+        };
+        let mut members = self.told.changes();
+        let mut look = interval(POLL_INTERVAL);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut named = self.leader();
+        loop {
+            known.touched(*self.standing.borrow() > 0);
+            self.choose(&mut known);
+            tokio::select! {
+                view = asked(&mut known.look) => {
+                    known.look = None;
+                    if view.is_some_and(Freshness::is_fresh) {
+                        known.anew();
+                    }
+                }
+                found = asked(&mut known.round) => {
+                    known.round = None;
+                    self.found(found, &mut known);
+                }
+                _ = members.changed() => {
+                    members.mark_unchanged();
+                    let leader = self.leader();
+                    // A leader that is named anew, or is found elsewhere, has not failed yet.
+                    if leader != named {
+                        named = leader;
+                        known.anew();
+                    }
+                    known.round = None;
+                }
+                _ = self.standing.changed() => {}
+                () = until(known.touch) => known.touch = None,
+                Some(fallen) = self.fallen.recv() => self.fell(&fallen, &mut known),
+                _ = look.tick() => if known.leader_fails && known.look.is_none() {
+                    known.look = self.look_at_the_leader();
+                },
+            }
+        }
+    }
+
+    fn wants(&self, known: &SelectorState) -> SourceChoice {
+        let told = self.told.now();
+        choose_source(SelectionInput {
+            own: &self.own,
+            told: &told,
+            leader_fails: known.leader_fails,
+            gateway: *self.standing.borrow() > 0 || known.touch.is_some(),
+        })
+    }
+
+    /// Changes to whoever should be read from now; begins to ask where that is not known.
+    fn choose(&self, known: &mut SelectorState) {
+        let now = self.at.borrow().who.clone();
+        let who = match self.wants(known) {
+            SourceChoice::Gateway => SourceKind::Gateway,
+            SourceChoice::Leader(leader) => SourceKind::Leader(leader),
+            SourceChoice::Freshest(members) => match &now {
+                SourceKind::Neighbour(member) if members.contains(member) => return,
+                _ => {
+                    if known.round.is_none() {
+                        known.round = Some(self.ask_all(&members, known.pause));
+                    }
+                    SourceKind::Nobody
+                }
+            },
+        };
+        if who != SourceKind::Nobody {
+            (known.round, known.pause) = (None, Duration::ZERO);
+        }
+        if who != now {
+            self.turn_to(who);
+        }
+    }
+
+    fn turn_to(&self, who: SourceKind) {
+        let source: Option<Arc<dyn ListWatch>> = match &who {
+            SourceKind::Nobody => None,
+            SourceKind::Gateway => Some(self.gateway.clone()),
+            SourceKind::Leader(member) | SourceKind::Neighbour(member) => {
+                Some(Arc::new(self.neighbour(member)))
+            }
+        };
+        info!(at = %who, "reads elsewhere from now on");
+        self.metrics.reads_elsewhere();
+        let turn = self.at.borrow().turn + 1;
+        let rests = who != SourceKind::Gateway;
+        self.at
+            .send_replace(Arc::new(SelectedSource { turn, who, source }));
+        if rests {
+            self.gateway.rest();
+        }
+    }
+
+    fn neighbour(&self, member: &NodePoolMember) -> MemberSource {
+        MemberSource::new(member.clone(), self.tls.clone(), self.tasks.clone())
+    }
+
+    /// A store's source has ended.
+    fn fell(&self, fallen: &SourceLost, known: &mut SelectorState) {
+        let at = self.at.borrow().clone();
+        // What one store misses is no reason to take the others elsewhere.
+        if fallen.turn != at.turn || self.pool.stores().iter().any(|store| in_touch(store)) {
+            return;
+        }
+        let broken = matches!(fallen.why, ReflectorError::Broken(_));
+        match &at.who {
+            SourceKind::Nobody => {}
+            // One that is out of reach is dialled anew, and another one if it still is.
+            SourceKind::Gateway if broken => {}
+            SourceKind::Gateway => self.gateway.elsewhere(),
+            SourceKind::Leader(leader) => {
+                if known.fails(broken, fallen.lasted) {
+                    info!(node = leader.node, why = ?fallen.why, "the leader cannot be read from");
+                    known.leader_fails = true;
+                }
+            }
+            SourceKind::Neighbour(_) => self.turn_to(SourceKind::Nobody),
+        }
+    }
+
+    /// A round of questions is over.
+    fn found(&self, found: Option<NodePoolMember>, known: &mut SelectorState) {
+        match found {
+            Some(member) => self.turn_to(SourceKind::Neighbour(member)),
+            None => known.pause = (known.pause * 2).clamp(POLL_BACKOFF_MIN, POLL_BACKOFF_MAX),
+        }
+    }
+
+    /// What a view is judged by: one resource stands for all.
+    fn path(&self) -> Option<String> {
+        let first = self.pool.stores().first()?;
+        Some(first.resource().path())
+    }
+
+    /// The leader, where it is another node.
+    fn leader(&self) -> Option<NodePoolMember> {
+        let told = self.told.now();
+        let leader = told.leader.filter(|leader| *leader != self.own)?;
+        let mut members = told.members.into_iter();
+        members.find(|member| member.node == leader)
+    }
+
+    fn look_at_the_leader(&self) -> Option<BoxFuture<'static, Option<Freshness>>> {
+        let (leader, path) = (self.neighbour(&self.leader()?), self.path()?);
+        Some(Box::pin(async move { leader.view(&path).await }))
+    }
+
+    /// Asks all of them for their views, after a pause; the first is the leader.
+    fn ask_all(
+        &self,
+        members: &[NodePoolMember],
+        pause: Duration,
+    ) -> BoxFuture<'static, Option<NodePoolMember>> {
+        let members: Vec<_> = members
+            .iter()
+            .map(|member| self.neighbour(member))
+            .collect();
+        let path = self.path().unwrap_or_default();
+        let stores = self.pool.stores();
+        let has_a_view = stores.iter().all(|store| store.status().synced);
+        // Those that lost their gateways together do not ask together.
+        let pause = pause.mul_f64(1.0 - rand::random::<f64>() / 4.0);
+        Box::pin(async move {
+            sleep(pause).await;
+            freshest_member(views(members, &path).await, has_a_view)
+        })
+    }
+}
+
+impl SelectorState {
+    /// A tunnel stands, or none does.
+    fn touched(&mut self, stands: bool) {
+        if stands {
+            self.stood = true;
+            self.touch = None;
+        } else if std::mem::take(&mut self.stood) {
+            self.touch = Some(Instant::now() + GATEWAY_LOST_AFTER);
+        }
+    }
+
+    /// Nothing is known against the leader.
+    fn anew(&mut self) {
+        (self.leader_fails, self.silent, self.look) = (false, None, None);
+    }
+
+    /// Whether a leader fails whose source ended so: at once where it says so itself, and where it does not answer after the time
+    /// that an answer may take.
+    fn fails(&mut self, broken: bool, lasted: Duration) -> bool {
+        let now = Instant::now();
+        // One that was there until now has its time from now on.
+        let since = if lasted > ANSWER + POLL_INTERVAL / 20 {
+            self.silent = None;
+            now
+        } else {
+            now.checked_sub(lasted).unwrap_or(now)
+        };
+        let since = *self.silent.get_or_insert(since);
+        !broken || now.duration_since(since) + POLL_INTERVAL / 50 >= ANSWER
+    }
+}
+
+async fn until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What is asked comes to, or never where nothing is.
+async fn asked<T>(asking: &mut Option<BoxFuture<'static, T>>) -> T {
+    match asking {
+        Some(asking) => asking.await,
+        None => std::future::pending().await,
+    }
+}
+
+fn in_touch(store: &Store) -> bool {
+    let status = store.status();
+    status.synced && status.lost.is_none()
+}
+
+/// The views of all that answer in time, in the order of `members`.
+async fn views(members: Vec<MemberSource>, path: &str) -> Vec<(NodePoolMember, Freshness)> {
+    let all: Vec<_> = members.iter().cloned().enumerate().collect();
+    let asking = all.into_iter().map(|(nth, member)| {
+        let path = path.to_owned();
+        async move {
+            if nth > 0 {
+                sleep(LEADER_HEAD_START).await;
+            }
+            (nth, member.view(&path).await)
+        }
+    });
+    let mut asking = iter(asking).buffer_unordered(AT_ONCE);
+    let (mut answered, mut until) = (Vec::new(), Instant::now() + POLL_BACKOFF_MAX);
+    while let Ok(Some((nth, view))) = timeout_at(until, asking.next()).await {
+        let Some(view) = view else { continue };
+        if view.is_fresh() {
+            until = until.min(Instant::now() + STRAGGLER_WAIT);
+        }
+        answered.push((nth, view));
+    }
+    answered.sort_by_key(|(nth, _)| *nth);
+    let member = |nth: usize| members.get(nth).map(|one| one.member.clone());
+    let named = answered.into_iter();
+    named
+        .filter_map(|(nth, view)| Some((member(nth)?, view)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::time::advance;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leader_has_five_seconds_to_answer_unless_it_says_itself_that_it_has_no_fresh_view() {
+        let second = Duration::from_secs(1);
+        assert!(SelectorState::default().fails(false, second));
+        // One that says nothing takes all of them at once.
+        assert!(SelectorState::default().fails(true, ANSWER));
+        // One that refuses is asked again and again.
+        let mut refuses = SelectorState::default();
+        for _ in 0..5 {
+            assert!(!refuses.fails(true, Duration::ZERO));
+            advance(second).await;
+        }
+        assert!(refuses.fails(true, Duration::ZERO));
+        // One that was there until now has its time from now on.
+        let mut was_there = SelectorState::default();
+        assert!(!was_there.fails(true, 60 * second));
+        advance(4 * second).await;
+        assert!(!was_there.fails(true, Duration::ZERO));
+        assert!(!was_there.fails(true, 60 * second));
+        advance(5 * second).await;
+        assert!(was_there.fails(true, Duration::ZERO));
+    }
+}

@@ -1,0 +1,253 @@
+//! Who is not let in on the site network.
+
+use super::super::member_server::max_per_member;
+use super::world::{Cloud, Edge, Gateway, SOON, World, at, identity, pool, raw};
+use causeway_certs::{Ca, EdgeIdentity, GatewayName, TrustDomain, verify::PoolMemberTls};
+use causeway_pool::GroupVersionResource;
+use causeway_tunnel::control_stream::NodePoolMembers;
+use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
+use nix::sys::resource::{Resource as Limit, getrlimit, setrlimit};
+use rustls::ClientConfig;
+use rustls_pki_types::ServerName;
+use serde_json::json;
+use std::{str::FromStr, sync::Arc, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+const ASK: &[u8] = b"GET /api/v1/services HTTP/1.1\r\nHost: edge-1\r\n\r\n";
+
+/// A node with a site, at which `edge-2` is a member as well.
+async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
+    let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
+    gateway.cloud.put("v1/services", "web");
+    let edge = world.edge("edge-1").start(&[&gateway], json!({})).await;
+    let mut members = pool("edge-1", &[&edge]);
+    members.members.push(at("edge-2", edge.site));
+    gateway.tell(&members);
+    edge.until(|reader| reader.ready && reader.members.len() == 2)
+        .await;
+    (gateway, edge, members)
+}
+
+/// As whoever has this identity dials a site.
+fn dials(identity: &EdgeIdentity) -> Arc<ClientConfig> {
+    PoolMemberTls::new(identity, Arc::new(|_| true))
+        .unwrap()
+        .client()
+        .unwrap()
+}
+
+async fn dial(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<TlsStream<TcpStream>> {
+    let tcp = TcpStream::connect(edge.site).await?;
+    let name = ServerName::try_from("edge-1").unwrap();
+    TlsConnector::from(config).connect(name, tcp).await
+}
+
+/// What is answered to whoever dials so; with TLS 1.3 a refusal comes after the handshake.
+async fn answered(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<String> {
+    let mut tls = dial(edge, config).await?;
+    tls.write_all(ASK).await?;
+    let mut read = vec![0; 64];
+    let count = timeout(SOON, tls.read(&mut read)).await.unwrap()?;
+    Ok(String::from_utf8_lossy(&read[..count]).into_owned())
+}
+
+#[tokio::test]
+async fn a_member_reads_and_nobody_else_does() {
+    let world = World::new();
+    let (_gateway, edge, _) = served(&world).await;
+    let member = answered(&edge, dials(&identity(&world.ca, "edge-2")))
+        .await
+        .unwrap();
+    assert!(member.starts_with("HTTP/1.1 200"), "{member}");
+    let another = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
+    let mut of_another = identity(&another, "edge-2");
+    // It believes us, though we do not believe it.
+    of_another.roots = identity(&world.ca, "edge-2").roots;
+    let mut as_gateway = identity(&world.ca, "edge-2");
+    let names = [GatewayName::parse("edge-2").unwrap()];
+    as_gateway.leaf = world
+        .ca
+        .issue_gateway(&names, Duration::from_hours(1))
+        .unwrap();
+    let mut as_caller = identity(&world.ca, "edge-2");
+    as_caller.leaf = world
+        .ca
+        .issue_caller("edge-2", &[], Duration::from_hours(1))
+        .unwrap();
+    for (who, stranger) in [
+        ("a node of another pool", identity(&world.ca, "edge-3")),
+        ("a node of another CA", of_another),
+        ("a gateway", as_gateway),
+        ("a caller", as_caller),
+    ] {
+        let answer = answered(&edge, dials(&stranger)).await;
+        assert!(
+            answer
+                .as_ref()
+                .is_err_and(|error| !error.to_string().is_empty()),
+            "{who}: {answer:?}"
+        );
+    }
+    let mut nobody = ClientConfig::clone(&dials(&identity(&world.ca, "edge-2")));
+    nobody.client_auth_cert_resolver = Arc::new(Nobody);
+    assert!(answered(&edge, Arc::new(nobody)).await.is_err());
+    let plain = raw(
+        edge.site,
+        "GET /api/v1/services HTTP/1.1\r\nHost: edge-1\r\n\r\n",
+    )
+    .await;
+    assert!(!plain.contains("HTTP/1.1"), "{plain}");
+}
+
+#[tokio::test]
+async fn whoever_is_no_member_any_more_is_closed() {
+    let world = World::new();
+    let (gateway, edge, mut members) = served(&world).await;
+    let mut tls = dial(&edge, dials(&identity(&world.ca, "edge-2")))
+        .await
+        .unwrap();
+    tls.write_all(b"GET /api/v1/services?watch=1 HTTP/1.1\r\nHost: edge-1\r\n\r\n")
+        .await
+        .unwrap();
+    let mut read = vec![0; 4096];
+    assert!(timeout(SOON, tls.read(&mut read)).await.unwrap().unwrap() > 0);
+    members.members.pop();
+    gateway.tell(&members);
+    let ended = timeout(SOON, async {
+        while let Ok(1..) = tls.read(&mut read).await {}
+    });
+    assert!(ended.await.is_ok());
+}
+
+#[tokio::test]
+async fn handshakes_that_are_not_begun_hold_up_nobody() {
+    let world = World::new();
+    let (_gateway, edge, _) = served(&world).await;
+    let mut silent = Vec::new();
+    for _ in 0..32 {
+        silent.push(TcpStream::connect(edge.site).await.unwrap());
+    }
+    let member = answered(&edge, dials(&identity(&world.ca, "edge-2")))
+        .await
+        .unwrap();
+    assert!(member.starts_with("HTTP/1.1 200"), "{member}");
+}
+
+#[tokio::test]
+async fn an_address_that_shakes_no_hands_loses_its_oldest() {
+    let world = World::new();
+    let (_gateway, edge, _) = served(&world).await;
+    let mut silent = Vec::new();
+    // More than there are handshakes at once.
+    for _ in 0..300 {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+        silent.push(socket.connect(edge.site).await.unwrap());
+    }
+    let member = answered(&edge, dials(&identity(&world.ca, "edge-2")))
+        .await
+        .unwrap();
+    assert!(member.starts_with("HTTP/1.1 200"), "{member}");
+    let ended = timeout(SOON, silent[0].read_u8()).await.unwrap();
+    assert!(ended.is_err(), "{ended:?}");
+    let ended = silent[299].read_u8().now_or_never();
+    assert!(ended.is_none(), "{ended:?}");
+}
+
+#[tokio::test]
+async fn one_member_does_not_take_the_places_of_others() {
+    let world = World::new();
+    let (gateway, edge, mut members) = served(&world).await;
+    members.members.push(at("edge-3", edge.site));
+    gateway.tell(&members);
+    edge.until(|reader| reader.members.len() == 3).await;
+    let greedy = dials(&identity(&world.ca, "edge-2"));
+    let mut held = Vec::new();
+    while let Ok(tls) = watches(&edge, greedy.clone(), "v1/services").await {
+        held.push(tls);
+        assert!(held.len() <= max_per_member(1));
+    }
+    assert_eq!(held.len(), max_per_member(1));
+    let other = answered(&edge, dials(&identity(&world.ca, "edge-3")))
+        .await
+        .unwrap();
+    assert!(other.starts_with("HTTP/1.1 200"), "{other}");
+    drop(held);
+    let again = timeout(SOON, async {
+        while watches(&edge, greedy.clone(), "v1/services").await.is_err() {}
+    });
+    assert!(again.await.is_ok());
+}
+
+#[tokio::test]
+async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
+    // Both ends of each connection are here.
+    let (_, most) = getrlimit(Limit::RLIMIT_NOFILE).unwrap();
+    setrlimit(Limit::RLIMIT_NOFILE, most, most).unwrap();
+    let resources = [
+        "v1/services",
+        "v1/endpoints",
+        "discovery.k8s.io/v1/endpointslices",
+    ];
+    let world = World::new();
+    let gateway = Gateway::start(&world.ca, Cloud::with(&resources)).await;
+    let node = world.edge("edge-1");
+    let edge = node
+        .start(&[&gateway], json!({ "resources": resources }))
+        .await;
+    let mut members = pool("edge-1", &[&edge]);
+    let names: Vec<_> = (1..NodePoolMembers::MOST)
+        .map(|at| format!("member-{at}"))
+        .collect();
+    members
+        .members
+        .extend(names.iter().map(|name| at(name, edge.site)));
+    gateway.tell(&members);
+    edge.until(|reader| reader.ready && reader.members.len() == NodePoolMembers::MOST)
+        .await;
+    let each = names.iter().map(|name| dials(&identity(&world.ca, name)));
+    let all: Vec<_> = each
+        .flat_map(|config| resources.map(|resource| watches(&edge, config.clone(), resource)))
+        .collect();
+    let held: Vec<_> = stream::iter(all).buffered(16).try_collect().await.unwrap();
+    assert_eq!(held.len(), (NodePoolMembers::MOST - 1) * resources.len());
+}
+
+/// A watch that has begun.
+async fn watches(
+    edge: &Edge,
+    config: Arc<ClientConfig>,
+    resource: &str,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let mut tls = dial(edge, config).await?;
+    let path = GroupVersionResource::from_str(resource).unwrap().path();
+    let ask = format!("GET {path}?watch=1 HTTP/1.1\r\nHost: {}\r\n\r\n", edge.node);
+    tls.write_all(ask.as_bytes()).await?;
+    let mut read = [0; 12];
+    timeout(SOON, tls.read_exact(&mut read)).await.unwrap()?;
+    assert_eq!(read, *b"HTTP/1.1 200");
+    Ok(tls)
+}
+
+/// Shows no certificate.
+#[derive(Debug)]
+struct Nobody;
+
+impl rustls::client::ResolvesClientCert for Nobody {
+    fn resolve(
+        &self,
+        _: &[&[u8]],
+        _: &[rustls::SignatureScheme],
+    ) -> Option<Arc<rustls::sign::CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,390 @@
+//! What went wrong between an edge and a gateway, and what that means for the next attempt.
+//!
+//! A silent network is tried again soon; a refusal backs off; a refusal that time alone does not mend (another
+//! process with the same certificate, an unknown certificate) backs off at the maximum. A clock that is
+//! wrong looks like a bad certificate, so the clock is named.
+
+use causeway_certs::{NotAGateway, UnexpectedCa};
+use causeway_rt::backoff::Backoff;
+use causeway_tunnel::{TunnelEnd, control_stream::GoAway};
+use rustls::{AlertDescription as Alert, CertificateError, Error as TlsError};
+use std::{
+    io,
+    time::{Duration, SystemTime},
+};
+
+/// The shortest delay after an attempt that has waited itself; jittered like any other.
+const LEAST: Duration = Duration::from_millis(250);
+
+/// What went wrong.
+#[derive(Clone, Debug)]
+pub(crate) struct ConnectError {
+    kind: RetryClass,
+    what: String,
+    wrong_ca: Option<UnexpectedCa>,
+    refusal: Option<IdentityRefusal>,
+}
+
+/// Why no tunnel comes of the identity that this edge has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IdentityRefusal {
+    /// The gateway's certificate is of no CA that the identity trusts. Anybody on the network path can cause this.
+    UnknownCa,
+    /// The gateway does not accept the identity.
+    NotAccepted,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RetryClass {
+    /// Nobody answered a TCP handshake for this long.
+    Silent(Duration),
+    /// The other end refused; it may have said for how long.
+    Refused(Option<Duration>),
+    /// The other end refused, and will again.
+    Unwelcome(Duration),
+}
+
+impl ConnectError {
+    /// Nobody answered.
+    pub(crate) fn silent(what: impl Into<String>) -> Self {
+        Self {
+            kind: RetryClass::Silent(Duration::ZERO),
+            what: what.into(),
+            wrong_ca: None,
+            refusal: None,
+        }
+    }
+
+    /// Nobody answered a TCP handshake for this long.
+    pub(crate) fn unanswered(what: impl Into<String>, waited: Duration) -> Self {
+        Self {
+            kind: RetryClass::Silent(waited),
+            ..Self::silent(what)
+        }
+    }
+
+    /// The other end refused.
+    pub(crate) fn refused(what: impl Into<String>) -> Self {
+        Self {
+            kind: RetryClass::Refused(None),
+            what: what.into(),
+            wrong_ca: None,
+            refusal: None,
+        }
+    }
+
+    /// The other end refused, and will again.
+    pub(crate) fn unwelcome(what: impl Into<String>) -> Self {
+        Self {
+            kind: RetryClass::Unwelcome(Duration::ZERO),
+            what: what.into(),
+            wrong_ca: None,
+            refusal: None,
+        }
+    }
+
+    /// The gateway sent the tunnel away.
+    pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
+        let what = format!("the gateway sent this edge away ({}): {detail}", why.word());
+        let kind = match why {
+            GoAway::Superseded | GoAway::Unwelcome => RetryClass::Unwelcome(retry_after),
+            GoAway::Malformed | GoAway::Full => RetryClass::Refused(Some(retry_after)),
+        };
+        // Of two processes with one identity the gateway accepts both: that is no fault of the identity.
+        let refusal = (why == GoAway::Unwelcome).then_some(IdentityRefusal::NotAccepted);
+        Self {
+            kind,
+            what,
+            wrong_ca: None,
+            refusal,
+        }
+    }
+
+    /// The gateway does not accept this edge's identity, and will not the next time.
+    pub(crate) fn not_accepted(what: impl Into<String>) -> Self {
+        Self {
+            refusal: Some(IdentityRefusal::NotAccepted),
+            ..Self::unwelcome(what)
+        }
+    }
+
+    /// A connection failed; `tls` is TLS's own error if it had one.
+    pub(crate) fn ended(ended: &TunnelEnd, tls: Option<&TlsError>) -> Self {
+        match tls {
+            Some(error) => Self::tls(error),
+            None => Self::silent(ended.to_string()),
+        }
+    }
+
+    /// A TLS handshake with `gateway`, as it was dialled, failed.
+    pub(crate) fn handshake(gateway: &str, error: &io::Error) -> Self {
+        if let Some(wrong) = UnexpectedCa::find(error) {
+            return Self {
+                wrong_ca: Some(*wrong),
+                ..Self::unwelcome(wrong.to_string())
+            };
+        }
+        if NotAGateway::is_in(error) {
+            return Self::refused(not_a_tunnel_port(gateway, &NotAGateway));
+        }
+        match inner(error) {
+            Some(error) if is_of_another_protocol(error) => {
+                Self::refused(not_a_tunnel_port(gateway, error))
+            }
+            Some(error) => Self {
+                // In TLS 1.3 a gateway sees this edge's certificate only after this edge has completed the handshake
+                // (RFC 8446, section 2). Anybody on the network path can send an alert before that.
+                refusal: matches!(error, TlsError::InvalidCertificate(why) if !is_about_time(why))
+                    .then_some(IdentityRefusal::UnknownCa),
+                ..Self::tls(error)
+            },
+            None => Self::silent(format!(
+                "{gateway} broke off the TLS handshake ({error}): no gateway runs behind it, or it is not a gateway's \
+                 tunnel port, which is 10262 by default"
+            )),
+        }
+    }
+
+    /// A TLS handshake with `gateway` took too long.
+    pub(crate) fn slow_handshake(gateway: &str) -> Self {
+        Self::silent(format!(
+            "{gateway} did not finish TLS in time: the network or the gateway is slow, or it is not a gateway's tunnel \
+             port, which is 10262 by default"
+        ))
+    }
+
+    /// TLS failed.
+    pub(crate) fn tls(error: &TlsError) -> Self {
+        match error {
+            TlsError::InvalidCertificate(why) if is_about_time(why) => Self::refused(format!(
+                "the gateway's certificate does not hold at this machine's time, {}; is its clock right? ({error})",
+                humantime::format_rfc3339_seconds(SystemTime::now()),
+            )),
+            TlsError::InvalidCertificate(_) => Self {
+                refusal: Some(IdentityRefusal::UnknownCa),
+                ..Self::refused(format!(
+                    "the gateway's certificate is of no CA that this node trusts ({error}): the gateway has another \
+                     CA now, or another server answers at its address"
+                ))
+            },
+            TlsError::AlertReceived(alert) if is_about_certificate(*alert) => {
+                Self::not_accepted(format!(
+                    "the gateway does not accept this node's certificate ({alert:?}): revoked, expired, or of another \
+                     gateway's CA"
+                ))
+            }
+            _ => Self::refused(format!("TLS with the gateway failed: {error}")),
+        }
+    }
+
+    /// How long to wait before the next attempt.
+    pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
+        match self.kind {
+            // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
+            // waits. It costs nobody anything, for nobody answers.
+            RetryClass::Silent(waited) => {
+                let delay = backoff.silent(random);
+                let least = LEAST.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
+                delay.saturating_sub(waited).max(least.min(delay))
+            }
+            RetryClass::Refused(asked) => backoff.refused(asked, random),
+            // Those who were sent away together do not come back together.
+            RetryClass::Unwelcome(asked) => {
+                let spread = asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
+                backoff.most(random).max(spread)
+            }
+        }
+    }
+
+    /// How long to wait before the next attempt at an address, while the edge has a tunnel by another one: the network is well,
+    /// so what does not answer there is away for as long as it was, and the pauses grow to the longest.
+    pub(crate) fn delay_of_one(&self, backoff: &mut Backoff, random: f64) -> Duration {
+        match self.kind {
+            RetryClass::Silent(_) => backoff.refused(None, random),
+            RetryClass::Refused(_) | RetryClass::Unwelcome(_) => self.delay(backoff, random),
+        }
+    }
+
+    /// Whether the other end refused.
+    pub(crate) fn is_refusal(&self) -> bool {
+        !matches!(self.kind, RetryClass::Silent(_))
+    }
+
+    /// Whether a change of the network may mend it.
+    pub(crate) fn may_be_the_network(&self) -> bool {
+        !matches!(self.kind, RetryClass::Unwelcome(_))
+    }
+
+    /// What went wrong, for people.
+    pub(crate) fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The gateway is of another CA than the token that was to be used.
+    pub(crate) fn wrong_ca(&self) -> Option<UnexpectedCa> {
+        self.wrong_ca
+    }
+
+    /// Whether, and how, this is a refusal of the identity that this edge has.
+    pub(crate) fn identity_refusal(&self) -> Option<IdentityRefusal> {
+        self.refusal
+    }
+
+    /// One word, for metric labels.
+    pub(crate) fn word(&self) -> &'static str {
+        match self.kind {
+            RetryClass::Silent(_) => "silent",
+            RetryClass::Refused(_) => "refused",
+            RetryClass::Unwelcome(_) => "unwelcome",
+        }
+    }
+
+    /// The one of two that says more: a refusal was somebody's word.
+    pub(crate) fn or_worse(self, other: Option<Self>) -> Self {
+        match other {
+            Some(other) if other.rank() > self.rank() => other,
+            _ => self,
+        }
+    }
+
+    fn rank(&self) -> u8 {
+        match self.kind {
+            RetryClass::Silent(_) => 0,
+            RetryClass::Refused(_) => 1,
+            RetryClass::Unwelcome(_) => 2,
+        }
+    }
+}
+
+/// TLS's own error inside an I/O error.
+pub(crate) fn inner(error: &io::Error) -> Option<&TlsError> {
+    error.get_ref()?.downcast_ref()
+}
+
+/// Returns the message for an address at which something else than a tunnel port answers.
+fn not_a_tunnel_port(gateway: &str, error: &dyn std::error::Error) -> String {
+    format!(
+        "{gateway} does not speak the tunnel protocol; the tunnel port is 10262 by default ({error})"
+    )
+}
+
+/// Whether the server speaks another protocol than TLS, or one over TLS that is not the tunnel's.
+fn is_of_another_protocol(error: &TlsError) -> bool {
+    matches!(
+        error,
+        TlsError::InvalidMessage(_)
+            | TlsError::PeerIncompatible(_)
+            | TlsError::NoApplicationProtocol
+            | TlsError::AlertReceived(
+                Alert::NoApplicationProtocol
+                    | Alert::ProtocolVersion
+                    | Alert::HandshakeFailure
+                    | Alert::UnrecognisedName
+            )
+    )
+}
+
+fn is_about_time(why: &CertificateError) -> bool {
+    matches!(
+        why,
+        CertificateError::Expired
+            | CertificateError::ExpiredContext { .. }
+            | CertificateError::NotValidYet
+            | CertificateError::NotValidYetContext { .. }
+    )
+}
+
+fn is_about_certificate(alert: Alert) -> bool {
+    matches!(
+        alert,
+        Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateRevoked
+            | Alert::CertificateExpired
+            | Alert::CertificateUnknown
+            | Alert::UnknownCA
+            // What a signature by a CA of the same name, but with another key, comes to.
+            | Alert::DecryptError
+            | Alert::AccessDenied
+            | Alert::CertificateRequired
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn backoff() -> Backoff {
+        Backoff::new(Duration::from_secs(2), Duration::from_mins(1))
+    }
+
+    #[test]
+    fn a_dismissal_backs_off_at_the_maximum_or_longer_if_asked() {
+        let asked = |seconds| {
+            let trouble = ConnectError::dismissed(
+                GoAway::Superseded,
+                "by another",
+                Duration::from_secs(seconds),
+            );
+            trouble.delay(&mut backoff(), 0.0)
+        };
+        assert_eq!(asked(0), Duration::from_secs(30));
+        assert_eq!(asked(90), Duration::from_secs(90));
+        let full = ConnectError::dismissed(GoAway::Full, "full", Duration::from_secs(5));
+        assert_eq!(full.delay(&mut backoff(), 0.0), Duration::from_secs(5));
+    }
+
+    #[test]
+    fn an_attempt_that_nobody_answered_has_waited_already() {
+        let delay = |waited, random| {
+            let mut backoff = backoff();
+            for _ in 0..8 {
+                backoff.silent(random);
+            }
+            let trouble = ConnectError::unanswered("", Duration::from_millis(waited));
+            trouble.delay(&mut backoff, random).as_millis()
+        };
+        assert_eq!((delay(0, 1.0), delay(500, 1.0)), (2_000, 1_500));
+        assert_eq!((delay(2_000, 1.0), delay(2_000, 0.0)), (250, 125));
+    }
+
+    #[test]
+    fn an_address_that_alone_does_not_answer_is_tried_less_and_less() {
+        let mut backoff = backoff();
+        let trouble = ConnectError::unanswered("", Duration::from_secs(2));
+        let delays = (0..12).map(|_| trouble.delay_of_one(&mut backoff, 1.0));
+        let delays: Vec<_> = delays.collect();
+        assert!(delays.is_sorted() && delays[0] < Duration::from_secs(1));
+        assert_eq!(delays[11], Duration::from_mins(1));
+        backoff.reset();
+        assert_eq!(trouble.delay_of_one(&mut backoff, 1.0), delays[0]);
+    }
+
+    #[test]
+    fn an_unknown_certificate_backs_off_at_the_maximum_and_a_wrong_clock_is_named() {
+        let alert = io::Error::other(TlsError::AlertReceived(Alert::UnknownCA));
+        let trouble = ConnectError::handshake("gw:10262", &alert);
+        assert_eq!(trouble.delay(&mut backoff(), 1.0), Duration::from_mins(1));
+        let early = io::Error::other(TlsError::InvalidCertificate(CertificateError::NotValidYet));
+        let trouble = ConnectError::handshake("gw:10262", &early);
+        assert!(trouble.what().contains("clock"), "{}", trouble.what());
+        assert!(
+            trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
+        );
+    }
+
+    #[test]
+    fn an_alert_before_the_gateway_has_authenticated_itself_is_no_refusal_of_the_identity() {
+        let alert = TlsError::AlertReceived(Alert::CertificateRevoked);
+        let refusal = ConnectError::tls(&alert).identity_refusal();
+        assert_eq!(refusal, Some(IdentityRefusal::NotAccepted));
+        let before = |error: TlsError| {
+            ConnectError::handshake("gw:10262", &io::Error::other(error)).identity_refusal()
+        };
+        assert_eq!(before(alert), None);
+        let early = TlsError::InvalidCertificate(CertificateError::NotValidYet);
+        assert_eq!(before(early), None);
+        let unknown = TlsError::InvalidCertificate(CertificateError::UnknownIssuer);
+        assert_eq!(before(unknown), Some(IdentityRefusal::UnknownCa));
+    }
+}

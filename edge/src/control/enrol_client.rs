@@ -1,0 +1,225 @@
+//! Asking a gateway for a certificate: one request over a connection of its own.
+//!
+//! `enrol` asks with a token, `renew` with the certificate before; what travels is the same but for that.
+//! It is HTTP/1.1, since one request needs no more. Says what came of it and decides nothing: what a refusal
+//! means is for the asker to say.
+
+use super::{
+    connect_error::{self, ConnectError},
+    dial::{GatewayConnection, GatewayConnector},
+};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use bytes::Bytes;
+use causeway_certs::{CsrError, PrivateKey, Secret};
+use causeway_tunnel::wire;
+use http::{
+    Request, StatusCode,
+    header::{CONTENT_TYPE, HOST},
+};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use serde::{Deserialize, Serialize, Serializer};
+use std::{error::Error, io, pin::pin, sync::Arc, time::Duration};
+use tokio::time::timeout;
+
+/// Largest answer to a request for a certificate, in bytes.
+const MOST: usize = 256 * 1024;
+/// How long a gateway may take to answer: it stores the certificate first.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// What a gateway is asked.
+#[derive(Serialize)]
+pub(crate) struct EnrolRequest {
+    /// The join token; a renewal has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(serialize_with = "exposed")]
+    token: Option<Secret>,
+    csr: String,
+    version: &'static str,
+    /// Who the edge believes it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
+}
+
+/// What a gateway grants.
+#[derive(Deserialize)]
+pub(crate) struct EnrolResponse {
+    pub(crate) certificate: String,
+    pub(crate) root: String,
+    #[serde(default)]
+    pub(crate) gateways: Vec<String>,
+}
+
+/// Why nothing was granted.
+#[derive(Debug)]
+pub(crate) enum EnrolRequestError {
+    /// The gateway refused this request, and would again: its reason and its sentence.
+    Refused { reason: String, detail: String },
+    /// The gateway's answer does not read.
+    Answer(String),
+    /// It may work later.
+    Trouble(ConnectError),
+}
+
+#[derive(Default, Deserialize)]
+struct ProblemDetails {
+    #[serde(default)]
+    reason: String,
+    #[serde(default)]
+    detail: String,
+}
+
+/// The token itself: it goes to the gateway alone.
+#[expect(clippy::ref_option, reason = "serde passes the field by reference")]
+fn exposed<S: Serializer>(token: &Option<Secret>, to: S) -> Result<S::Ok, S::Error> {
+    token.as_ref().map(Secret::expose).serialize(to)
+}
+
+impl EnrolRequest {
+    /// A request for a certificate for `key`.
+    ///
+    /// # Errors
+    /// If the key cannot sign it.
+    pub(crate) fn new(key: &PrivateKey) -> Result<Self, CsrError> {
+        Ok(Self {
+            token: None,
+            csr: STANDARD.encode(key.request()?),
+            version: env!("CARGO_PKG_VERSION"),
+            node: None,
+        })
+    }
+
+    /// The same with a token, and the name that the edge believes to be its own.
+    pub(crate) fn joining(self, token: Secret, node: Option<&str>) -> Self {
+        Self {
+            token: Some(token),
+            node: node.map(ToOwned::to_owned),
+            ..self
+        }
+    }
+
+    /// Asks the first of the gateways that answers.
+    ///
+    /// # Errors
+    /// What the gateway refused, or why none answered.
+    pub(crate) async fn ask(
+        &self,
+        dialler: &GatewayConnector,
+        gateways: &[String],
+        path: &str,
+    ) -> Result<EnrolResponse, EnrolRequestError> {
+        let text = serde_json::to_vec(self)
+            .map_err(|error| EnrolRequestError::Answer(error.to_string()))?;
+        let connection = dialler.dial(gateways, None).await;
+        let connection = connection.map_err(EnrolRequestError::Trouble)?;
+        let answered = timeout(ANSWER, post(connection, path, text.into())).await;
+        let silent = || ConnectError::silent("the gateway did not answer the request in time");
+        let answered = answered.unwrap_or_else(|_| Err(silent()));
+        let (status, body) = answered.map_err(EnrolRequestError::Trouble)?;
+        read(status, &body)
+    }
+}
+
+/// The same trust and identity for HTTP/1.1.
+pub(crate) fn http1(config: &ClientConfig) -> Arc<ClientConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
+    Arc::new(config)
+}
+
+async fn post(
+    dialled: GatewayConnection,
+    path: &str,
+    text: Bytes,
+) -> Result<(StatusCode, Bytes), ConnectError> {
+    let request = Request::post(path)
+        .header(HOST, dialled.place.gateway.as_str())
+        .header(CONTENT_TYPE, "application/json")
+        .body(Full::new(text))
+        .map_err(|error| ConnectError::silent(error.to_string()))?;
+    let (mut sender, connection) = http1::Builder::new()
+        .title_case_headers(true)
+        .handshake(TokioIo::new(dialled.io))
+        .await
+        .map_err(|error| broke_off(&error))?;
+    let asking = async {
+        let answer = sender.send_request(request).await;
+        let answer = answer.map_err(|error| broke_off(&error))?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), MOST).collect().await;
+        body.map(|body| (status, body.to_bytes()))
+            .map_err(|error| broke_off(&*error))
+    };
+    let mut asking = pin!(asking);
+    tokio::select! {
+        biased;
+        answered = &mut asking => answered,
+        // A connection that is over has given its error to the request.
+        _ = connection => asking.await,
+    }
+}
+
+/// With TLS 1.3 a gateway refuses a certificate only after the edge's handshake is done: the alert is what the
+/// request fails with.
+fn broke_off(error: &(dyn Error + 'static)) -> ConnectError {
+    let mut cause = Some(error);
+    while let Some(each) = cause {
+        let tls = each
+            .downcast_ref::<io::Error>()
+            .and_then(connect_error::inner);
+        if let Some(tls) = tls {
+            return ConnectError::tls(tls);
+        }
+        cause = each.source();
+    }
+    ConnectError::silent(format!("the gateway did not answer the request: {error}"))
+}
+
+/// What the gateway answered.
+fn read(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestError> {
+    if status.is_success() {
+        return serde_json::from_slice(body)
+            .map_err(|error| EnrolRequestError::Answer(error.to_string()));
+    }
+    let ProblemDetails { reason, detail } = serde_json::from_slice(body).unwrap_or_default();
+    let detail = if detail.is_empty() {
+        status.to_string()
+    } else {
+        detail
+    };
+    if !status.is_client_error() || status == StatusCode::TOO_MANY_REQUESTS {
+        return Err(EnrolRequestError::Trouble(ConnectError::refused(format!(
+            "the gateway cannot issue a certificate now: {detail}"
+        ))));
+    }
+    Err(EnrolRequestError::Refused { reason, detail })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_gateway_is_asked_again_and_one_that_refuses_says_why() {
+        let body = br#"{ "reason": "because", "detail": "said so" }"#;
+        for status in [429, 500, 503] {
+            let read = read(StatusCode::from_u16(status).unwrap(), body);
+            assert!(
+                matches!(read, Err(EnrolRequestError::Trouble(_))),
+                "{status}"
+            );
+        }
+        let Err(EnrolRequestError::Refused { reason, detail }) = read(StatusCode::FORBIDDEN, body)
+        else {
+            panic!("no refusal");
+        };
+        assert_eq!((reason.as_str(), detail.as_str()), ("because", "said so"));
+        let Err(EnrolRequestError::Refused { detail, .. }) = read(StatusCode::NOT_FOUND, b"<html>")
+        else {
+            panic!("no refusal");
+        };
+        assert_eq!(detail, "404 Not Found");
+    }
+}

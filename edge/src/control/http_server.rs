@@ -1,0 +1,454 @@
+//! The edge's own listeners, whose connections have a bound and an end.
+//!
+//! A server of axum leaves its connections to themselves; here each ends with the token that it came with, whether it waits
+//! to read or to write.
+
+use axum::{
+    Router,
+    body::{Body, Bytes},
+    extract::{ConnectInfo, Request, connect_info::Connected},
+    http::{
+        HeaderValue, StatusCode, Version,
+        header::{CONNECTION, HOST},
+        uri::Authority,
+    },
+    middleware::{Next, from_fn},
+    response::{IntoResponse, Response},
+    serve::{IncomingStream, Listener},
+};
+use causeway_certs::verify::ServerOnlyTls;
+use causeway_rt::connection_limit::{Busy, ConnectionLimit, Slot};
+use causeway_tunnel::target;
+use futures_util::future::BoxFuture;
+use http_body::{Frame, SizeHint};
+use socket2::{SockRef, TcpKeepalive};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    sync::{mpsc, watch},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
+const SILENT: Duration = Duration::from_secs(5);
+const PROBES: u32 = 2;
+/// Whoever takes nothing of what was sent for this long is gone, too.
+const UNTAKEN: Duration = Duration::from_secs(30);
+
+/// Notices peers that are gone.
+pub(super) fn set_keepalive(tcp: &TcpStream) {
+    let socket = SockRef::from(tcp);
+    let keepalive = TcpKeepalive::new()
+        .with_time(SILENT)
+        .with_interval(SILENT)
+        .with_retries(PROBES);
+    // Refused options cost time, not correctness.
+    let _ = socket.set_tcp_nodelay(true);
+    let _ = socket.set_tcp_keepalive(&keepalive);
+    let _ = socket.set_tcp_user_timeout(Some(UNTAKEN));
+}
+
+/// A listener with a bounded number of connections, which end with `stop` at the latest.
+pub(super) struct LimitedListener {
+    listener: TcpListener,
+    limit: ConnectionLimit,
+    stop: CancellationToken,
+}
+
+impl LimitedListener {
+    pub(super) fn new(
+        limit: ConnectionLimit,
+        listener: TcpListener,
+        stop: CancellationToken,
+    ) -> Self {
+        Self {
+            listener,
+            limit,
+            stop,
+        }
+    }
+}
+
+impl Listener for LimitedListener {
+    type Io = LimitedConnection<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, SocketAddr) {
+        loop {
+            let (tcp, from) = Listener::accept(&mut self.listener).await;
+            set_keepalive(&tcp);
+            // A client without a place is closed at once, so that it tries again instead of waiting.
+            let Ok(place) = self.limit.admit(from.ip()) else {
+                continue;
+            };
+            return (
+                LimitedConnection::new(tcp, place, self.stop.child_token()),
+                from,
+            );
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// A listener of connections that another task has accepted and has completed the TLS handshake of.
+pub(super) struct AcceptedConnections<S> {
+    pub(super) accepted: mpsc::Receiver<(S, SocketAddr)>,
+    pub(super) address: SocketAddr,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedConnections<S> {
+    type Io = S;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (S, SocketAddr) {
+        match self.accepted.recv().await {
+            Some(accepted) => accepted,
+            // The accepting task has ended, and ends the server as well.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.address)
+    }
+}
+
+/// A connection that occupies one of a bounded number of places. It ends with its token, or when it loses its place to another
+/// one: [`keep_place`] prevents that while a request is answered.
+pub(super) struct LimitedConnection<S> {
+    io: S,
+    over: BoxFuture<'static, ()>,
+    _gone: DropGuard,
+    place: Slot,
+}
+
+impl<S> LimitedConnection<S> {
+    /// Ends with `token`, which is cancelled when this is dropped.
+    pub(super) fn new(io: S, place: Slot, token: CancellationToken) -> Self {
+        let (ended, evicted) = (token.clone(), place.clone());
+        Self {
+            io,
+            over: Box::pin(async move {
+                evicted.run(pin!(ended.cancelled())).await;
+            }),
+            _gone: token.drop_guard(),
+            place,
+        }
+    }
+
+    /// Whether it goes on.
+    fn goes_on(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        match self.over.as_mut().poll(context) {
+            Poll::Ready(()) => Err(io::ErrorKind::ConnectionAborted.into()),
+            Poll::Pending => Ok(()),
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+/// The place of a connection, in the extensions of its requests.
+#[derive(Clone)]
+pub(super) struct ConnectionPlace(Slot);
+
+impl Connected<IncomingStream<'_, LimitedListener>> for ConnectionPlace {
+    fn connect_info(stream: IncomingStream<'_, LimitedListener>) -> Self {
+        Self(stream.io().place.clone())
+    }
+}
+
+impl<S> Connected<IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>> for ConnectionPlace
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    fn connect_info(stream: IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>) -> Self {
+        Self(stream.io().place.clone())
+    }
+}
+
+/// Keeps the place of a connection from the first byte of an answer's work to its last byte. A connection without a request,
+/// such as one whose head never ends, can lose its place.
+pub(super) async fn keep_place(request: Request, next: Next) -> Response {
+    let place = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
+    let busy = place.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
+    let answer = next.run(request).await;
+    answer.map(|body| Body::new(PlacedBody { body, _busy: busy }))
+}
+
+/// An answer's body, which keeps the place of its connection until it is written.
+struct PlacedBody {
+    body: Body,
+    _busy: Option<Busy>,
+}
+
+impl http_body::Body for PlacedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would lose a
+/// request that is on its way (RFC 9112, section 9.6). The engine then closes it.
+pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Router {
+    router.layer(from_fn(move |request: Request, next: Next| {
+        let stop = stop.clone();
+        async move {
+            let is_http2 = request.version() == Version::HTTP_2;
+            let mut response = next.run(request).await;
+            if !is_http2 && stop.is_cancelled() {
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(CONNECTION, close);
+            }
+            response
+        }
+    }))
+}
+
+/// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its
+/// own (DNS rebinding).
+pub(super) async fn check_host(own: Arc<AllowedHosts>, request: Request, next: Next) -> Response {
+    let authority = request.uri().authority().map(Authority::as_str);
+    let host = request.headers().get(HOST).map(HeaderValue::to_str);
+    let host = host.map(Result::unwrap_or_default);
+    // HTTP/1.0 without a Host comes from probes, never from a browser.
+    if authority.or(host).is_none_or(|host| own.is(host)) {
+        return next.run(request).await;
+    }
+    let said = "the Host is neither localhost nor this node nor this listener's address or certificate's name\n";
+    (StatusCode::MISDIRECTED_REQUEST, said).into_response()
+}
+
+/// The names by which a listener is asked.
+pub(super) struct AllowedHosts {
+    /// Where it listens.
+    pub(super) address: Option<IpAddr>,
+    /// The node: callers that come through the road know it by that.
+    pub(super) node: String,
+    /// What it shows: names that a certificate has are no page's own.
+    pub(super) shown: Option<watch::Receiver<Option<ServerOnlyTls>>>,
+}
+
+impl AllowedHosts {
+    fn is(&self, host: &str) -> bool {
+        let Ok((host, _)) = target::split(host) else {
+            return false;
+        };
+        match host.parse::<IpAddr>() {
+            // Rebinding needs a name; on a wildcard any address may be this machine's.
+            Ok(ip) => {
+                let ip = ip.to_canonical();
+                ip.is_loopback()
+                    || self
+                        .address
+                        .is_some_and(|own| own == ip || own.is_unspecified())
+                    || self.shows(host)
+            }
+            Err(_) => {
+                host.eq_ignore_ascii_case("localhost")
+                    || host.eq_ignore_ascii_case(&self.node)
+                    || self.shows(host)
+            }
+        }
+    }
+
+    fn shows(&self, host: &str) -> bool {
+        let shown = self.shown.as_ref().map(watch::Receiver::borrow);
+        shown.is_some_and(|shown| shown.as_ref().is_some_and(|shown| shown.is_for(host)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::routing::get;
+    use causeway_certs::LeafCertificate;
+    use futures_util::{StreamExt, stream};
+    use std::convert::Infallible;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    fn own(address: &str) -> AllowedHosts {
+        AllowedHosts {
+            address: address.parse().ok(),
+            node: "edge-1".into(),
+            shown: None,
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_not_this_machines_is_refused() {
+        let own_address = own("10.0.0.5");
+        for host in [
+            "localhost:10266",
+            "127.0.0.1",
+            "[::1]:10266",
+            "10.0.0.5:10266",
+            "Edge-1:10266",
+        ] {
+            assert!(own_address.is(host), "{host}");
+        }
+        for host in [
+            "evil.example",
+            "evil.example:10266",
+            "10.0.0.6",
+            "localhost.evil",
+            "edge-2",
+            "",
+        ] {
+            assert!(!own_address.is(host), "{host}");
+        }
+        assert!(own("0.0.0.0").is("10.0.0.6"));
+    }
+
+    #[test]
+    fn names_and_addresses_of_the_certificate_that_is_shown_are_this_machines_as_well() {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let names = ["kubernetes.default.svc", "10.96.0.1"].map(str::to_owned);
+        let made = rcgen::CertificateParams::new(names).unwrap();
+        let made = made.self_signed(&key).unwrap();
+        let leaf = LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap();
+        let shown = ServerOnlyTls::new(&leaf).unwrap();
+        let known = AllowedHosts {
+            shown: Some(watch::channel(Some(shown)).1),
+            ..own("127.0.0.1")
+        };
+        for host in ["kubernetes.default.svc:10270", "10.96.0.1", "localhost"] {
+            assert!(known.is(host), "{host}");
+        }
+        for host in ["kubernetes.default", "10.96.0.2", "evil.example"] {
+            assert!(!known.is(host), "{host}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_connection_ends_with_its_token_and_gives_its_place_back() {
+        let places = ConnectionLimit::new("test", 1, drop);
+        let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
+        let (near, mut far) = duplex(64);
+        let token = CancellationToken::new();
+        let settled = place().unwrap();
+        settled.settle();
+        let mut kept = LimitedConnection::new(near, settled, token.clone());
+        far.write_all(b"x").await.unwrap();
+        assert_eq!(kept.read_u8().await.unwrap(), b'x');
+        assert!(place().is_err());
+        let (read, ()) = tokio::join!(kept.read_u8(), async { token.cancel() });
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        drop(kept);
+        assert!(place().is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_sends_nothing_gives_its_place_to_another() {
+        let places = ConnectionLimit::new("test", 1, drop);
+        let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
+        let (near, _far) = duplex(64);
+        let mut silent = LimitedConnection::new(near, place().unwrap(), CancellationToken::new());
+        let (read, next) = tokio::join!(silent.read_u8(), async { place() });
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert!(next.is_ok());
+    }
+
+    #[tokio::test]
+    async fn only_a_connection_whose_request_is_answered_keeps_its_place() {
+        let first = stream::iter([Ok::<_, Infallible>("one")]);
+        let watch = move || async move { Body::from_stream(first.chain(stream::pending())) };
+        let router = Router::new()
+            .route("/watch", get(watch))
+            .layer(from_fn(keep_place));
+        let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = tcp.local_addr().unwrap();
+        let limit = ConnectionLimit::new("test", 1, drop);
+        let listener = LimitedListener::new(limit, tcp, CancellationToken::new());
+        let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
+        let serving = async { axum::serve(listener, service).await };
+        let clients = async {
+            let connect = async |text: &str| {
+                let mut tcp = TcpStream::connect(address).await.unwrap();
+                tcp.write_all(text.as_bytes()).await.unwrap();
+                tcp
+            };
+            let mut unfinished = connect("GET /watch HTTP/1.1\r\n").await;
+            let mut watching = connect("GET /watch HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+            assert_eq!(unfinished.read(&mut [0]).await.unwrap_or(0), 0);
+            let mut read = String::new();
+            while !read.contains("one") {
+                let byte = watching.read_u8().await.unwrap();
+                read.push(char::from(byte));
+            }
+            let mut third = connect("").await;
+            assert_eq!(third.read(&mut [0]).await.unwrap_or(0), 0);
+        };
+        tokio::select! {
+            () = clients => {}
+            _ = serving => panic!("the server has ended"),
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The identity that this edge holds: in memory and in the data directory, the same in both.
+//!
+//! It is changed by `gateways` when a gateway tells addresses, and by `renew`, or `given`, when there is a new certificate. Each change
+//! is made to the newest identity, one after the other, and is on the disk before anybody sees it; one
+//! that was begun ends even if nobody waits for it any more.
+
+use causeway_certs::{EdgeIdentity, Store, StoreError};
+use rustls_pki_types::CertificateDer;
+use std::{
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+use tokio::{sync::watch, task::spawn_blocking};
+
+/// The identity of this edge. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct IdentityStore(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    current: Mutex<EdgeIdentity>,
+    /// Whether another process has the data directory: it is not written any more.
+    released: AtomicBool,
+    /// Held while the disk is written, by threads that may block.
+    changing: Mutex<()>,
+}
+
+/// Why a change is not kept.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum IdentityStoreError {
+    /// The data directory cannot be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The runtime stops.
+    #[error(transparent)]
+    Stopping(#[from] io::Error),
+}
+
+impl IdentityStore {
+    pub(crate) fn new(identity: EdgeIdentity, store: Store) -> Self {
+        Self(Arc::new(Inner {
+            store,
+            current: Mutex::new(identity),
+            released: AtomicBool::new(false),
+            changing: Mutex::default(),
+        }))
+    }
+
+    /// The identity as it is now.
+    pub(crate) fn identity(&self) -> EdgeIdentity {
+        locked(&self.0.current).clone()
+    }
+
+    /// Leaves the data directory to another process: what changes from now on is kept in memory only.
+    pub(crate) fn release(&self) {
+        self.0.released.store(true, Relaxed);
+    }
+
+    /// Where it is kept.
+    pub(crate) fn store(&self) -> &Store {
+        &self.0.store
+    }
+
+    /// Changes the identity: on the disk, then here.
+    ///
+    /// # Errors
+    /// If it could not be stored; then nothing has changed.
+    pub(crate) async fn change(
+        &self,
+        change: impl FnOnce(&mut EdgeIdentity) + Send + 'static,
+    ) -> Result<(), IdentityStoreError> {
+        let held = self.clone();
+        let changed = spawn_blocking(move || {
+            let _changing = locked(&held.0.changing);
+            let mut next = held.identity();
+            change(&mut next);
+            // Of an identity that another system keeps only the gateways are kept here.
+            let is_kept = !next.given || next.gateways != held.identity().gateways;
+            if is_kept && !held.0.released.load(Relaxed) {
+                held.0.store.save_edge(&next)?;
+            }
+            *locked(&held.0.current) = next;
+            Ok(())
+        });
+        changed.await.map_err(io::Error::from)?
+    }
+
+    /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here. Returns
+    /// where the old one is kept.
+    ///
+    /// # Errors
+    /// If it could not be stored; then nothing has changed.
+    pub(crate) async fn replace(
+        &self,
+        next: EdgeIdentity,
+        token: Option<String>,
+    ) -> Result<Option<PathBuf>, IdentityStoreError> {
+        let held = self.clone();
+        let replaced = spawn_blocking(move || {
+            let _changing = locked(&held.0.changing);
+            if held.0.released.load(Relaxed) {
+                return Ok(None);
+            }
+            let kept = held.0.store.replace_edge(&next, token.as_deref())?;
+            *locked(&held.0.current) = next;
+            Ok(kept)
+        });
+        replaced.await.map_err(io::Error::from)?
+    }
+
+    /// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once:
+    /// its gateway gets no stream more to answer. What is believed changes when tunnels are dialled `anew`.
+    pub(crate) async fn disbelieve(
+        self,
+        shown: Vec<CertificateDer<'static>>,
+        mut anew: watch::Receiver<()>,
+    ) {
+        while self.identity().given {
+            // It may have changed since the gateway was dialled.
+            if !self.identity().believes(&shown) {
+                return;
+            }
+            if anew.changed().await.is_err() {
+                break;
+            }
+        }
+        std::future::pending::<()>().await;
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

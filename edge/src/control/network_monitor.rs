@@ -1,0 +1,92 @@
+//! Hears when the machine's links, addresses or routes change (rtnetlink's multicast groups).
+//!
+//! An edge that waits for its network tries at once when something of it changed. Changes come in bursts, so
+//! they are told once the burst is over. A machine without netlink has no such hint, and the ordinary
+//! back-off does.
+
+use causeway_rt::task::TaskGroup;
+use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
+use std::{io, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
+use tracing::{debug, info_span};
+
+/// A burst is over when nothing has changed for this long: DHCP sets address and route apart.
+const QUIET: Duration = Duration::from_millis(100);
+/// A network that never rests is told of this often.
+const BURST: Duration = Duration::from_millis(500);
+
+/// Links, and addresses and routes of both families (RTMGRP_…, rtnetlink(7)).
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
+/// ENOBUFS, as Linux has it on x86 and ARM.
+const NO_BUFFERS: i32 = 105;
+/// What a change is does not matter: the rest of a longer message is dropped.
+const GLANCE: usize = 64;
+
+fn listening() -> io::Result<TokioSocket> {
+    let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
+    socket.socket_mut().bind(&SocketAddr::new(0, GROUPS))?;
+    Ok(socket)
+}
+
+/// Waits for a message; false where none will come any more.
+async fn heard(socket: &TokioSocket) -> bool {
+    let mut glance = [0; GLANCE];
+    match socket.recv(&mut &mut glance[..]).await {
+        Ok(()) => true,
+        // More changed than the kernel has kept for us (ENOBUFS).
+        Err(error) if error.raw_os_error() == Some(NO_BUFFERS) => true,
+        Err(error) => {
+            debug!(%error, "changes of the network are not heard any more");
+            false
+        }
+    }
+}
+
+/// Counts the changes of the machine's network.
+#[derive(Clone, Debug)]
+pub(crate) struct NetworkMonitor(watch::Receiver<u64>);
+
+impl NetworkMonitor {
+    /// Begins to listen, with tasks of `tasks`.
+    pub(crate) fn listen(tasks: &TaskGroup) -> Self {
+        let (told, changes) = watch::channel(0);
+        let socket = match listening() {
+            Ok(socket) => socket,
+            Err(error) => {
+                debug!(%error, "netlink is not to be had; changes of the network are not heard");
+                return Self(changes);
+            }
+        };
+        tasks.spawn(info_span!("changes"), async move {
+            while heard(&socket).await {
+                let burst = async { while let Ok(true) = timeout(QUIET, heard(&socket)).await {} };
+                let _ = timeout(BURST, burst).await;
+                told.send_modify(|count| *count = count.wrapping_add(1));
+            }
+        });
+        Self(changes)
+    }
+
+    /// Waits for the next change, or for ever where none can be heard.
+    pub(crate) async fn next(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// What changed until now is known.
+    pub(crate) fn forget(&mut self) {
+        self.0.mark_unchanged();
+    }
+
+    /// Waits for `delay`, or less if the network has changed since it was last known.
+    pub(crate) async fn wait(&mut self, delay: Duration) {
+        tokio::select! {
+            () = sleep(delay) => {}
+            () = self.next() => debug!("the network changed"),
+        }
+    }
+}

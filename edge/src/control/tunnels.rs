@@ -1,0 +1,120 @@
+//! The tunnels of an edge: dialled, kept, replaced, and left in order.
+//!
+//! Its tunnels are `slots`, all of them at one gateway, and at another one if that fails; or (`every`) some at each address
+//! that the gateways' names lead to, each gateway by one address only (`reached`), and at all gateways behind one address
+//! (`seek`). A tunnel says hello (`greeting`) and serves (`session`).
+
+mod all_gateways;
+mod bulk;
+mod connected_gateways;
+mod discovery;
+mod handshake;
+mod only;
+mod session;
+mod slots;
+mod tls_error;
+
+use super::{
+    api_cache::Membership, connect_error::ConnectError, csr_bootstrap::CsrClient,
+    dial::GatewayConnector, gateway_list::GatewayList, identity_store::IdentityStore,
+    network_monitor::NetworkMonitor, rejoin::RejoinState,
+};
+use crate::{
+    config::{Config, TunnelMode},
+    metrics::Metrics,
+    status::StatusWriter,
+};
+use arc_swap::ArcSwap;
+use causeway_rt::backoff::Backoff;
+use causeway_tunnel::{
+    buffered::MemoryBudget, control_stream::AnnouncedPorts, edge_side::StreamRequest,
+};
+pub(crate) use connected_gateways::ConnectedGateways;
+use futures_util::future::BoxFuture;
+pub(crate) use session::NewestSessions;
+use slots::TunnelSlots;
+use std::{net::IpAddr, sync::Arc, time::Duration};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+/// How much longer than its streams a tunnel may take to leave.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// What a stream is handed to: the way, of which nothing is known here.
+pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// Takes up which node ports a gateway lists, which was dialled from this address of the node.
+pub(crate) type AnnouncedPortsFn = Arc<dyn Fn(AnnouncedPorts, Option<IpAddr>) + Send + Sync>;
+
+/// What all tunnels of an edge share.
+pub(crate) struct TunnelContext {
+    pub(crate) config: Config,
+    pub(crate) node: String,
+    pub(crate) instance: String,
+    /// The node's ports that are served now.
+    pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(crate) dialler: GatewayConnector,
+    pub(crate) gateways: GatewayList,
+    /// Which gateways are reached, where all of them are.
+    pub(crate) reached: ConnectedGateways,
+    /// The newest session of each slot at each gateway.
+    pub(crate) newest: NewestSessions,
+    pub(crate) serve: ServeFn,
+    pub(crate) list: AnnouncedPortsFn,
+    /// What hears with whom this node reads, where it does.
+    pub(crate) members: Option<Membership>,
+    pub(crate) metrics: Arc<Metrics>,
+    /// Bytes that streams of all tunnels leave unread here.
+    pub(crate) pressure: Arc<MemoryBudget>,
+    /// Places for streams, of all tunnels.
+    pub(crate) places: Arc<Semaphore>,
+    pub(crate) state: Arc<StatusWriter>,
+    /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
+    pub(crate) anew: watch::Sender<()>,
+    /// The identity by which tunnels are dialled.
+    pub(crate) held: IdentityStore,
+    /// A gateway asks for a new certificate to be had within this time.
+    pub(crate) renewal: watch::Sender<Duration>,
+    /// Inputs of the decision whether the identity is replaced.
+    pub(crate) rejoin: Arc<RejoinState>,
+    /// The edge stops.
+    pub(crate) stop: CancellationToken,
+    /// Says who this node is, where its certificate has ended.
+    pub(crate) cluster: Option<Arc<dyn CsrClient>>,
+}
+
+/// Why there is no tunnel.
+enum TunnelUnavailable {
+    Trouble(ConnectError),
+    /// The gateway of this instance has tunnels already, or is not the one whose tunnel is to be taken over.
+    Reached(String),
+}
+
+impl From<ConnectError> for TunnelUnavailable {
+    fn from(trouble: ConnectError) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+impl TunnelContext {
+    /// Pauses between attempts, as the configuration has them.
+    pub(super) fn backoff(&self) -> Backoff {
+        let bounds = &self.config.backoff;
+        Backoff::new(bounds.silent_max, bounds.refused_max)
+    }
+
+    /// Keeps the tunnels until the edge stops, then leaves in order.
+    pub(crate) async fn run(self: Arc<Self>, changes: NetworkMonitor) {
+        let stop = self.stop.clone();
+        match self.config.tunnels.gateways {
+            TunnelMode::One => {
+                let leaving = TunnelSlots::anywhere(self).run(None, &stop, changes).await;
+                leaving.end(&stop).await;
+            }
+            TunnelMode::Every => Box::pin(all_gateways::run(self, changes)).await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+//! Which slots move bulk, and since when none does.
+//!
+//! Sessions mark their slot as their tunnel's load tells; the slot behind waits for that, and leaves when no slot
+//! has been marked for a while.
+
+use causeway_tunnel::load::BULK_SPAN;
+use std::{collections::BTreeMap, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+
+/// A mark that is this young is not renewed: bulk marks at every mebibyte.
+const FRESH: Duration = Duration::from_millis(250);
+
+/// When each slot last moved bulk.
+#[derive(Debug)]
+pub(crate) struct BulkTracker(watch::Sender<BTreeMap<u32, Instant>>);
+
+impl Default for BulkTracker {
+    fn default() -> Self {
+        Self(watch::Sender::new(BTreeMap::new()))
+    }
+}
+
+impl BulkTracker {
+    /// A stream of this slot's tunnel moves bulk.
+    pub(crate) fn mark(&self, slot: u32) {
+        self.0.send_if_modified(|marks| {
+            let stale = marks.get(&slot).is_none_or(|at| at.elapsed() >= FRESH);
+            if stale {
+                marks.insert(slot, Instant::now());
+            }
+            stale
+        });
+    }
+
+    /// Waits until this slot moves bulk.
+    pub(crate) async fn wait(&self, slot: u32) {
+        let mut marks = self.0.subscribe();
+        let fresh = |marks: &BTreeMap<u32, Instant>| {
+            marks.get(&slot).is_some_and(|at| at.elapsed() <= BULK_SPAN)
+        };
+        // The sender lives as long as this.
+        let _ = marks.wait_for(fresh).await;
+    }
+
+    /// Waits until no slot has moved bulk for `bound`.
+    pub(crate) async fn idle(&self, bound: Duration) {
+        loop {
+            let latest = self.0.borrow().values().max().copied();
+            let due = latest.unwrap_or_else(Instant::now) + bound;
+            if latest.is_some() && due <= Instant::now() {
+                return;
+            }
+            sleep_until(due).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_further_tunnel_is_wanted_at_once_and_until_a_minute_without_bulk() {
+        let bulk = BulkTracker::default();
+        bulk.mark(0);
+        bulk.wait(0).await;
+        let began = Instant::now();
+        let minute = Duration::from_mins(1);
+        let marking = async {
+            tokio::time::sleep(Duration::from_secs(30)).await;
+            bulk.mark(1);
+        };
+        tokio::join!(marking, bulk.idle(minute));
+        assert_eq!(began.elapsed(), Duration::from_secs(90));
+    }
+}

@@ -1,0 +1,373 @@
+//! Which gateways are reached, and by whom, where an edge has tunnels at all of them.
+//!
+//! A name may lead to several addresses of one gateway (IPv4 and IPv6, or one of its own and a load balancer's), and one
+//! address to several gateways (a balancer's). A gateway takes the newest tunnel of an edge for the one that counts, so two
+//! [`Party`]s of tunnels at one gateway would end each other's for ever. Whoever comes first holds it; the others wait until
+//! it is lost. A party holds one gateway: by an address that leads to several it does not come to have tunnels at two.
+
+use crate::control::dial::GatewayAddr;
+use causeway_rt::backoff::Backoff;
+use causeway_tunnel::wire::MOST_GATEWAYS;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{sync::watch, time::Instant};
+use tracing::info;
+
+/// A gateway that was reached for this long counts when it is lost: one that is found and lost again at once is of no use.
+pub(super) const OF_USE: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Default)]
+struct OwnersByInstance {
+    /// Of each gateway's process who holds it.
+    held: BTreeMap<String, GatewayOwner>,
+    /// How often a gateway that was of use began to drain or was lost.
+    lost: u64,
+    /// Addresses at which nothing answers.
+    dead: BTreeSet<GatewayAddr>,
+}
+
+/// Which gateways are reached. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ConnectedGateways {
+    table: Arc<watch::Sender<OwnersByInstance>>,
+    parties: Arc<AtomicU64>,
+}
+
+/// The tunnels of an edge that belong together: those at one gateway.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TunnelGroup(u64);
+
+#[derive(Debug)]
+struct GatewayOwner {
+    by: TunnelGroup,
+    since: Instant,
+    tunnels: usize,
+    /// It serves on, and is of no use to callers who come.
+    drains: bool,
+    /// How many gateways there are, as it says.
+    replicas: Option<u32>,
+}
+
+impl GatewayOwner {
+    fn is_of_use(&self) -> bool {
+        self.since.elapsed() >= OF_USE
+    }
+}
+
+/// How many gateways are reached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct GatewayCount {
+    /// Those that do not drain.
+    pub(super) reached: u32,
+    /// And how many there are, if one of those says so; of those that drain, where all do.
+    pub(super) of: Option<u32>,
+    /// At how many there are tunnels, whatever these are of use for.
+    held: u32,
+    /// How often one that was of use began to drain or was lost.
+    pub(super) lost: u64,
+}
+
+impl GatewayCount {
+    /// Whether there are others, of which those that are reached know.
+    pub(super) fn is_short(self) -> bool {
+        // No gateway's word has an edge hold tunnels without end, nor has one that drains as soon as it is found.
+        self.held < 2 * MOST_GATEWAYS && self.of.is_some_and(|of| of > self.reached)
+    }
+
+    fn of(table: &OwnersByInstance) -> Self {
+        let stay = || table.held.values().filter(|hold| !hold.drains);
+        let reached = stay().count();
+        let word = |hold: &GatewayOwner| hold.replicas.filter(|_| reached == 0 || !hold.drains);
+        let of = table.held.values().filter_map(word).max();
+        let number = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
+        Self {
+            reached: number(reached),
+            of: of.map(|of| of.min(MOST_GATEWAYS)),
+            held: number(table.held.len()),
+            lost: table.lost,
+        }
+    }
+}
+
+/// A gateway is held for as long as this lives.
+#[derive(Debug)]
+pub(super) struct GatewayLease {
+    reached: ConnectedGateways,
+    instance: String,
+}
+
+/// How long tunnels wait whose address led to another gateway than theirs: a balancer leads elsewhere the next time.
+pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
+    let delay = backoff.refused(None, rand::random());
+    info!(retry_in = ?delay, "the address led to another gateway");
+    delay
+}
+
+impl ConnectedGateways {
+    /// Someone who may hold a gateway.
+    pub(super) fn party(&self) -> TunnelGroup {
+        TunnelGroup(self.parties.fetch_add(1, Relaxed))
+    }
+
+    /// Takes this gateway for this party; `None` where another one has it, or where this party holds another gateway, or
+    /// `keeps` to one that it holds and holds none any more.
+    pub(super) fn claim(
+        &self,
+        instance: &str,
+        by: TunnelGroup,
+        keeps: bool,
+    ) -> Option<GatewayLease> {
+        let mut ours = false;
+        self.change(|table| {
+            let stays = keeps || table.held.values().any(|hold| hold.by == by);
+            if stays && !table.held.contains_key(instance) {
+                return;
+            }
+            let hold = table
+                .held
+                .entry(instance.to_owned())
+                .or_insert(GatewayOwner {
+                    by,
+                    since: Instant::now(),
+                    tunnels: 0,
+                    drains: false,
+                    replicas: None,
+                });
+            ours = hold.by == by;
+            hold.tunnels += usize::from(ours);
+        });
+        ours.then(|| GatewayLease {
+            reached: self.clone(),
+            instance: instance.to_owned(),
+        })
+    }
+
+    /// Whether this party holds a gateway.
+    pub(super) fn is_by(&self, party: TunnelGroup) -> bool {
+        let table = self.table.borrow();
+        table.held.values().any(|hold| hold.by == party)
+    }
+
+    /// Whether any gateway is reached: then the network is well, and an address that does not answer is dead.
+    pub(super) fn is_any(&self) -> bool {
+        !self.table.borrow().held.is_empty()
+    }
+
+    /// Waits until no gateway is reached.
+    pub(super) async fn none(&self) {
+        let mut table = self.table.subscribe();
+        // The sender lives as long as this.
+        let _ = table.wait_for(|table| table.held.is_empty()).await;
+    }
+
+    /// Notes whether something answers at this address.
+    pub(super) fn answers(&self, place: &GatewayAddr, answers: bool) {
+        self.table.send_if_modified(|table| {
+            if answers {
+                table.dead.remove(place);
+            } else {
+                table.dead.insert(place.clone());
+            }
+            // Whoever waits waits for nothing of this.
+            false
+        });
+    }
+
+    /// Whether nothing answers at this address.
+    pub(super) fn is_dead(&self, place: &GatewayAddr) -> bool {
+        self.table.borrow().dead.contains(place)
+    }
+
+    /// How many there are, each time that this changes.
+    pub(super) fn counts(&self) -> GatewayCountWatch {
+        GatewayCountWatch(self.table.subscribe())
+    }
+
+    /// Waits until this gateway is reached nowhere.
+    pub(super) async fn lost(&self, instance: &str) {
+        let mut table = self.table.subscribe();
+        // The sender lives as long as this.
+        let _ = table
+            .wait_for(|table| !table.held.contains_key(instance))
+            .await;
+    }
+
+    /// Wakes nobody where nothing has come, gone or changed its word.
+    fn change(&self, change: impl FnOnce(&mut OwnersByInstance)) {
+        self.table.send_if_modified(|table| {
+            let before = GatewayCount::of(table);
+            change(table);
+            before != GatewayCount::of(table)
+        });
+    }
+}
+
+/// How many gateways are reached, now and later.
+pub(super) struct GatewayCountWatch(watch::Receiver<OwnersByInstance>);
+
+impl GatewayCountWatch {
+    /// How many now.
+    pub(super) fn now(&mut self) -> GatewayCount {
+        GatewayCount::of(&self.0.borrow_and_update())
+    }
+
+    /// Waits until it is another count than this.
+    pub(super) async fn other_than(&mut self, count: GatewayCount) {
+        // The sender lives as long as this.
+        let _ = self
+            .0
+            .wait_for(|table| GatewayCount::of(table) != count)
+            .await;
+    }
+}
+
+impl GatewayLease {
+    /// How many gateways there are, as this one says.
+    pub(super) fn says(&self, replicas: Option<u32>) {
+        self.reached.change(|table| {
+            if let Some(hold) = table.held.get_mut(&self.instance) {
+                hold.replicas = replicas;
+            }
+        });
+    }
+
+    /// This gateway drains.
+    pub(super) fn drains(&self) {
+        self.reached.change(|table| {
+            if let Some(hold) = table.held.get_mut(&self.instance) {
+                table.lost += u64::from(!hold.drains && hold.is_of_use());
+                hold.drains = true;
+            }
+        });
+    }
+}
+
+impl Drop for GatewayLease {
+    fn drop(&mut self) {
+        self.reached.change(|table| {
+            let Some(hold) = table.held.get_mut(&self.instance) else {
+                return;
+            };
+            hold.tunnels -= 1;
+            if hold.tunnels == 0 {
+                table.lost += u64::from(hold.is_of_use());
+                table.held.remove(&self.instance);
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+
+    #[tokio::test]
+    async fn a_gateway_is_held_by_one_party_until_its_last_tunnel_there_ends() {
+        let reached = ConnectedGateways::default();
+        let (four, six) = (reached.party(), reached.party());
+        let first = reached.claim("a", four, false).unwrap();
+        let second = reached.claim("a", four, true).unwrap();
+        assert!(reached.claim("a", six, false).is_none());
+        assert!(reached.claim("b", six, false).is_some());
+        drop(first);
+        assert!(reached.lost("a").now_or_never().is_none());
+        let lost = reached.lost("a");
+        drop(second);
+        lost.await;
+        assert!(reached.claim("a", six, false).is_some());
+    }
+
+    #[test]
+    fn what_follows_the_first_tunnel_of_a_party_comes_to_no_other_gateway() {
+        let reached = ConnectedGateways::default();
+        let (one, two) = (reached.party(), reached.party());
+        let _a = reached.claim("a", one, false).unwrap();
+        let _b = reached.claim("b", two, false).unwrap();
+        assert!(reached.claim("b", one, true).is_none());
+        // Nor to one that nobody has found yet, were it by a first tunnel that is dialled anew beside a further one.
+        assert!(reached.claim("c", one, true).is_none());
+        assert!(reached.claim("c", one, false).is_none());
+        assert!(reached.is_by(one) && !reached.is_by(reached.party()));
+        assert_eq!(reached.counts().now().reached, 2);
+    }
+
+    #[test]
+    fn gateways_are_short_of_the_highest_number_that_one_of_them_says_and_none_is_sought_beyond_64()
+    {
+        let reached = ConnectedGateways::default();
+        let mut counts = reached.counts();
+        let mut short = || {
+            let count = counts.now();
+            (count.is_short(), count.reached, count.of)
+        };
+        assert_eq!(short(), (false, 0, None));
+        let a = reached.claim("a", reached.party(), false).unwrap();
+        assert_eq!(short(), (false, 1, None));
+        a.says(Some(2));
+        assert_eq!(short(), (true, 1, Some(2)));
+        let b = reached.claim("b", reached.party(), false).unwrap();
+        assert_eq!(short(), (false, 2, Some(2)));
+        // One that knows less, and one that draws near its end.
+        b.says(Some(1));
+        assert_eq!(short(), (false, 2, Some(2)));
+        a.drains();
+        assert_eq!(short(), (false, 1, Some(1)));
+        b.says(Some(u32::MAX));
+        assert_eq!(short(), (true, 1, Some(64)));
+        // All of them go: others come in their place.
+        b.says(Some(1));
+        b.drains();
+        assert_eq!(short(), (true, 0, Some(2)));
+        drop((a, b));
+        // Nobody is left who could be asked.
+        assert_eq!(short(), (false, 0, None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_gateway_that_was_of_use_counts_when_it_drains_and_when_it_is_lost() {
+        let reached = ConnectedGateways::default();
+        let mut counts = reached.counts();
+        let brief = reached.claim("brief", reached.party(), false).unwrap();
+        brief.drains();
+        drop(brief);
+        assert_eq!(counts.now().lost, 0);
+        let (rolls, dies) = (
+            reached.claim("rolls", reached.party(), false).unwrap(),
+            reached.claim("dies", reached.party(), false).unwrap(),
+        );
+        tokio::time::advance(OF_USE).await;
+        rolls.drains();
+        rolls.drains();
+        assert_eq!(counts.now().lost, 1);
+        drop(rolls);
+        assert_eq!(counts.now().lost, 2);
+        drop(dies);
+        assert_eq!(counts.now().lost, 3);
+        assert!(!reached.is_any());
+        reached.none().await;
+    }
+
+    #[test]
+    fn gateways_that_drain_as_soon_as_they_are_found_are_not_sought_without_end() {
+        let reached = ConnectedGateways::default();
+        let stays = reached.claim("stays", reached.party(), false).unwrap();
+        stays.says(Some(64));
+        let mut claims = Vec::new();
+        while reached.counts().now().is_short() {
+            assert!(claims.len() < 200, "without end");
+            let name = claims.len().to_string();
+            let claim = reached.claim(&name, reached.party(), false).unwrap();
+            claim.drains();
+            claims.push(claim);
+        }
+        claims.pop();
+        assert!(reached.counts().now().is_short());
+    }
+}

@@ -1,0 +1,324 @@
+//! Looks for further gateways behind the addresses that an edge knows.
+//!
+//! An address may be a balancer's, behind which there are several gateways: whoever dials it comes to one of them. Where a
+//! gateway says that there are more than are reached, the addresses are dialled in turn, with pauses that grow (`Pace`):
+//! 1. a gateway that is reached already is left after its hello, before it has heard anything of this edge;
+//! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
+//! 3. pauses begin anew when a gateway that was of use drains or is lost, when gateways say another number, and when a network
+//!    that was in the way changes. An address at which nothing answers is left to its own tunnels (`slots`).
+//!
+//! A balancer that leads to one of them only, whatever for, costs one attempt in each of the longest pauses.
+
+use super::{
+    TunnelContext, TunnelUnavailable,
+    connected_gateways::{GatewayCount, OF_USE},
+    slots::{PredialledTunnel, TunnelSlots},
+};
+use crate::control::{
+    connect_error::ConnectError, dial::GatewayAddr, network_monitor::NetworkMonitor,
+};
+use causeway_rt::task::TaskGroup;
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, info_span, warn};
+
+/// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
+const FIRST: Duration = Duration::from_secs(1);
+/// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
+/// one of 1,500, where a balancer leads each time to any; that is how long a gateway waits before it takes callers (`deploy/`).
+const ATTEMPTS_PER_GATEWAY: u32 = 2;
+/// How often what changes may have pauses begin anew in as many of the longest pauses.
+const ANEW: u32 = 8;
+
+/// Finds the gateways that have no address of their own.
+pub(super) struct GatewayDiscovery {
+    links: Arc<TunnelContext>,
+    /// Where gateways are looked for.
+    places: watch::Receiver<Vec<GatewayAddr>>,
+    turn: usize,
+    /// Where they refuse this edge, as far as it has been said.
+    refused: Option<String>,
+}
+
+impl GatewayDiscovery {
+    /// Looks behind these places.
+    pub(super) fn at(links: Arc<TunnelContext>, places: watch::Receiver<Vec<GatewayAddr>>) -> Self {
+        Self {
+            links,
+            places,
+            turn: 0,
+            refused: None,
+        }
+    }
+
+    /// Looks for gateways until the edge stops. What it finds has tunnels as tasks of `tasks`.
+    pub(super) async fn run(mut self, mut changes: NetworkMonitor, tasks: &TaskGroup) {
+        let links = self.links.clone();
+        let most = links.config.backoff.refused_max;
+        // When it is dialled next, and the earliest that a gateway has asked for.
+        let (mut due, mut not_before) = (None, Instant::now());
+        // The last attempt failed by what a change of network may mend.
+        let mut cut_off = false;
+        let mut counts = links.reached.counts();
+        let (mut count, mut said) = (GatewayCount::default(), None);
+        let (mut tries, mut backoff) = (DiscoveryBackoff::default(), links.backoff());
+        loop {
+            let now = counts.now();
+            if now != count {
+                if now.lost == count.lost {
+                    tries.changed(most);
+                } else {
+                    tries.lost();
+                }
+                count = now;
+                links.state.reached(count.reached, count.of);
+                say(count, &mut said);
+            }
+            // What changes brings the next attempt nearer, and never puts it off.
+            let of = count.of.filter(|_| count.is_short());
+            due = of.map(|of| tries.next(of, most, due));
+            let next = due.map(|due| due.max(not_before));
+            changes.forget();
+            tokio::select! {
+                () = links.stop.cancelled() => return,
+                () = counts.other_than(count) => continue,
+                () = at(next) => {
+                    tries.tried();
+                    due = None;
+                }
+                () = changes.next(), if cut_off => {
+                    tries.changed(most);
+                    not_before = Instant::now();
+                    continue;
+                }
+            }
+            let Some(place) = self.next() else { continue };
+            let slots = TunnelSlots::found(links.clone(), place.clone());
+            let begun = Box::pin(slots.begin());
+            let Some(found) = links.stop.run_until_cancelled(begun).await else {
+                return;
+            };
+            cut_off = false;
+            match found {
+                Ok(session) => {
+                    let ends = (links.stop.clone(), changes.clone());
+                    tasks.spawn(info_span!("gateway", %place), serve(slots, session, ends));
+                    backoff.reset();
+                    tries.found();
+                }
+                Err(TunnelUnavailable::Reached(_)) => {}
+                // It may have said when to come again.
+                Err(TunnelUnavailable::Trouble(trouble)) => {
+                    self.troubled(&place, &trouble);
+                    cut_off = trouble.may_be_the_network();
+                    not_before = Instant::now() + trouble.delay(&mut backoff, rand::random());
+                }
+            }
+        }
+    }
+
+    /// The place whose turn it is.
+    fn next(&mut self) -> Option<GatewayAddr> {
+        let places = self.places.borrow();
+        let turn = self.turn;
+        let mut turns = (0..places.len()).map(|more| turn.wrapping_add(more));
+        let at = |turn: usize| places.get(turn % places.len().max(1));
+        let lives = |turn: &usize| at(*turn).is_some_and(|at| !self.links.reached.is_dead(at));
+        let turn = turns.find(lives).unwrap_or(turn);
+        self.turn = turn.wrapping_add(1);
+        at(turn).cloned()
+    }
+
+    /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
+    fn troubled(&mut self, place: &GatewayAddr, trouble: &ConnectError) {
+        let what = trouble.what();
+        if trouble.is_refusal() && self.refused.as_deref() != Some(what) {
+            warn!(%place, reason = trouble.word(), what, "a further gateway has no tunnel");
+            self.refused = Some(what.to_owned());
+        } else {
+            debug!(%place, what, "no further gateway found");
+        }
+    }
+}
+
+/// Waits for this moment; without one for ever.
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// When it is looked for gateways.
+#[derive(Debug, Default)]
+struct DiscoveryBackoff {
+    /// Attempts since something changed.
+    tries: u32,
+    /// When the last one was found, until it has been of use.
+    found: Option<Instant>,
+    /// When pauses began anew last for what may change without end, oldest first.
+    anew: VecDeque<Instant>,
+}
+
+impl DiscoveryBackoff {
+    /// How long is waited before the next attempt. `random` is from 0 to 1.
+    fn pause(&self, gateways: u32, most: Duration, random: f64) -> Duration {
+        let doubled = self.tries / gateways.saturating_mul(ATTEMPTS_PER_GATEWAY).max(1);
+        let longest = FIRST.saturating_mul(1 << doubled.min(16)).min(most);
+        // Whether what was found lasts is seen by then.
+        let longest = self.found.map_or(longest, |_| longest.min(OF_USE));
+        longest.mul_f64(0.5 + random / 2.0)
+    }
+
+    /// When the next attempt is made, which was to be made at `due`.
+    fn next(&self, gateways: u32, most: Duration, due: Option<Instant>) -> Instant {
+        let next = Instant::now() + self.pause(gateways, most, rand::random());
+        due.map_or(next, |due| due.min(next))
+    }
+
+    fn tried(&mut self) {
+        // What was found lasts: the next one may be there as well.
+        if self
+            .found
+            .take_if(|found| found.elapsed() > OF_USE)
+            .is_some()
+        {
+            self.tries = 0;
+        }
+        self.tries = self.tries.saturating_add(1);
+    }
+
+    /// One was found.
+    fn found(&mut self) {
+        self.found = Some(Instant::now());
+    }
+
+    /// One that was of use drains or is lost: another one comes in its place.
+    fn lost(&mut self) {
+        self.tries = 0;
+    }
+
+    /// There are others than before, or another number of them. Whoever makes them change all the time has pauses begin anew
+    /// once in `most`; a roll of some gateways has them begin anew each time.
+    fn changed(&mut self, most: Duration) {
+        let lasts = self.found.is_none_or(|found| found.elapsed() > OF_USE);
+        let span = most.saturating_mul(ANEW);
+        self.anew.retain(|anew| anew.elapsed() < span);
+        if lasts && self.anew.len() < ANEW as usize {
+            self.anew.push_back(Instant::now());
+            self.tries = 0;
+        }
+    }
+}
+
+/// Says what is looked for, and that it is found: once, however often gateways come and go meanwhile.
+fn say(count: GatewayCount, said: &mut Option<GatewayCount>) {
+    let GatewayCount { reached, of, .. } = count;
+    let of = of.unwrap_or(reached);
+    if count.is_short() {
+        if said.is_none_or(|said| said.of != count.of) {
+            info!(
+                reached,
+                of, "looking for the other gateways behind the addresses of these"
+            );
+            *said = Some(count);
+        }
+    } else if reached > 0 && said.take().is_some() {
+        info!(reached, of, "all gateways are reached");
+    }
+}
+
+/// Keeps the tunnels at a gateway that was found, of which one has begun, until the edge stops or the gateway is lost.
+async fn serve(
+    slots: TunnelSlots,
+    begun: PredialledTunnel,
+    (stop, changes): (CancellationToken, NetworkMonitor),
+) {
+    let leaving = slots.run(Some(begun), &stop, changes).await;
+    leaving.end(&stop).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: Duration = Duration::from_mins(1);
+
+    /// How long so many further attempts among three gateways take.
+    fn takes(pace: &mut DiscoveryBackoff, tries: u32, random: f64) -> Duration {
+        let pauses = (0..tries).map(|_| {
+            let pause = pace.pause(3, MOST, random);
+            pace.tried();
+            pause
+        });
+        pauses.sum()
+    }
+
+    #[test]
+    fn a_gateway_among_three_is_sought_eighteen_times_in_half_a_minute_and_then_ever_less_often() {
+        let half_a_minute = takes(&mut DiscoveryBackoff::default(), 18, 0.5);
+        assert_eq!(half_a_minute, Duration::from_millis(31_500));
+        let mut pace = DiscoveryBackoff::default();
+        assert_eq!(pace.pause(3, MOST, 0.0), FIRST / 2);
+        // Six at a second, at 2, 4, 8, 16 and 32, and one a minute from there.
+        assert_eq!(takes(&mut pace, 36, 1.0), Duration::from_secs(6 * 63));
+        assert_eq!(takes(&mut pace, 1, 1.0), MOST);
+        pace.tries = u32::MAX;
+        assert_eq!(takes(&mut pace, 1, 1.0), MOST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_changes_has_gateways_sought_anew_unless_one_was_found_and_lost_at_once() {
+        let mut pace = DiscoveryBackoff::default();
+        takes(&mut pace, 36, 1.0);
+        pace.found();
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE);
+        tokio::time::advance(OF_USE * 2).await;
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_changes_all_the_time_has_pauses_begin_anew_once_in_the_longest() {
+        let mut pace = DiscoveryBackoff::default();
+        for _ in 0..ANEW {
+            takes(&mut pace, 36, 1.0);
+            pace.changed(MOST);
+            assert_eq!(pace.pause(3, MOST, 1.0), FIRST, "some are a roll");
+        }
+        takes(&mut pace, 36, 1.0);
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), MOST);
+        tokio::time::advance(MOST * ANEW).await;
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_gateway_that_is_lost_is_sought_anew_at_once_however_soon_after_another() {
+        let mut pace = DiscoveryBackoff::default();
+        for _ in 0..20 {
+            takes(&mut pace, 36, 1.0);
+            pace.found();
+            pace.lost();
+            assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_one_that_lasts_the_next_is_sought_anew() {
+        let mut pace = DiscoveryBackoff::default();
+        takes(&mut pace, 100, 1.0);
+        pace.found();
+        pace.tried();
+        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE, "it may not last");
+        tokio::time::advance(OF_USE * 2).await;
+        pace.tried();
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+}

@@ -1,0 +1,405 @@
+//! An edge with tunnels at every gateway.
+
+use super::*;
+use std::sync::Mutex;
+
+/// A gateway of this process, at another of its addresses.
+async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
+    let says = Says {
+        instance: instance.into(),
+        gateways,
+        replicas: None,
+        dismiss: None,
+    };
+    Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+}
+
+/// One attempt came to nothing because the gateway was reached elsewhere.
+const WAITS: &str = "outcome=\"reached\"} 1\n";
+
+fn every() -> Value {
+    json!({
+        "tunnels": { "gateways": "every", "resolve_after": "200ms" },
+        "backoff": { "silent_max": "500ms", "refused_max": "500ms" },
+    })
+}
+
+fn addresses(gateways: &[&Gateway]) -> Vec<String> {
+    let addresses = gateways.iter().map(|gateway| gateway.address.to_string());
+    addresses.collect()
+}
+
+#[tokio::test]
+async fn it_has_a_tunnel_at_each_and_what_one_does_is_nothing_to_the_others() {
+    let ca = ca();
+    let (mut first, mut second) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&first, &second]), every()).await;
+    let (one, two) = (first.next().await, second.next().await);
+    assert_eq!((one.welcome.slot, two.welcome.slot), (0, 0));
+    assert_eq!(one.welcome.instance, two.welcome.instance);
+    // A drain need not wait for it: it is elsewhere already.
+    assert!(!one.welcome.elsewhere);
+    let address = first.address;
+    drop((one, first));
+    let status = edge.until(|status| status.trouble.is_some()).await;
+    assert_eq!((status.state, status.tunnels.len()), ("connected", 1));
+    let trouble = status.trouble.unwrap().what;
+    assert!(trouble.contains(&address.to_string()), "{trouble}");
+    let says = Says {
+        instance: "restarted".into(),
+        gateways: Vec::new(),
+        replicas: None,
+        dismiss: None,
+    };
+    let mut again = Gateway::start_on(address, acceptor(&ca, &ca), says).await;
+    again.next().await;
+    let mended =
+        |status: &crate::status::Status| status.tunnels.len() == 2 && status.trouble.is_none();
+    edge.until(mended).await;
+    assert!(second.registered.try_recv().is_err(), "dialled again");
+    edge.stop.cancel();
+    edge.tasks.drain(SOON).await;
+}
+
+#[tokio::test]
+async fn of_gateways_that_name_different_leaders_the_first_counts_until_it_drains_or_is_gone() {
+    let ca = ca();
+    let (mut first, mut second) = (
+        also(&ca, "a", Vec::new()).await,
+        also(&ca, "b", Vec::new()).await,
+    );
+    let mut more = every();
+    more["reader"] = json!({ "listen": "127.0.0.1:0" });
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&first, &second]), more).await;
+    let (mut one, mut two) = (first.next().await, second.next().await);
+    let led = async |leader: &str| {
+        let leads = |status: &crate::status::Status| {
+            let reader = status.reader.as_ref();
+            reader.is_some_and(|reader| reader.leader.as_deref() == Some(leader))
+        };
+        edge.until(leads).await;
+    };
+    let pool = |leader: &str| {
+        GatewayMessage::Pool(NodePoolMembers {
+            pool: Some("north".into()),
+            leader: Some(leader.into()),
+            members: Vec::new(),
+        })
+    };
+    two.control.tell(&pool("by-b")).await.unwrap();
+    led("by-b").await;
+    one.control.tell(&pool("by-a")).await.unwrap();
+    led("by-a").await;
+    two.control.tell(&pool("again-by-b")).await.unwrap();
+    one.control.tell(&pool("again-by-a")).await.unwrap();
+    led("again-by-a").await;
+    let drain = GatewayMessage::Drain { grace_ms: 60_000 };
+    one.control.tell(&drain).await.unwrap();
+    led("again-by-b").await;
+
+    drop((one, first));
+    let mut back = also(&ca, "a", Vec::new()).await;
+    let gateways = addresses(&[&back, &second]);
+    let line = GatewayMessage::Gateways {
+        gateways,
+        replicas: None,
+    };
+    two.control.tell(&line).await.unwrap();
+    let mut came = back.next().await;
+    came.control.tell(&pool("back-by-a")).await.unwrap();
+    led("back-by-a").await;
+    drop((came, back));
+    led("again-by-b").await;
+}
+
+#[tokio::test]
+async fn a_gateway_with_two_addresses_has_tunnels_at_one_of_them_and_at_the_other_when_that_is_lost()
+ {
+    let ca = ca();
+    let (mut left, mut right) = (
+        also(&ca, "a", Vec::new()).await,
+        also(&ca, "a", Vec::new()).await,
+    );
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&left, &right]), every()).await;
+    // It came to the second one's hello, and left.
+    let began = Instant::now();
+    while !edge.admin("/metrics").await.contains(WAITS) {
+        assert!(began.elapsed() < SOON, "nobody waits");
+    }
+    let (lost, mut other) = tokio::select! {
+        registered = left.next() => ((registered, left), right),
+        registered = right.next() => ((registered, right), left),
+    };
+    assert!(other.registered.try_recv().is_err(), "both have tunnels");
+    edge.until(|status| status.tunnels.len() == 1 && status.trouble.is_none())
+        .await;
+    drop(lost);
+    other.next().await;
+    assert!(
+        edge.admin("/metrics").await.contains(WAITS),
+        "it did not wait"
+    );
+}
+
+#[tokio::test]
+async fn where_no_gateway_is_any_more_a_tunnel_stands_until_it_ends_and_is_not_dialled_again() {
+    let ca = ca();
+    let (mut old, mut new) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
+    let mut teller = also(&ca, "teller", addresses(&[&old])).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&teller]), every()).await;
+    let (mut told, was) = (teller.next().await, old.next().await);
+    let gateways = addresses(&[&new]);
+    let line = GatewayMessage::Gateways {
+        gateways,
+        replicas: None,
+    };
+    told.control.tell(&line).await.unwrap();
+    new.next().await;
+    edge.until(|status| status.gateways.len() == 2 && status.tunnels.len() == 3)
+        .await;
+    drop((was, old));
+    edge.until(|status| status.tunnels.len() == 2 && status.trouble.is_none())
+        .await;
+}
+
+#[tokio::test]
+async fn a_name_that_leads_nowhere_is_told_and_keeps_nobody_from_the_others() {
+    let ca = ca();
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let mut gateways = addresses(&[&gateway]);
+    gateways.push("gateway.invalid:10262".into());
+    let edge = world.run(&gateways, every()).await;
+    gateway.next().await;
+    let status = edge
+        .until(|status| !status.tunnels.is_empty() && status.trouble.is_some())
+        .await;
+    let trouble = status.trouble.unwrap();
+    assert!(trouble.what.contains("gateway.invalid"), "{}", trouble.what);
+    assert_eq!(status.state, "connected");
+}
+
+/// One address that leads to several gateways, to each in its turn or to the first of them alone.
+struct Balancer {
+    address: SocketAddr,
+    behind: Arc<Mutex<Vec<SocketAddr>>>,
+    dialled: Arc<AtomicUsize>,
+    _tasks: TaskGroup,
+}
+
+impl Balancer {
+    async fn start(behind: &[SocketAddr]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let behind = Arc::new(Mutex::new(behind.to_vec()));
+        let (dialled, tasks) = (Arc::new(AtomicUsize::new(0)), TaskGroup::default());
+        let (now, count) = (behind.clone(), dialled.clone());
+        tasks.spawn(info_span!("balancer"), async move {
+            let passing = TaskGroup::default();
+            while let Ok((mut near, _)) = listener.accept().await {
+                let turn = count.fetch_add(1, Relaxed);
+                let to = now.lock().unwrap().clone();
+                passing.spawn(info_span!("passing"), async move {
+                    if let Ok(mut far) = TcpStream::connect(to[turn % to.len()]).await {
+                        let _ = copy_bidirectional(&mut near, &mut far).await;
+                    }
+                });
+            }
+        });
+        Self {
+            address,
+            behind,
+            dialled,
+            _tasks: tasks,
+        }
+    }
+}
+
+/// A gateway that says how many there are.
+async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
+    let says = Says {
+        instance: instance.into(),
+        gateways: Vec::new(),
+        replicas: Some(replicas),
+        dismiss: None,
+    };
+    Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+}
+
+fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
+    move |status| status.reached == Some(crate::status::ConnectedGatewaysStatus { gateways, of })
+}
+
+#[tokio::test]
+async fn all_gateways_behind_one_address_are_found_and_no_tunnel_ends_for_it() {
+    let ca = ca();
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    // More often to one than to the other.
+    let balancer = Balancer::start(&[a.address, a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&[balancer.address.to_string()], every()).await;
+    let (mut first, _second) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    assert!(a.registered.try_recv().is_err(), "it was dialled anew");
+    // There is another one, and it is told.
+    let mut c = one_of(&ca, "c", 3).await;
+    balancer.behind.lock().unwrap().push(c.address);
+    let gateways = vec![balancer.address.to_string()];
+    let replicas = Some(3);
+    let line = GatewayMessage::Gateways { gateways, replicas };
+    first.control.tell(&line).await.unwrap();
+    let third = c.next().await;
+    let status = edge.until(reached(3, 3)).await;
+    assert_eq!((status.state, status.tunnels.len()), ("connected", 3));
+    // One goes without a word, and comes again.
+    drop((third, c));
+    edge.until(reached(2, 3)).await;
+    let mut again = one_of(&ca, "c2", 3).await;
+    *balancer.behind.lock().unwrap() = vec![a.address, b.address, again.address];
+    let found = again.next().await;
+    edge.until(reached(3, 3)).await;
+    // One that drains is none to which callers come.
+    let mut draining = found.control;
+    let drain = GatewayMessage::Drain { grace_ms: 1000 };
+    draining.tell(&drain).await.unwrap();
+    edge.until(reached(2, 3)).await;
+    for gateway in [&mut a, &mut b] {
+        assert!(gateway.registered.try_recv().is_err(), "dialled anew");
+    }
+    edge.stop.cancel();
+    edge.tasks.drain(SOON).await;
+}
+
+#[tokio::test]
+async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody_his_tunnel() {
+    let ca = ca();
+    let mut only = one_of(&ca, "a", 3).await;
+    let balancer = Balancer::start(&[only.address]).await;
+    let world = World::joined(&ca);
+    let mut more = every();
+    more["backoff"]["refused_max"] = json!("1h");
+    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let _tunnel = only.next().await;
+    edge.until(reached(1, 3)).await;
+    // Time is the subject: they are half a second apart at least.
+    let (began, before) = (Instant::now(), balancer.dialled.load(Relaxed));
+    while balancer.dialled.load(Relaxed) < before + 4 {
+        assert!(began.elapsed() < SOON, "nobody dials");
+        sleep(Duration::from_millis(10)).await;
+    }
+    let took = began.elapsed();
+    assert!(
+        took >= Duration::from_millis(1_500),
+        "three pauses in {took:?}"
+    );
+    assert!(only.registered.try_recv().is_err(), "dialled anew");
+    assert_eq!(edge.reader.status().tunnels.len(), 1);
+}
+
+/// An edge with tunnels at every gateway behind the balancer, and an app at its port 7.
+async fn behind(world: &World, balancer: &Balancer, app: SocketAddr) -> Running {
+    let mut more = every();
+    more["ports"] = json!({ "7": { "target": app.to_string() } });
+    world.run(&[balancer.address.to_string()], more).await
+}
+
+#[tokio::test]
+async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighbour() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    let balancer = Balancer::start(&[a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let edge = behind(&world, &balancer, echo(&tasks).await).await;
+    let (one, two) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    let mut further = Vec::new();
+    for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
+        let (mut send, mut receive) = session(&registered.tunnel).await;
+        round_trip(&mut send, &mut receive, 4 << 20).await;
+        // Dropped, it ends, and is dialled anew.
+        further.push(gateway.next().await);
+        assert_eq!(further.last().unwrap().welcome.slot, 1);
+        send.end().unwrap();
+    }
+    assert!(a.registered.try_recv().is_err(), "dialled anew");
+}
+
+#[tokio::test]
+async fn a_first_tunnel_that_is_lost_beside_one_for_bulk_comes_back_to_the_same_gateway() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    let balancer = Balancer::start(&[a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let edge = behind(&world, &balancer, echo(&tasks).await).await;
+    let (first, _found) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    round_trip(&mut send, &mut receive, 4 << 20).await;
+    let further = a.next().await;
+    assert_eq!(further.welcome.slot, 1);
+    let mut first = first;
+    for _ in 0..3 {
+        // Where the balancer leads to next is once the one and once the other.
+        first.tunnel.close();
+        first = a.next().await;
+        assert_eq!(first.welcome.slot, 0);
+    }
+    assert!(b.registered.try_recv().is_err(), "dialled anew");
+    edge.until(reached(2, 2)).await;
+}
+
+#[tokio::test]
+async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_it_says() {
+    let ca = ca();
+    let mut takes = one_of(&ca, "a", 2).await;
+    let says = Says {
+        instance: "b".into(),
+        gateways: Vec::new(),
+        replicas: Some(2),
+        dismiss: Some(GoAway::Full),
+    };
+    let refuses = Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
+    let balancer = Balancer::start(&[takes.address, refuses.address, refuses.address]).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&[balancer.address.to_string()], every()).await;
+    let _tunnel = takes.next().await;
+    edge.until(reached(1, 2)).await;
+    let sent_away = "outcome=\"refused\"} 1\n";
+    let began = Instant::now();
+    while !edge.admin("/metrics").await.contains(sent_away) {
+        assert!(began.elapsed() < SOON, "nobody was refused");
+    }
+    // Some pauses would have been over, but for the 90 s that it said.
+    for _ in 0..4 {
+        pass(Duration::from_millis(500)).await;
+        // A dial takes no more turns than this.
+        edge.admin("/metrics").await;
+    }
+    assert_eq!(balancer.dialled.load(Relaxed), 2);
+    assert_eq!(edge.reader.status().state, "connected");
+    drop(refuses);
+}
+
+#[test]
+fn gateways_that_say_no_number_and_those_that_say_more_than_is_known_are_heard() {
+    let heard = |line: &str| {
+        causeway_tunnel::control_stream::parse::<GatewayMessage>(line.as_bytes()).unwrap()
+    };
+    let gateways = |replicas| GatewayMessage::Gateways {
+        gateways: vec!["a:1".into()],
+        replicas,
+    };
+    let older = r#"{"type":"gateways","gateways":["a:1"]}"#;
+    assert_eq!(heard(older), gateways(None));
+    let later = r#"{"type":"gateways","gateways":["a:1"],"replicas":2,"zones":{}}"#;
+    assert_eq!(heard(later), gateways(Some(2)));
+    let hello = r#"{"type":"hello","protocol":1,"version":"0","gateway":"a","node":"edge-1","gateways":[]}"#;
+    assert!(matches!(heard(hello), GatewayMessage::Hello(hello) if hello.replicas.is_none()));
+    // What older edges would not know is not said where there is none.
+    let said = serde_json::to_string(&gateways(None)).unwrap();
+    assert_eq!(said, older);
+}

@@ -1,0 +1,32 @@
+//! How TLS ended a tunnel's connection.
+//!
+//! HTTP/2 above sees a failed read and knows no alerts, yet an alert decides how long an edge stays away: a
+//! gateway that does not know its certificate is not to be asked every two seconds. With TLS 1.3 it says so
+//! only after the edge's handshake is done.
+
+use super::super::connect_error::{self, ConnectError};
+use causeway_tunnel::{TunnelEnd, io_observer::IoObserver};
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// TLS's own error, where it was the end of a connection.
+#[derive(Clone, Debug, Default)]
+pub(super) struct TlsErrorSlot(Arc<Mutex<Option<rustls::Error>>>);
+
+impl TlsErrorSlot {
+    pub(super) fn trouble(&self, ended: &TunnelEnd) -> ConnectError {
+        let fault = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        ConnectError::ended(ended, fault.as_ref())
+    }
+}
+
+impl IoObserver for TlsErrorSlot {
+    fn failed(&mut self, error: &io::Error) {
+        if let Some(error) = connect_error::inner(error) {
+            let mut fault = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *fault = Some(error.clone());
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The metrics of what an edge reads.
+
+use crate::status::ApiCacheStatus;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::{Registry, Unit},
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoleLabel {
+    role: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResourceLabel {
+    resource: String,
+}
+
+/// What an edge reads. One that reads nothing has none of it.
+pub(super) struct ApiCacheMetrics {
+    registry: Registry,
+    role: Family<RoleLabel, Gauge>,
+    ready: Gauge,
+    lost: Gauge,
+    objects: Family<ResourceLabel, Gauge>,
+    watchers: Family<ResourceLabel, Gauge>,
+    changes: Counter,
+}
+
+impl ApiCacheMetrics {
+    pub(super) fn new() -> Self {
+        let mut reading = Self {
+            registry: Registry::with_prefix("causeway_edge"),
+            role: Family::default(),
+            ready: Gauge::default(),
+            lost: Gauge::default(),
+            objects: Family::default(),
+            watchers: Family::default(),
+            changes: Counter::default(),
+        };
+        let registry = &mut reading.registry;
+        let role =
+            "Whether this edge is pending (has not read everything yet), follows or leads its pool";
+        registry.register("reader_role", role, reading.role.clone());
+        let ready = "Whether all that is read is there and in touch with its source";
+        registry.register("reader_ready", ready, reading.ready.clone());
+        registry.register_with_unit(
+            "reader_lost_timestamp",
+            "Since when something that is read has not been in touch with its source, in Unix time; 0 while all is",
+            Unit::Seconds,
+            reading.lost.clone(),
+        );
+        let objects = "Objects that are known, by resource";
+        registry.register("reader_objects", objects, reading.objects.clone());
+        let watchers = "Watches that are open here, by resource";
+        registry.register("reader_watchers", watchers, reading.watchers.clone());
+        let changes = "Changes of who is read from";
+        registry.register("reader_changes", changes, reading.changes.clone());
+        reading
+    }
+
+    /// Reading goes so now.
+    pub(super) fn goes(&self, status: &ApiCacheStatus) {
+        for role in ["pending", "follower", "leader"] {
+            let gauge = self.role.get_or_create(&RoleLabel { role });
+            gauge.set((status.role == role).into());
+        }
+        self.ready.set(status.ready.into());
+        let whole = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let lost = status.resources.iter().filter_map(|one| one.lost).min();
+        let lost = i64::try_from(lost.unwrap_or(0) / 1000).unwrap_or(i64::MAX);
+        self.lost.set(lost);
+        for one in &status.resources {
+            let label = ResourceLabel {
+                resource: one.resource.clone(),
+            };
+            let objects = self.objects.get_or_create(&label);
+            objects.set(whole(one.objects));
+            let watchers = self.watchers.get_or_create(&label);
+            watchers.set(whole(one.watchers));
+        }
+    }
+
+    /// Somebody else is read from.
+    pub(super) fn changed(&self) {
+        self.changes.inc();
+    }
+
+    pub(super) fn registry(&self) -> &Registry {
+        &self.registry
+    }
+}

@@ -1,0 +1,243 @@
+//! From an app to a TCP connection: resolve, check, dial.
+//!
+//! The policy is asked with each resolved address, and exactly the address that it passed is dialled: what a
+//! name leads to a moment later makes no difference. What may be dialled as an address of this node is dialled from
+//! itself, so that nobody else is reached who has that address by now. Everything together has one bound
+//! (`timeouts.dial`), shared out among the addresses that are left to try.
+
+use super::{Policy, upstream::Upstream};
+use causeway_rt::socket;
+use causeway_tunnel::{
+    RejectCode,
+    error::{Rejected, is_exhaustion},
+};
+use futures_util::task::AtomicWaker;
+use std::{
+    future::poll_fn,
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::{Mutex, MutexGuard, PoisonError},
+    task::Poll,
+    time::Duration,
+};
+use tokio::{
+    net::{TcpSocket, TcpStream},
+    time::{Instant, timeout_at},
+};
+
+/// Dials `app`, until `deadline`. Returns the address that took the connection with it.
+pub(super) async fn dial(
+    policy: &Policy,
+    app: &Upstream,
+    deadline: Instant,
+) -> Result<(TcpStream, SocketAddr), Rejected> {
+    let addresses = resolve(app, deadline).await?;
+    let allowed: Vec<SocketAddr> = addresses
+        .into_iter()
+        .filter_map(|address| policy.check(app, address))
+        .collect();
+    let mut refused: Option<Rejected> = None;
+    for (tried, address) in allowed.iter().enumerate() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
+        match timeout_at(Instant::now() + share, connect(policy, app, *address)).await {
+            Ok(Ok(tcp)) => {
+                if address.ip().is_loopback() {
+                    socket::set_local_tcp_options(&tcp);
+                } else {
+                    socket::set_tcp_options(&tcp);
+                }
+                return Ok((tcp, *address));
+            }
+            // No address of this node any more: what loopback has said counts.
+            Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
+            Ok(Err(error)) => {
+                let refusal = if not_here(&error) && policy.only_here(app, address.ip()) {
+                    RejectCode::TargetUnreachable
+                } else {
+                    RejectCode::of_dial(&error, address.ip())
+                };
+                // An address that is out of reach says less than one that answered, such as loopback's of the other family.
+                if refused.is_none() || refusal != RejectCode::TargetUnreachable {
+                    refused = Some(failed(app, refusal, &error));
+                }
+            }
+            Err(_) => refused = Some(slow(app, "did not take the connection in time")),
+        }
+    }
+    Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
+}
+
+/// The address that a stream is connected to, as its request passes from one connection to another.
+#[derive(Debug, Default)]
+pub(super) struct Connected {
+    address: Mutex<Option<SocketAddr>>,
+    waker: AtomicWaker,
+}
+
+impl Connected {
+    pub(super) fn set(&self, address: SocketAddr) {
+        *self.locked() = Some(address);
+        self.waker.wake();
+    }
+
+    /// Waits for an address other than this one. One task waits at a time.
+    pub(super) async fn other_than(&self, seen: Option<SocketAddr>) -> SocketAddr {
+        poll_fn(|cx| {
+            self.waker.register(cx.waker());
+            let other = self.locked().filter(|address| Some(*address) != seen);
+            other.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Option<SocketAddr>> {
+        self.address.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn connect(policy: &Policy, app: &Upstream, address: SocketAddr) -> io::Result<TcpStream> {
+    let ip = address.ip();
+    if !policy.only_here(app, ip) {
+        return TcpStream::connect(address).await;
+    }
+    let socket = match ip {
+        IpAddr::V4(_) => TcpSocket::new_v4()?,
+        IpAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // Without it each port that a connection has left rests for a minute.
+    socket.set_reuseaddr(true)?;
+    socket.bind(SocketAddr::new(ip, 0))?;
+    socket.connect(address).await
+}
+
+fn not_here(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::AddrNotAvailable
+}
+
+async fn resolve(app: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, Rejected> {
+    let (host, port) = (app.target.host.as_str(), app.target.port);
+    if let Some(ip) = app.target.ip() {
+        let all = [ip].into_iter().chain(app.also.iter().copied());
+        return Ok(all.map(|ip| SocketAddr::new(ip, port)).collect());
+    }
+    match timeout_at(deadline, causeway_rt::resolve(host, port)).await {
+        Ok(Ok(addresses)) => Ok(addresses),
+        Ok(Err(error)) => {
+            // A resolver that can open no file may say that there is no such name.
+            let lack = TcpSocket::new_v4().err().filter(is_exhaustion);
+            let (refusal, error) = match lack {
+                Some(lack) => (RejectCode::Exhausted, lack),
+                None if error.kind() == io::ErrorKind::TimedOut => {
+                    (RejectCode::ResolveTimeout, error)
+                }
+                None => (RejectCode::TargetUnresolved, error),
+            };
+            let detail = format!("{} could not resolve {host}: {error}", app.node);
+            Err(refusal.because(detail))
+        }
+        Err(_) => {
+            let detail = format!(
+                "{} has a name that was not resolved in time",
+                app.sentence()
+            );
+            Err(RejectCode::ResolveTimeout.because(detail))
+        }
+    }
+}
+
+fn failed(app: &Upstream, refusal: RejectCode, error: &io::Error) -> Rejected {
+    refusal.because(format!(
+        "{} could not dial {}: {}",
+        app.node,
+        app.target,
+        reason(error)
+    ))
+}
+
+/// The least time between two log lines about the exhaustion of this process.
+const LOG_PAUSE: Duration = Duration::from_mins(1);
+
+/// Log of dials that failed because this process has no file descriptors, local ports or memory left.
+#[derive(Debug, Default)]
+pub(super) struct ExhaustionLog(Mutex<Option<Instant>>);
+
+impl ExhaustionLog {
+    /// Logs the refusal, unless one was logged a moment ago: each request may meet it.
+    pub(super) fn write(&self, app: &Upstream, refused: &Rejected) {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|last| last.elapsed() >= LOG_PAUSE) {
+            *last = Some(Instant::now());
+            let (target, error) = (&app.target, &refused.detail);
+            tracing::warn!(%target, %error, "this edge is out of file descriptors, local ports or memory");
+        }
+    }
+}
+
+/// The error as a person says it, without the system's number where there is a word.
+pub(super) fn reason(error: &io::Error) -> String {
+    match error.kind() {
+        kind @ (io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::HostUnreachable
+        | io::ErrorKind::NetworkUnreachable
+        | io::ErrorKind::TimedOut
+        | io::ErrorKind::UnexpectedEof) => kind.to_string(),
+        _ => error.to_string(),
+    }
+}
+
+pub(super) fn slow(app: &Upstream, what: &str) -> Rejected {
+    RejectCode::TargetTimeout.because(format!("{} {what}", app.sentence()))
+}
+
+/// The moment at which `bound` has passed from now.
+pub(super) fn deadline(bound: Duration) -> Instant {
+    Instant::now() + bound
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{LocalNode, Policy},
+        *,
+    };
+    use causeway_tunnel::{Target, control_stream::AnnouncedPorts, edge_side::StreamKind};
+    use serde_json::json;
+    use tokio::net::TcpListener;
+
+    /// Dials this port of a cluster's node, which lists it, as a node with this address besides loopback's.
+    async fn dialled(port: u16, own: &str) -> Result<TcpStream, Rejected> {
+        let config =
+            json!({ "kubernetes": {}, "addresses": [own], "allow": { "hosts": ["127.0.0.1"] } });
+        let config = serde_json::from_value(config).unwrap();
+        let listed = AnnouncedPorts {
+            http: vec![port],
+            tcp: Vec::new(),
+        };
+        let policy = Policy::new("edge-1", &config).unwrap();
+        let policy = policy.listing(&listed, &LocalNode::default());
+        let app = policy.decide(&Target::new("edge-1", port), &StreamKind::Request);
+        let app = app?;
+        let dialled = dial(&policy, &app, deadline(Duration::from_mins(2))).await;
+        dialled.map(|(tcp, _)| tcp)
+    }
+
+    #[tokio::test]
+    async fn an_own_address_is_dialled_from_itself_and_never_where_it_is_somebody_elses() {
+        // Not 127.0.0.1, and so an address like any other of this machine.
+        let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let port = app.local_addr().unwrap().port();
+        let tcp = dialled(port, "127.0.0.2").await.unwrap();
+        assert_eq!(tcp.peer_addr().unwrap(), app.local_addr().unwrap());
+        assert_eq!(
+            tcp.local_addr().unwrap().ip(),
+            tcp.peer_addr().unwrap().ip()
+        );
+        // Nobody's (RFC 5737): what loopback says is what counts.
+        let refused = dialled(port, "192.0.2.1").await.unwrap_err();
+        assert_eq!(refused.refusal, RejectCode::TargetRefused);
+        let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");
+        assert_eq!(refused.detail, said);
+    }
+}

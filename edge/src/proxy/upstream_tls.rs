@@ -1,0 +1,137 @@
+//! TLS to apps: verified by the CA that the port's configuration names, or not at all where it says so.
+//!
+//! Never silently unverified: without a CA and without `verify: false` a port of scheme https does not load.
+//! HTTP/2 is offered for plain requests and HTTP/1.1 alone for upgrades; kubelets agree on neither and
+//! speak HTTP/1.1.
+
+use super::upstream::Alpn;
+use crate::config::{Port, Protocol};
+use causeway_certs::verify::{NoServerVerification, provider};
+use causeway_tunnel::{Target, wire};
+use rustls::{ClientConfig, RootCertStore, client::WantsClientCert};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Why TLS to an app cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// The target of a port is none.
+    #[error("ports.{0}.target: \"{1}\" is not host:port")]
+    Target(u16, String),
+    /// A port of scheme https names no CA and does not say `verify: false`.
+    #[error("ports.{0}: https needs \"ca\", or verify: false to accept any certificate")]
+    Unverified(u16),
+    /// The name that the app's certificate must have is none.
+    #[error("ports.{0}.server_name: \"{1}\" is not a name")]
+    Name(u16, String),
+    /// A file cannot be read or holds nothing of use.
+    #[error("{path}: {why}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The client certificate does not fit its key.
+    #[error("ports.{0}.certificate: {1}")]
+    Certificate(u16, rustls::Error),
+}
+
+/// How to speak TLS to one app.
+#[derive(Clone, Debug)]
+pub(crate) struct UpstreamTls {
+    any: Arc<ClientConfig>,
+    http1: Arc<ClientConfig>,
+    name: ServerName<'static>,
+}
+
+impl UpstreamTls {
+    pub(super) fn config(&self, offer: Alpn) -> Arc<ClientConfig> {
+        match offer {
+            Alpn::Any => self.any.clone(),
+            Alpn::Http1 => self.http1.clone(),
+        }
+    }
+
+    pub(super) fn server_name(&self) -> ServerName<'static> {
+        self.name.clone()
+    }
+}
+
+/// Reads the files of a port, if its scheme is https.
+pub(super) fn load(
+    number: u16,
+    port: &Port,
+    target: &Target,
+) -> Result<Option<UpstreamTls>, TlsError> {
+    if port.scheme != Protocol::Https {
+        return Ok(None);
+    }
+    let name = port.server_name.as_deref().unwrap_or(&target.host);
+    let name = ServerName::try_from(name.to_owned())
+        .map_err(|_| TlsError::Name(number, name.to_owned()))?;
+    let config = identified(number, port, trusting(number, port)?)?;
+    let offering = |protocols: &[&[u8]]| {
+        let mut config = config.clone();
+        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+        Arc::new(config)
+    };
+    Ok(Some(UpstreamTls {
+        any: offering(&[wire::ALPN_H2, wire::ALPN_HTTP11]),
+        http1: offering(&[wire::ALPN_HTTP11]),
+        name,
+    }))
+}
+
+type WantsClient = rustls::ConfigBuilder<ClientConfig, WantsClientCert>;
+
+fn trusting(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
+    let builder = ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .map_err(|error| TlsError::Certificate(number, error))?;
+    match &port.ca {
+        Some(path) => {
+            let mut roots = RootCertStore::empty();
+            let (added, _) = roots.add_parsable_certificates(certificates(path)?);
+            if added == 0 {
+                return Err(file(path, &"holds no usable CA certificate"));
+            }
+            Ok(builder.with_root_certificates(roots))
+        }
+        None if port.verify => Err(TlsError::Unverified(number)),
+        None => Ok(builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(NoServerVerification))),
+    }
+}
+
+fn identified(number: u16, port: &Port, builder: WantsClient) -> Result<ClientConfig, TlsError> {
+    let (Some(certificate), Some(key)) = (&port.certificate, &port.key) else {
+        return Ok(builder.with_no_client_auth());
+    };
+    let chain = certificates(certificate)?;
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| file(key, &error))?;
+    builder
+        .with_client_auth_cert(chain, key)
+        .map_err(|error| TlsError::Certificate(number, error))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(|error| file(path, &error))?;
+    if found.is_empty() {
+        return Err(file(path, &"holds no certificate"));
+    }
+    Ok(found)
+}
+
+fn file(path: &Path, why: &impl ToString) -> TlsError {
+    TlsError::File {
+        path: path.to_owned(),
+        why: why.to_string(),
+    }
+}

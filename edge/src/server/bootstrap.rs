@@ -1,0 +1,98 @@
+//! The identity of an edge when it starts: the stored one, or one that a join token or the cluster brings.
+
+use super::Error;
+use crate::{
+    config::Config,
+    control::{
+        csr_bootstrap::{self, CsrClient},
+        enrol,
+        rejoin::TokenSource,
+    },
+};
+use causeway_certs::{EdgeIdentity, Store, StoreError};
+use std::time::{Duration, SystemTime};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+/// The identity in the data directory; without one, or with one of another node than the configured, the edge joins. What
+/// gateways say of the identity is for `control::rejoin`.
+pub(super) async fn load_or_join(
+    config: &Config,
+    store: &Store,
+    cluster: Option<&dyn CsrClient>,
+    (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
+) -> Result<EdgeIdentity, Error> {
+    let stored = store.edge().map_err(|error| match error {
+        StoreError::Corrupt { .. } => Error::DamagedIdentity(error),
+        error => Error::Store(error),
+    })?;
+    let other = match (stored, &config.node) {
+        (None, _) => None,
+        (Some(identity), Some(node)) if !node.eq_ignore_ascii_case(identity.node.as_str()) => {
+            Some((identity.node, node.clone()))
+        }
+        (Some(identity), _) => return Ok(identity),
+    };
+    if let Some((certificate, configured)) = &other {
+        warn!(%certificate, configured, "this node has another name than its identity says: joining by the new name");
+    }
+    let joined = stop.run_until_cancelled(join(config, store, (cluster, tell)));
+    let joined = joined.await.ok_or(Error::Stopped)?;
+    match (joined, other) {
+        (Err(error), Some((certificate, configured))) if error.is_final() => {
+            Err(Error::OtherNode {
+                configured,
+                certificate: certificate.to_string(),
+                why: error.to_string(),
+            })
+        }
+        (joined, _) => joined,
+    }
+}
+
+fn end_of(identity: &EdgeIdentity) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
+}
+
+/// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
+pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
+    let end = end_of(identity);
+    let now = SystemTime::now();
+    // Of what another system makes, it is told as long as that lasts.
+    if now > end && !identity.given {
+        warn!(
+            expired = %humantime::format_rfc3339_seconds(end),
+            now = %humantime::format_rfc3339_seconds(now),
+            "this node's certificate has expired, unless this machine's clock is wrong",
+        );
+    }
+}
+
+async fn join(
+    config: &Config,
+    store: &Store,
+    (cluster, tell): (Option<&dyn CsrClient>, &enrol::ProgressFn<'_>),
+) -> Result<EdgeIdentity, Error> {
+    let token = if config.kubernetes.is_some() {
+        None
+    } else {
+        let token = TokenSource::of(config).read()?;
+        Some(token.ok_or_else(|| Error::NoIdentity(config.data_dir.display().to_string()))?)
+    };
+    if config.gateways.is_empty() {
+        return Err(Error::NoGateway);
+    }
+    // A token is good once: it is not given for an identity that cannot be kept.
+    store.prepare_edge()?;
+    let identity = if let Some(token) = &token {
+        enrol::join(token, config, tell).await?
+    } else {
+        let cluster = cluster.ok_or(Error::NoCluster)?;
+        csr_bootstrap::join(cluster, (config, store), tell).await
+    };
+    let id = token.as_ref().map(|token| token.id.as_str());
+    if let Some(kept) = store.replace_edge(&identity, id)? {
+        info!(kept = %kept.display(), "the identity that this node had before is kept");
+    }
+    Ok(identity)
+}

@@ -1,0 +1,112 @@
+//! Why an edge cannot start, and whether time mends that.
+
+use crate::{
+    control::{enrol::EnrolError, rejoin::TokenReadError},
+    proxy::TlsError,
+};
+use causeway_certs::StoreError;
+use std::{io, net::SocketAddr};
+
+/// Why an edge cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is neither an identity nor a token to get one.
+    #[error("no identity in {0}; join with a token of `causeway token create`")]
+    NoIdentity(String),
+    /// The configuration names a cluster, and whoever runs this edge knows none.
+    #[error("kubernetes: nothing here knows how to ask a cluster; join with a token instead")]
+    NoCluster,
+    /// Neither configuration nor an earlier hello names a gateway.
+    #[error("no gateway is known; name one as HOST:PORT")]
+    NoGateway,
+    /// The identity is another node's than the configured one, and no other could be had.
+    #[error(
+        "the certificate is for node {certificate}, the configuration says {configured}: a token of \
+         `causeway token create --node {configured}` at the gateway, given here by --join or join_file, makes it \
+         {configured} ({why})"
+    )]
+    OtherNode {
+        /// The configured name.
+        configured: String,
+        /// The certificate's.
+        certificate: String,
+        /// Why this node has not joined by the configured name.
+        why: String,
+    },
+    /// The configured token cannot be read.
+    #[error(transparent)]
+    Token(#[from] TokenReadError),
+    /// A file of one of the reader's listeners cannot be used.
+    #[error("{key}: {path}: {why}")]
+    Reader {
+        /// The key that names it.
+        key: &'static str,
+        /// The file.
+        path: String,
+        /// Why.
+        why: String,
+    },
+    /// The certificate that another system makes cannot be used.
+    #[error("identity: {path}: {why}")]
+    Identity {
+        /// The file.
+        path: String,
+        /// Why.
+        why: String,
+    },
+    /// The gateway did not let this node join.
+    #[error(transparent)]
+    Enrol(#[from] EnrolError),
+    /// The stored identity is damaged.
+    #[error(
+        "{0}; `causeway edge leave` keeps that file aside, and this edge then joins with a token of \
+         `causeway token create`"
+    )]
+    DamagedIdentity(StoreError),
+    /// The data directory cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// TLS to an app cannot be set up.
+    #[error(transparent)]
+    App(#[from] TlsError),
+    /// TLS to gateways cannot be set up.
+    #[error("cannot set up TLS to gateways: {0}")]
+    Tls(#[from] causeway_certs::verify::TrustError),
+    /// An address cannot be bound.
+    #[error("cannot listen on {address} ({key}): {source}")]
+    Bind {
+        /// The address.
+        address: SocketAddr,
+        /// Where the configuration names it.
+        key: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The edge was stopped before it had joined.
+    #[error("stopped before this node had joined")]
+    Stopped,
+}
+
+impl Error {
+    /// Whether an edge that is started again as it is would end the same way, until its owner changes something.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::NoIdentity(_)
+            | Self::NoCluster
+            | Self::NoGateway
+            | Self::OtherNode { .. }
+            | Self::Token(_) => true,
+            // A portal or a wrong address may stand where a gateway is expected; that passes.
+            Self::Enrol(error) => error.is_of_token(),
+            // Whoever makes the certificate may come to it later.
+            Self::Identity { .. }
+            | Self::Reader { .. }
+            | Self::DamagedIdentity(_)
+            | Self::Store(_)
+            | Self::App(_)
+            | Self::Tls(_)
+            | Self::Bind { .. }
+            | Self::Stopped => false,
+        }
+    }
+}

@@ -1,0 +1,535 @@
+//! Another configuration for an edge that runs: the new way is built whole, then each new stream takes it.
+//!
+//! Streams that are open keep the way that they began on, with its connections to apps, and end if the policy of another
+//! configuration refuses them. What cannot change while an
+//! edge runs is named, and takes effect at the next start.
+
+use super::{
+    Error,
+    external_identity::{self, ApiCacheTls, Leaves},
+};
+use crate::{
+    config::{ApiCache, Config},
+    control::{
+        rejoin::{RejoinState, TokenSource},
+        tunnels::{AnnouncedPortsFn, ServeFn},
+    },
+    metrics::Metrics,
+    proxy::{LocalNode, Policy, Proxy},
+};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    EdgeIdentity, TrustDomain,
+    verify::{ServerOnlyTls, YurtHubServerTls},
+};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::control_stream::AnnouncedPorts;
+use rustls_pki_types::UnixTime;
+use std::{
+    fmt,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError, Weak},
+    time::Duration,
+};
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+/// How often kept connections to apps are looked through.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// The way that streams take which begin now.
+pub(super) type CurrentProxy = Arc<ArcSwap<Proxy>>;
+
+/// The way as a session of a tunnel knows it.
+pub(super) fn serving(now: &CurrentProxy) -> ServeFn {
+    let now = now.clone();
+    Arc::new(move |asked| {
+        let (way, now) = (now.load_full(), now.clone());
+        Box::pin(async move { way.serve(asked, || now.load_full()).await })
+    })
+}
+
+/// The list of ports as a session of a tunnel knows it.
+pub(super) fn listing(reloader: &Reloader) -> AnnouncedPortsFn {
+    let reloader = reloader.clone();
+    Arc::new(move |listed, from| reloader.parts().list(listed, from))
+}
+
+/// Closes what apps keep idle for too long.
+pub(super) async fn sweep(now: CurrentProxy) {
+    let mut each = interval(SWEEP);
+    each.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // Streams may keep the way that they began on for long.
+    let mut ways: Vec<Weak<Proxy>> = Vec::new();
+    loop {
+        each.tick().await;
+        let newest = Arc::downgrade(&now.load_full());
+        if !ways.iter().any(|way| way.ptr_eq(&newest)) {
+            ways.push(newest);
+        }
+        ways.retain(|way| way.upgrade().inspect(|way| way.sweep()).is_some());
+    }
+}
+
+/// What can change in an edge that runs. Cheap to clone.
+#[derive(Clone)]
+pub struct Reloader(Arc<Reloadable>);
+
+/// What a reload touches.
+pub(super) struct Reloadable {
+    pub(super) node: String,
+    pub(super) trust_domain: TrustDomain,
+    /// What the edge began with.
+    pub(super) began: Config,
+    pub(super) now: CurrentProxy,
+    pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(super) allowed: Mutex<PolicyInputs>,
+    /// The ports of the admin listener, and of the reader's endpoint.
+    pub(super) own: Vec<u16>,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) tasks: Arc<TaskGroup>,
+    /// The identity that another system makes, where it is not this edge's own.
+    pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+    /// Inputs of the decision whether the identity is replaced.
+    pub(super) rejoin: Arc<RejoinState>,
+    /// What this node's programs are shown where they read, if they read over TLS.
+    pub(super) shown: watch::Sender<Option<ServerOnlyTls>>,
+    /// Whom the listener for hubs lets in, where there is one.
+    pub(super) hubs: watch::Sender<Option<YurtHubServerTls>>,
+    /// The certificates that both show.
+    pub(super) leaves: ArcSwap<Leaves>,
+}
+
+/// Addresses from which gateways were dialled that are remembered: one that this node has no more is dialled by nobody.
+const MOST_OWN: usize = 8;
+
+/// What the way of now has been made of.
+pub(super) struct PolicyInputs {
+    /// As the owner configured it.
+    policy: Policy,
+    /// What the gateway lists, whichever said so last.
+    listed: AnnouncedPorts,
+    /// From where gateways that list were dialled, the last one last.
+    from: Vec<IpAddr>,
+    /// Cancelled once the owner has configured another policy.
+    replaced: CancellationToken,
+}
+
+impl PolicyInputs {
+    /// Before any gateway has listed anything.
+    pub(super) fn begin(policy: Policy, way: &Proxy) -> Mutex<Self> {
+        Mutex::new(Self {
+            policy,
+            listed: AnnouncedPorts::default(),
+            from: Vec::new(),
+            replaced: way.replaced().clone(),
+        })
+    }
+}
+
+impl Reloadable {
+    /// Takes this up, for each stream that begins from now on. Returns the node's ports that are served then.
+    fn allow(&self, change: impl FnOnce(&mut PolicyInputs)) -> Vec<u16> {
+        // Whoever changes something else meanwhile must find what this has changed.
+        let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut allowed);
+        let own = LocalNode {
+            ports: self.own.clone(),
+            addresses: allowed.from.clone(),
+        };
+        let policy = allowed.policy.clone().listing(&allowed.listed, &own);
+        let ports = policy.ports();
+        let way = Proxy::new(
+            policy,
+            (self.began.timeouts.clone(), self.began.limits.headers),
+            self.metrics.clone(),
+            self.tasks.clone(),
+        );
+        let way = way.until(allowed.replaced.clone());
+        self.now.store(Arc::new(way));
+        self.ports.store(Arc::new(ports.clone()));
+        ports
+    }
+
+    /// A gateway that was dialled from this address has told which node ports its cluster lists.
+    pub(super) fn list(&self, listed: AnnouncedPorts, from: Option<IpAddr>) {
+        let count = listed.http.len() + listed.tcp.len();
+        if count > AnnouncedPorts::MOST {
+            let most = AnnouncedPorts::MOST;
+            warn!(
+                count,
+                most, "a gateway listed more ports than it may; those before stay"
+            );
+            return;
+        }
+        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        // Gateways may be dialled from several addresses of this node, and each tells the list.
+        let from = from.filter(|from| !allowed.from.contains(from));
+        let same = allowed.listed == listed && from.is_none();
+        drop(allowed);
+        if !same {
+            let ports = self.allow(|allowed| {
+                allowed.listed = listed;
+                allowed.from.extend(from);
+                let over = allowed.from.len().saturating_sub(MOST_OWN);
+                allowed.from.drain(..over);
+            });
+            info!(?ports, "the gateway listed ports");
+        }
+    }
+}
+
+/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+pub struct PendingReload<'a> {
+    parts: &'a Reloadable,
+    policy: Policy,
+    given: Option<EdgeIdentity>,
+    token: TokenSource,
+    faces: ApiCacheTls,
+    at_restart: Vec<&'static str>,
+}
+
+/// What a reload has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReloadSummary {
+    /// The node's ports that are served.
+    pub ports: Vec<u16>,
+    /// Keys that differ from what the edge began with, and wait for its next start.
+    pub at_restart: Vec<&'static str>,
+    /// What stays as it was, and why: files of the reader's listeners, which keep nothing else waiting.
+    pub left: Vec<String>,
+}
+
+impl Reloader {
+    pub(super) fn new(parts: Reloadable) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    pub(super) fn parts(&self) -> &Reloadable {
+        &self.0
+    }
+
+    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// [`PendingReload::apply`].
+    ///
+    /// # Errors
+    /// Whatever is missing or malformed; everything is as it was then.
+    pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, Error> {
+        // Whether this is a cluster's node waits for the next start, and so does what follows from it.
+        let began = self.0.began.kubernetes.clone();
+        let as_began = Config {
+            kubernetes: began,
+            ..config.clone()
+        };
+        Ok(PendingReload {
+            policy: Policy::new(&self.0.node, &as_began)?,
+            given: self.given(config)?,
+            token: TokenSource::of(config),
+            // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
+            faces: ApiCacheTls::read(&listening(&self.0.began, config), &self.0.leaves.load()),
+            at_restart: at_restart(&self.0.began, config),
+            parts: &self.0,
+        })
+    }
+
+    /// What another system has made meanwhile. Of its own an edge takes care itself.
+    fn given(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
+        let (Some(files), Some(_)) = (&config.identity, &self.0.began.identity) else {
+            return Ok(None);
+        };
+        let mut next = external_identity::load(files)?;
+        let current = self.0.given.borrow().as_ref().map(|now| now.leaf.clone());
+        let leaf = next.leaf.replacing(current.as_ref(), UnixTime::now());
+        next.leaf = leaf.map_err(|error| external_identity::fault(files, &error))?;
+        let (node, domain) = (&self.0.node, &self.0.trust_domain);
+        if next.node.as_str() == node && next.trust_domain == *domain {
+            return Ok(Some(next));
+        }
+        let why = format!(
+            "it is for node {} of trust domain {}, and this edge is {node} of {domain} until its next start",
+            next.node, next.trust_domain
+        );
+        Err(external_identity::fault(files, &why))
+    }
+
+    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    pub fn refused(&self) {
+        self.0.metrics.reloaded(false);
+    }
+}
+
+impl PendingReload<'_> {
+    /// Puts it into force, for each stream that begins from now on. Open streams that it refuses end.
+    pub fn apply(self) -> ReloadSummary {
+        let Self {
+            parts: edge,
+            policy,
+            given,
+            token,
+            faces,
+            at_restart,
+        } = self;
+        edge.rejoin.token.store(Arc::new(token));
+        if given.is_some() {
+            edge.given.send_replace(given);
+        }
+        if faces.endpoint.is_some() {
+            edge.shown.send_replace(faces.endpoint);
+        }
+        if faces.hubs.is_some() {
+            edge.hubs.send_replace(faces.hubs);
+        }
+        edge.metrics.listeners_end(&faces.leaves);
+        let mut leaves = (**edge.leaves.load()).clone();
+        leaves.extend(faces.leaves);
+        edge.leaves.store(Arc::new(leaves));
+        let left: Vec<String> = faces.faults.iter().map(Error::to_string).collect();
+        for fault in &left {
+            warn!(fault, "what a listener shows stays as it was");
+        }
+        let mut replaced = CancellationToken::new();
+        let ports = edge.allow(|allowed| {
+            allowed.policy = policy;
+            std::mem::swap(&mut allowed.replaced, &mut replaced);
+        });
+        replaced.cancel();
+        edge.metrics.reloaded(left.is_empty());
+        ReloadSummary {
+            ports,
+            at_restart,
+            left,
+        }
+    }
+}
+
+/// The configuration with the listeners that there are until the next start: files are read for these, and judged by their addresses.
+fn listening(began: &Config, now: &Config) -> Config {
+    let mut config = now.clone();
+    let (Some(began), Some(now)) = (&began.reader, &mut config.reader) else {
+        config.reader = None;
+        return config;
+    };
+    if began.tls.is_none() {
+        now.tls = None;
+    }
+    match (&mut now.hubs, &began.hubs) {
+        (Some(now), Some(began)) => now.listen = began.listen,
+        (hubs, _) => *hubs = None,
+    }
+    config
+}
+
+/// Of the top keys: which an edge that runs does not take up.
+fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
+    let keys = [
+        ("data_dir", began.data_dir != now.data_dir),
+        ("node", began.node != now.node),
+        ("gateways", began.gateways != now.gateways),
+        (
+            "identity",
+            began.identity.is_some() != now.identity.is_some(),
+        ),
+        ("kubernetes", began.kubernetes != now.kubernetes),
+        ("proxy", began.proxy != now.proxy),
+        ("no_proxy", began.no_proxy != now.no_proxy),
+        ("admin", began.admin != now.admin),
+        ("labels", began.labels != now.labels),
+        ("addresses", began.addresses != now.addresses),
+        ("pool", began.pool != now.pool),
+        ("reader", non_reloadable(began) != non_reloadable(now)),
+        ("tunnels", began.tunnels != now.tunnels),
+        ("limits", began.limits != now.limits),
+        ("timeouts", began.timeouts != now.timeouts),
+        ("backoff", began.backoff != now.backoff),
+        ("log", began.log != now.log),
+    ];
+    let differs = keys.into_iter().filter(|(_, differs)| *differs);
+    differs.map(|(key, _)| key).collect()
+}
+
+/// The reader's keys without the paths that each reload reads.
+fn non_reloadable(config: &Config) -> Option<ApiCache> {
+    config.reader.as_ref().map(ApiCache::without_files)
+}
+
+/// For people, in one line.
+impl fmt::Display for ReloadSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.ports.is_empty() {
+            f.write_str("serves no port")?;
+        } else {
+            let ports: Vec<_> = self.ports.iter().map(u16::to_string).collect();
+            write!(f, "serves {}", ports.join(", "))?;
+        }
+        if !self.at_restart.is_empty() {
+            let keys = self.at_restart.join(", ");
+            write!(f, "; waits for the next start: {keys}")?;
+        }
+        for fault in &self.left {
+            write!(f, "; stays as it was: {fault}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::YurtHubListener;
+    use serde_json::{Value, json};
+
+    fn config(said: Value) -> Config {
+        serde_json::from_value(said).unwrap()
+    }
+
+    /// An edge that began with this, and whose gateway has listed 9051.
+    fn began(said: Value) -> Reloader {
+        let began = config(said);
+        let policy = Policy::new("edge-1", &began).unwrap();
+        let (metrics, tasks) = (Arc::default(), Arc::default());
+        let way = Proxy::new(
+            policy.clone(),
+            (began.timeouts.clone(), began.limits.headers),
+            Arc::clone(&metrics),
+            Arc::clone(&tasks),
+        );
+        let allowed = PolicyInputs::begin(policy, &way);
+        let edge = Reloader::new(Reloadable {
+            node: "edge-1".into(),
+            trust_domain: TrustDomain::parse("causeway.local").unwrap(),
+            began,
+            now: Arc::new(ArcSwap::from_pointee(way)),
+            ports: Arc::default(),
+            allowed,
+            own: vec![10266],
+            metrics,
+            tasks,
+            given: watch::Sender::default(),
+            rejoin: RejoinState::new(&Config::default(), false),
+            shown: watch::Sender::default(),
+            hubs: watch::Sender::default(),
+            leaves: ArcSwap::default(),
+        });
+        edge.parts().list(listed(&[9051, 10266]), None);
+        edge
+    }
+
+    fn listed(ports: &[u16]) -> AnnouncedPorts {
+        AnnouncedPorts {
+            http: ports.to_vec(),
+            tcp: Vec::new(),
+        }
+    }
+
+    fn serves(edge: &Reloader) -> Vec<u16> {
+        edge.parts().ports.load().to_vec()
+    }
+
+    #[test]
+    fn files_are_read_for_the_listeners_that_there_are() {
+        let listening = |began: &Value, now: &Value| {
+            let read = listening(
+                &config(json!({ "reader": began })),
+                &config(json!({ "reader": now })),
+            );
+            let reader = read.reader.unwrap();
+            let at = |hubs: YurtHubListener| (hubs.listen.to_string(), hubs.ca);
+            (reader.tls.is_some(), reader.hubs.map(at))
+        };
+        let hubs =
+            |at: &str, ca: &str| json!({ "listen": at, "certificate": "c", "key": "k", "ca": ca });
+        let tls = json!({ "certificate": "c", "key": "k" });
+        let all = |at: &str, ca: &str| json!({ "tls": tls, "hubs": hubs(at, ca) });
+        let (here, there) = ("10.0.0.1:10269", "10.0.0.2:10269");
+        assert_eq!(
+            listening(&all(here, "old"), &all(there, "new")),
+            (true, Some((here.to_owned(), "new".into())))
+        );
+        assert_eq!(listening(&json!({}), &all(there, "new")), (false, None));
+        assert_eq!(listening(&all(here, "old"), &json!({})), (false, None));
+    }
+
+    #[tokio::test]
+    async fn whether_a_node_is_of_a_cluster_waits_for_the_next_start_and_what_its_owner_narrows_does_not()
+     {
+        let edge = began(json!({ "kubernetes": {} }));
+        assert_eq!(serves(&edge), [9051]);
+        for (said, ports) in [
+            (json!({}), vec![9051]),
+            (json!({ "listed_ports": [] }), vec![]),
+            (
+                json!({ "kubernetes": {}, "listed_ports": ["9051"] }),
+                vec![9051],
+            ),
+        ] {
+            let done = edge.prepare(&config(said.clone())).unwrap().apply();
+            assert_eq!(
+                (&done.ports, serves(&edge)),
+                (&ports, ports.clone()),
+                "{said}"
+            );
+        }
+        let alone = began(json!({}));
+        let done = alone.prepare(&config(json!({ "kubernetes": {} })));
+        let done = done.unwrap().apply();
+        assert_eq!((done.ports, done.at_restart), (vec![], vec!["kubernetes"]));
+    }
+
+    #[tokio::test]
+    async fn files_of_the_readers_listeners_are_read_anew_and_what_is_faulty_there_keeps_nothing_waiting()
+     {
+        let reader = |key: &str, listen: &str| json!({ "kubernetes": {}, "reader": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
+        let edge = began(reader("/nowhere/k.pem", "127.0.0.1:10270"));
+        for (said, waits) in [
+            (reader("/elsewhere/k.pem", "127.0.0.1:10270"), vec![]),
+            (reader("/nowhere/k.pem", "127.0.0.1:10280"), vec!["reader"]),
+            (json!({ "kubernetes": {}, "reader": {} }), vec!["reader"]),
+        ] {
+            let faulty = said["reader"]["tls"].is_object();
+            let mut narrowed = said.clone();
+            narrowed["listed_ports"] = json!([]);
+            let done = edge.prepare(&config(narrowed)).unwrap().apply();
+            assert_eq!((&done.ports, &done.at_restart), (&vec![], &waits), "{said}");
+            assert_eq!(
+                done.to_string().contains("stays as it was: reader.tls"),
+                faulty,
+                "{done}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_list_that_is_longer_than_it_may_be_leaves_the_one_before() {
+        let edge = began(json!({ "kubernetes": {} }));
+        let all: Vec<u16> = (1..=u16::MAX).collect();
+        let most = u16::try_from(AnnouncedPorts::MOST).unwrap();
+        for too_many in [u16::MAX, most + 1] {
+            edge.parts()
+                .list(listed(&all[..usize::from(too_many)]), None);
+            assert_eq!(serves(&edge), [9051]);
+        }
+        edge.parts()
+            .list(listed(&all[..AnnouncedPorts::MOST]), None);
+        assert_eq!(serves(&edge).len(), AnnouncedPorts::MOST);
+    }
+
+    #[tokio::test]
+    async fn an_address_from_which_one_gateway_was_dialled_stays_when_another_lists_the_same() {
+        let edge = began(json!({ "kubernetes": {} }));
+        let known = || edge.parts().allowed.lock().unwrap().from.clone();
+        let (one, two) = ("192.168.1.7".parse().unwrap(), "10.0.0.5".parse().unwrap());
+        for from in [one, two, one] {
+            edge.parts().list(listed(&[9051]), Some(from));
+        }
+        assert_eq!(known(), [one, two]);
+        for last in 1..=20 {
+            let from = std::net::Ipv4Addr::new(10, 0, 1, last).into();
+            edge.parts().list(listed(&[9051]), Some(from));
+        }
+        assert_eq!(known().len(), MOST_OWN);
+    }
+}

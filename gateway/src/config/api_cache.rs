@@ -1,0 +1,302 @@
+//! The section `readers`: what edges may read of the cluster, for whoever asks on their nodes.
+//!
+//! Edges read nothing where the section is not there. What it names is kept here in memory, filled from the cluster's API
+//! or from a directory, and served by the tunnel port to whichever edge the first rule for its pool lets read.
+
+use std::path::PathBuf;
+
+use causeway_config::{ByteSize, ConfigErrors};
+use causeway_pool::{AccessScope, CacheLimits, GroupVersionResource};
+use serde::{Deserialize, Serialize};
+
+use super::Config;
+
+/// The least that a window of events is: one object of the largest that etcd takes has to find room in it.
+const LEAST_WINDOW: usize = 2 << 20;
+
+/// What edges may read of the cluster.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ApiCache {
+    /// Resources that are kept here, `GROUP/VERSION/PLURAL`, or `VERSION/PLURAL` of the core group.
+    pub resources: Vec<String>,
+    /// Which edges may read what: the first rule for an edge's pool holds, and an edge that none is for reads nothing. Without this key: every edge everything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allow: Option<Vec<AccessRule>>,
+    /// Connections by which edges read at once: one of the leader of each pool, and one of each edge that has no leader to read from.
+    pub connections: usize,
+    /// Bytes of encoded answers that are kept for the next who asks the same.
+    #[serde(with = "ByteSize")]
+    pub cache: usize,
+    /// Bytes of the latest changes of each resource: from there an edge that was away goes on without reading everything anew.
+    #[serde(with = "ByteSize")]
+    pub window: usize,
+    /// Directory of JSON or YAML files with objects, in place of a cluster's API; read anew when one of them changes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub manifests: Option<PathBuf>,
+}
+
+/// What edges of some pools may read.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AccessRule {
+    /// Confirmed pools; `*` stands for any characters. Without this key: every edge, also one of no pool.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pools: Option<Vec<String>>,
+    /// Of `readers.resources` those that they may read. Without this key: all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resources: Option<Vec<String>>,
+    /// Namespaces whose objects they may read. Without this key: all, and what is in none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub namespaces: Option<Vec<String>>,
+}
+
+/// Which rule an edge reads by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AccessLevel {
+    /// There are no rules: everything.
+    Everything,
+    /// This one of `readers.allow`.
+    By(usize),
+    /// None is for it.
+    Nothing,
+}
+
+impl Default for ApiCache {
+    fn default() -> Self {
+        let resources = GroupVersionResource::defaults();
+        Self {
+            // What kube-proxy and CoreDNS read, and what OpenYurt serves in a pool.
+            resources: resources.iter().map(ToString::to_string).collect(),
+            allow: None,
+            // 20,000 edges in pools of 10 have 2,000 leaders. The rest is for the 9 others of each of 688 pools, a third,
+            // that have lost their leader at the same time.
+            connections: 8192,
+            // Each resource as JSON and as protobuf, of a cluster with some thousand Services.
+            cache: 64 << 20,
+            // Some minutes of the changes of a large rollout.
+            window: 8 << 20,
+            manifests: None,
+        }
+    }
+}
+
+impl ApiCache {
+    /// The resources, of a configuration that has been validated.
+    pub fn resources(&self) -> Vec<GroupVersionResource> {
+        parsed(&self.resources)
+    }
+
+    /// What is kept at most.
+    pub fn limits(&self) -> CacheLimits {
+        CacheLimits {
+            cache: u64::try_from(self.cache).unwrap_or(u64::MAX),
+            window: self.window,
+        }
+    }
+
+    /// By which rule an edge of this pool reads.
+    pub fn right(&self, pool: Option<&str>) -> AccessLevel {
+        let Some(rules) = &self.allow else {
+            return AccessLevel::Everything;
+        };
+        let names = |rule: &AccessRule| match (&rule.pools, pool) {
+            (None, _) => true,
+            (Some(patterns), Some(pool)) => patterns.iter().any(|one| fits(one, pool)),
+            (Some(_), None) => false,
+        };
+        rules
+            .iter()
+            .position(names)
+            .map_or(AccessLevel::Nothing, AccessLevel::By)
+    }
+
+    /// What that rule lets be read; nothing where that is everything.
+    pub fn grant(&self, right: AccessLevel) -> Option<AccessScope> {
+        let rule = match right {
+            AccessLevel::Everything => return None,
+            AccessLevel::By(index) => self.allow.as_ref().and_then(|rules| rules.get(index)),
+            AccessLevel::Nothing => None,
+        };
+        let none = || AccessScope {
+            resources: Vec::new(),
+            namespaces: None,
+        };
+        Some(rule.map_or_else(none, |rule| AccessScope {
+            resources: parsed(rule.resources.as_ref().unwrap_or(&self.resources)),
+            namespaces: rule.namespaces.clone(),
+        }))
+    }
+
+    fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
+        let bounds = [("cache", self.cache), ("connections", self.connections)];
+        faults.at_least_one("readers", &bounds);
+        if self.window < LEAST_WINDOW {
+            faults.add(
+                "readers.window",
+                "is less than 2MiB, which a single object can need",
+            );
+        }
+        if self.resources.is_empty() {
+            let message = "is empty, so there is nothing to read; name a resource, or remove the key for the usual ones";
+            faults.add("readers.resources", message);
+        }
+        let mut earlier = Vec::new();
+        for (index, text) in self.resources.iter().enumerate() {
+            let path = format!("readers.resources[{index}]");
+            match text.parse::<GroupVersionResource>() {
+                Err(error) => faults.add(path, error.to_string()),
+                Ok(known) if earlier.contains(&known) => {
+                    faults.add(path, "is the same as an earlier one; remove it");
+                }
+                Ok(new) => earlier.push(new),
+            }
+        }
+        for (index, rule) in self.allow.iter().flatten().enumerate() {
+            rule.validate(&format!("readers.allow[{index}]"), &earlier, faults);
+        }
+        match (&self.manifests, of_a_cluster) {
+            (None, false) => {
+                let message = "nothing says what there is to read; add the section \"kubernetes\", or name a directory as \"manifests\"";
+                faults.add("readers", message);
+            }
+            (Some(_), true) => {
+                let message = "the cluster of \"kubernetes\" says what there is; remove this key";
+                faults.add("readers.manifests", message);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl AccessRule {
+    fn validate(&self, path: &str, kept: &[GroupVersionResource], faults: &mut ConfigErrors) {
+        let lists = [
+            ("pools", &self.pools),
+            ("resources", &self.resources),
+            ("namespaces", &self.namespaces),
+        ];
+        for (key, list) in lists {
+            let list = list.as_ref();
+            if list.is_some_and(Vec::is_empty) {
+                let message = "is empty, which would match nothing; name at least one, or remove the key for any";
+                faults.add(format!("{path}.{key}"), message);
+            }
+            let blank = |text: &String| text.is_empty() || text.contains(char::is_whitespace);
+            if let Some(index) = list.and_then(|list| list.iter().position(blank)) {
+                faults.add(
+                    format!("{path}.{key}[{index}]"),
+                    "is empty or has a blank in it",
+                );
+            }
+        }
+        for (index, text) in self.resources.iter().flatten().enumerate() {
+            let known = text.parse::<GroupVersionResource>().ok();
+            if !known.is_some_and(|known| kept.contains(&known)) {
+                let message = format!(
+                    "\"{text}\" is none of readers.resources; add it there, or remove it here"
+                );
+                faults.add(format!("{path}.resources[{index}]"), message);
+            }
+        }
+    }
+}
+
+impl Config {
+    pub(super) fn validate_readers(&self, faults: &mut ConfigErrors) {
+        if let Some(readers) = &self.readers {
+            readers.validate(self.kubernetes.is_some(), faults);
+        }
+    }
+}
+
+fn parsed(texts: &[String]) -> Vec<GroupVersionResource> {
+    texts.iter().filter_map(|text| text.parse().ok()).collect()
+}
+
+/// Whether a name fits a pattern, in which `*` stands for any characters.
+fn fits(pattern: &str, name: &str) -> bool {
+    let Some((begin, rest)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let (Some(name), Some((middle, end))) = (
+        name.strip_prefix(begin),
+        rest.rsplit_once('*').or(Some(("", rest))),
+    ) else {
+        return false;
+    };
+    let Some(mut left) = name.strip_suffix(end) else {
+        return false;
+    };
+    // Each part as early as it can be: whatever fits at all fits so.
+    middle.split('*').all(|part| {
+        let found = left.find(part);
+        left = found
+            .and_then(|at| left.get(at + part.len()..))
+            .unwrap_or_default();
+        found.is_some()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(all: &[&str]) -> Vec<String> {
+        all.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        for (pattern, name, expected) in [
+            ("north", "north", true),
+            ("north", "north-1", false),
+            ("north-*", "north-1", true),
+            ("north-*", "north", false),
+            ("*", "", true),
+            ("*-1", "north-1", true),
+            ("a*b*c", "a-b-c", true),
+            ("a*b*c", "a-c", false),
+            ("ab*ba", "aba", false),
+            ("a**c", "ac", true),
+        ] {
+            assert_eq!(fits(pattern, name), expected, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn the_first_rule_for_a_pool_holds_and_without_rules_everything_is_read() {
+        let mut readers = ApiCache::default();
+        assert_eq!(readers.right(None), AccessLevel::Everything);
+        assert!(readers.grant(AccessLevel::Everything).is_none());
+        let rule = |pools, namespaces| AccessRule {
+            pools,
+            resources: Some(texts(&["v1/services"])),
+            namespaces,
+        };
+        readers.allow = Some(vec![
+            rule(Some(texts(&["north-*", "south"])), Some(texts(&["shop"]))),
+            rule(Some(texts(&["*"])), None),
+        ]);
+        assert_eq!(readers.right(Some("north-1")), AccessLevel::By(0));
+        assert_eq!(readers.right(Some("west")), AccessLevel::By(1));
+        // What has no pool is of no pool, whatever its name.
+        assert_eq!(readers.right(None), AccessLevel::Nothing);
+        let grant = readers.grant(AccessLevel::By(0)).unwrap();
+        assert_eq!(grant.resources, parsed(&["v1/services".to_owned()]));
+        assert_eq!(grant.namespaces, Some(texts(&["shop"])));
+        assert!(
+            readers
+                .grant(AccessLevel::Nothing)
+                .unwrap()
+                .resources
+                .is_empty()
+        );
+        readers.allow = Some(vec![AccessRule::default()]);
+        assert_eq!(readers.right(None), AccessLevel::By(0));
+        assert_eq!(
+            readers.grant(AccessLevel::By(0)).unwrap().resources.len(),
+            3
+        );
+    }
+}

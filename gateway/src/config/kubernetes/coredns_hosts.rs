@@ -1,0 +1,177 @@
+//! The section `kubernetes.hosts`: the file of nodes' names that `CoreDNS` reads from a `ConfigMap`.
+//!
+//! What is not said follows from the format, whose names whoever comes from OpenYurt has already. What an edge's name means
+//! is never guessed, as for the gateway's own DNS server; loopback is no answer here, since other machines read this.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use causeway_config::{ConfigErrors, DurationStr};
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Config, dns};
+
+/// A lease that is shorter is lost whenever the API takes a breath, and its times are whole seconds.
+const SHORTEST: Duration = Duration::from_secs(3);
+/// Longer than this no file should stay as it was when its writer died.
+const LONGEST: Duration = Duration::from_hours(1);
+/// Of a name in Kubernetes, with room for the number of a further file.
+const MAX_NAME: usize = 240;
+
+/// A hosts file of all nodes in a `ConfigMap`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoreDnsHosts {
+    /// `causeway`: a line for each address of a node, by name. `openyurt`: one line for each node, as its tunnel server writes it, with that one's names where nothing else is said.
+    pub format: HostsFormat,
+    /// Namespace of the `ConfigMap` and of the Lease.
+    pub namespace: String,
+    /// Name of the `ConfigMap`; by default `causeway-nodes`, or `yurt-tunnel-nodes`. Where one is too small for all nodes, further ones have a number behind it.
+    pub name: Option<String>,
+    /// Key of the file in it; by default `hosts`, or `tunnel-nodes`.
+    pub key: Option<String>,
+    /// Zones in which nodes have names as well, `NODE.ZONE`.
+    pub zones: Vec<String>,
+    /// What the name of an edge's node means: the addresses at which callers reach the fronts. Without it as `dns.addresses`, or where the fronts listen.
+    pub addresses: Vec<IpAddr>,
+    /// Name of the Lease by which one of several gateways writes; by default that of the `ConfigMap`.
+    pub lease: Option<String>,
+    /// How long the others wait for a gateway that has died, in whole seconds.
+    #[serde(with = "DurationStr")]
+    pub lease_duration: Duration,
+}
+
+impl Default for CoreDnsHosts {
+    fn default() -> Self {
+        Self {
+            format: HostsFormat::Causeway,
+            namespace: "kube-system".to_owned(),
+            name: None,
+            key: None,
+            zones: Vec::new(),
+            addresses: Vec::new(),
+            lease: None,
+            // As Kubernetes' own components have it.
+            lease_duration: Duration::from_secs(15),
+        }
+    }
+}
+
+/// How the file is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum HostsFormat {
+    /// By name, a line for each address.
+    Causeway,
+    /// As OpenYurt's tunnel server writes it.
+    OpenYurt,
+}
+
+impl CoreDnsHosts {
+    /// The name of the `ConfigMap`.
+    pub fn name(&self) -> &str {
+        let usual = match self.format {
+            HostsFormat::Causeway => "causeway-nodes",
+            HostsFormat::OpenYurt => "yurt-tunnel-nodes",
+        };
+        self.name.as_deref().unwrap_or(usual)
+    }
+
+    /// The key of the file in it.
+    pub fn key(&self) -> &str {
+        let usual = match self.format {
+            HostsFormat::Causeway => "hosts",
+            HostsFormat::OpenYurt => "tunnel-nodes",
+        };
+        self.key.as_deref().unwrap_or(usual)
+    }
+
+    /// The name of the Lease.
+    pub fn lease(&self) -> &str {
+        self.lease.as_deref().unwrap_or_else(|| self.name())
+    }
+
+    fn validate(&self, named: &[IpAddr], faults: &mut ConfigErrors) {
+        let objects = [
+            ("namespace", Some(&self.namespace)),
+            ("name", self.name.as_ref()),
+            ("lease", self.lease.as_ref()),
+        ];
+        check_names("kubernetes.hosts", objects, faults);
+        let plain = |each: char| each.is_ascii_alphanumeric() || "-_.".contains(each);
+        let key = self.key();
+        if key.is_empty() || key.len() > MAX_NAME || !key.chars().all(plain) {
+            let message = format!("\"{key}\" is no key; write letters, digits, -, _ and .");
+            faults.add("kubernetes.hosts.key", message);
+        }
+        if self.format == HostsFormat::OpenYurt && !self.zones.is_empty() {
+            let message = "there is one name to a line in OpenYurt's format; use causeway's";
+            faults.add("kubernetes.hosts.zones", message);
+        }
+        if let Some(index) = self.zones.iter().position(|zone| zone == ".") {
+            let path = format!("kubernetes.hosts.zones[{index}]");
+            faults.add(path, "bare names are there without it; remove it");
+        }
+        dns::check_zones("kubernetes.hosts.zones", &self.zones, faults);
+        dns::check_addresses("kubernetes.hosts.addresses", &self.addresses, faults);
+        if self.addresses.is_empty() && named.iter().all(IpAddr::is_loopback) {
+            let message = "what the name of an edge's node means is not known, since fronts listen on all addresses, or on this \
+                           machine's alone; give those at which callers reach them";
+            faults.add("kubernetes.hosts.addresses", message);
+        }
+        let lasts = self.lease_duration;
+        if lasts.subsec_nanos() != 0 || !(SHORTEST..=LONGEST).contains(&lasts) {
+            let message = "must be whole seconds, from 3s to 1h";
+            faults.add("kubernetes.hosts.lease_duration", message);
+        }
+    }
+}
+
+/// Names of objects, by key.
+pub(super) fn check_names<'a>(
+    section: &str,
+    names: impl IntoIterator<Item = (&'static str, Option<&'a String>)>,
+    faults: &mut ConfigErrors,
+) {
+    for (key, name) in names {
+        if let Some(name) = name.filter(|name| !is_name(name)) {
+            let message = format!(
+                "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
+            );
+            faults.add(format!("{section}.{key}"), message);
+        }
+    }
+}
+
+/// Whether an object can have this name (RFC 1123, as Kubernetes asks for).
+pub(super) fn is_name(name: &str) -> bool {
+    let label = |label: &str| {
+        let plain = |each: char| each.is_ascii_lowercase() || each.is_ascii_digit() || each == '-';
+        !label.is_empty()
+            && label.chars().all(plain)
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+    };
+    name.len() <= MAX_NAME && name.split('.').all(label)
+}
+
+impl Config {
+    /// What the hosts file says of edges' nodes: `kubernetes.hosts.addresses`, else as the DNS server answers.
+    pub fn hosted_addresses(&self) -> Vec<IpAddr> {
+        let hosts = self.kubernetes.as_ref();
+        let hosts = hosts.and_then(|rules| rules.hosts.as_ref());
+        match hosts {
+            Some(hosts) if !hosts.addresses.is_empty() => {
+                dns::canonical(hosts.addresses.iter().copied())
+            }
+            _ => self.named_addresses(),
+        }
+    }
+
+    pub(in crate::config) fn validate_hosts(&self, faults: &mut ConfigErrors) {
+        let hosts = self.kubernetes.as_ref();
+        if let Some(hosts) = hosts.and_then(|rules| rules.hosts.as_ref()) {
+            hosts.validate(&self.named_addresses(), faults);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! The section `tunnel.identity`: certificates of gateways and edges that another system makes.
+
+use super::Config;
+use causeway_certs::{Requested, Store, TrustDomain};
+use causeway_config::ConfigErrors;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Certificates that another system (cert-manager, Vault, a company's PKI) makes and renews, in files, each of which is watched.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Identity {
+    /// File of the gateway's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chain: Option<PathBuf>,
+    /// File of the key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key: Option<PathBuf>,
+    /// In place of both: name of the signer whom the cluster's `certificates.k8s.io` is asked for that certificate, again and again. It is kept in `data_dir`; somebody else approves and signs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signer: Option<String>,
+    /// With `signer`: the trust domain of the certificate that is asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trust_domain: Option<String>,
+    /// Files of the CAs of edges, whose certificates have the one URI `spiffe://TRUST-DOMAIN/edge/NODE`.
+    pub client_ca: Vec<PathBuf>,
+    /// Let in each node that has such a certificate; otherwise those of `causeway edge add` only.
+    pub any_node: bool,
+}
+
+impl Identity {
+    /// The signer that is asked, and for which trust domain, where that is so.
+    pub fn asked(&self) -> Option<(&str, TrustDomain)> {
+        let domain = TrustDomain::parse(self.trust_domain.as_deref()?).ok()?;
+        Some((self.signer.as_deref()?, domain))
+    }
+
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        self.chain.iter().chain(&self.key).chain(&self.client_ca)
+    }
+}
+
+impl Config {
+    /// With the place where this gateway keeps what it has asked for.
+    #[must_use]
+    pub fn completed(mut self) -> Self {
+        if let Some(identity) = &mut self.tunnel.identity
+            && identity.signer.is_some()
+        {
+            let kept = Store::made_path(&self.data_dir, Requested::Identity);
+            (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
+        }
+        for (port, app) in &mut self.apps {
+            if app.signer.is_some() {
+                let kept = Store::made_path(&self.data_dir, Requested::AppClient(*port));
+                (app.certificate, app.key) = (Some(kept.clone()), Some(kept));
+            }
+        }
+        self
+    }
+
+    pub(super) fn validate_identity(&self, faults: &mut ConfigErrors) {
+        let Some(identity) = &self.tunnel.identity else {
+            return;
+        };
+        let mut fault = |key: &str, message: String| {
+            faults.add(format!("tunnel.identity{key}"), message);
+        };
+        if identity.client_ca.is_empty() {
+            let message = "names nobody whose edges are let in; give a file of CA certificates";
+            fault(".client_ca", message.to_owned());
+        }
+        let files = [&identity.chain, &identity.key].map(Option::is_some);
+        match (&identity.signer, files) {
+            (None, [true, true]) | (Some(_), [false, false]) => {}
+            (None, _) => {
+                let message = "needs the files chain and key, or a signer that is asked for them";
+                fault("", message.to_owned());
+            }
+            (Some(_), _) => {
+                let message = "has a signer that makes chain and key; keep one of the two";
+                fault("", message.to_owned());
+            }
+        }
+        match (&identity.signer, &identity.trust_domain) {
+            (Some(_), None) => fault(
+                ".trust_domain",
+                "is missing: the certificate that is asked for names it".to_owned(),
+            ),
+            (None, Some(_)) => fault(
+                ".trust_domain",
+                "is what the file chain says; it is for signer alone".to_owned(),
+            ),
+            (Some(_), Some(domain)) => {
+                if let Err(error) = TrustDomain::parse(domain) {
+                    fault(".trust_domain", error.to_string());
+                }
+            }
+            (None, None) => {}
+        }
+        let Some(signer) = &identity.signer else {
+            return;
+        };
+        if self.kubernetes.is_none() {
+            let message = "is asked of a cluster; add the section kubernetes";
+            fault(".signer", message.to_owned());
+        }
+        let domain = signer.split_once('/').map(|(domain, _)| domain);
+        if !domain.is_some_and(|domain| domain.contains('.')) {
+            let message = format!("\"{signer}\" is no name of a signer; write DOMAIN/NAME");
+            fault(".signer", message);
+        } else if signer.starts_with("kubernetes.io/") {
+            let message = format!(
+                "\"{signer}\" makes no gateway's certificate: the cluster's own signers make them for the API server's clients and for kubelets"
+            );
+            fault(".signer", message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_config::Validate;
+    use serde_json::{Value, json};
+
+    fn config(identity: &Value) -> Config {
+        let config =
+            json!({ "data_dir": "/data", "kubernetes": {}, "tunnel": { "identity": identity } });
+        serde_json::from_value(config).unwrap()
+    }
+
+    fn faults(identity: &Value) -> String {
+        let said: Vec<_> = config(identity)
+            .validate()
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        said.join("\n")
+    }
+
+    #[test]
+    fn what_another_system_makes_is_in_files_or_asked_for() {
+        let asked =
+            json!({ "signer": "example.com/gateways", "trust_domain": "td", "client_ca": ["c"] });
+        assert_eq!(faults(&asked), "");
+        let kept = config(&asked).completed().tunnel.identity.unwrap();
+        assert_eq!(kept.chain, Some("/data/identity.pem".into()));
+        assert_eq!(kept.key, kept.chain);
+        let files = json!({ "chain": "a", "key": "b", "client_ca": ["c"] });
+        assert_eq!(faults(&files), "");
+        assert_eq!(config(&files).completed(), config(&files));
+        for (change, says) in [
+            (json!({ "chain": "a" }), "keep one of the two"),
+            (json!({ "signer": null }), "or a signer"),
+            (json!({ "signer": "gateways" }), "DOMAIN/NAME"),
+            (
+                json!({ "signer": "kubernetes.io/kubelet-serving" }),
+                "no gateway's",
+            ),
+            (json!({ "trust_domain": null }), "is missing"),
+            (json!({ "trust_domain": "a/b" }), "trust_domain"),
+            (json!({ "client_ca": [] }), "names nobody"),
+        ] {
+            let mut wrong = asked.clone();
+            wrong
+                .as_object_mut()
+                .unwrap()
+                .extend(change.as_object().unwrap().clone());
+            let said = faults(&wrong);
+            assert!(said.contains(says), "{change}: {said}");
+        }
+        let files = json!({ "chain": "a", "key": "b", "client_ca": ["c"], "trust_domain": "td" });
+        assert!(faults(&files).contains("for signer alone"));
+    }
+}

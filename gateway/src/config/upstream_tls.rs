@@ -1,0 +1,136 @@
+//! A node port to which the gateway itself speaks TLS, in place of the node's edge.
+//!
+//! So the key that the app gives much power to, such as a kubelet's client, lies in the cloud alone. The edge passes
+//! bytes: its port has the scheme `tcp`. Never silently unverified: `ca`, or `pin: true`, or `verify: false`.
+
+use std::path::PathBuf;
+
+use causeway_config::ConfigErrors;
+use serde::{Deserialize, Serialize};
+
+/// How to speak TLS to a port of every node.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct UpstreamTls {
+    /// PEM file of the CAs that may have signed the app's certificate, which must name the node, or an address that is confirmed to be the node's.
+    pub ca: Option<PathBuf>,
+    /// PEM file of the client certificate shown to the app.
+    pub certificate: Option<PathBuf>,
+    /// PEM file of its key.
+    pub key: Option<PathBuf>,
+    /// In place of both: name of the signer whom the cluster's `certificates.k8s.io` is asked for that certificate, such as `kubernetes.io/kube-apiserver-client`, and again when two thirds of its life are over. It is kept in `data_dir`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signer: Option<String>,
+    /// With `signer`: the user that the certificate names (its common name), to be bound to `system:kubelet-api-admin`.
+    pub user: String,
+    /// With `signer`: whether the gateway approves its own request. Its account may then approve whatever is asked of that signer; otherwise somebody else approves each request.
+    pub approve: bool,
+    /// Whether the app is known by the key that it has when it is first met: that is noted for each node in the data directory, and from then on no other is believed. Names and validity of its certificate, and who has signed it, do not count. `causeway edge pins` lists these keys, `causeway edge unpin` forgets one.
+    pub pin: bool,
+    /// Whether the app's certificate is verified. `false` accepts any.
+    pub verify: bool,
+}
+
+impl Default for UpstreamTls {
+    fn default() -> Self {
+        Self {
+            ca: None,
+            certificate: None,
+            key: None,
+            signer: None,
+            user: "causeway-gateway".to_owned(),
+            approve: false,
+            // Who is between the gateway and an app when that is first met is believed for good.
+            pin: false,
+            // Never silently unverified.
+            verify: true,
+        }
+    }
+}
+
+impl UpstreamTls {
+    fn validate_signer(&self, path: &str, has_cluster: bool, faults: &mut ConfigErrors) {
+        let Some(signer) = &self.signer else {
+            if self.approve {
+                let why = "is for a signer that is asked for the certificate; there is none";
+                faults.add(format!("{path}.approve"), why);
+            }
+            return;
+        };
+        let mut fault = |why: &str| faults.add(format!("{path}.signer"), why);
+        if self.certificate.is_some() || self.key.is_some() {
+            fault("makes the certificate, yet there are files of one; keep one of the two");
+        }
+        if !has_cluster {
+            fault("is asked of a cluster; add the section kubernetes");
+        }
+        let domain = signer.split_once('/').map(|(domain, _)| domain);
+        if !domain.is_some_and(|domain| domain.contains('.')) {
+            fault("is no name of a signer; write DOMAIN/NAME");
+        } else if signer == "kubernetes.io/kube-apiserver-client-kubelet" {
+            fault(
+                "signs for nodes alone; write kubernetes.io/kube-apiserver-client, or a signer of your own",
+            );
+        }
+        if self.user.is_empty() || self.user.starts_with("system:") {
+            let why = "is no user of a gateway's own; leave it out, or name one that is bound to system:kubelet-api-admin";
+            faults.add(format!("{path}.user"), why);
+        }
+    }
+
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        let files = [&self.ca, &self.certificate, &self.key];
+        files.into_iter().flatten()
+    }
+
+    /// Adds what is wrong with the app of this port; whether there is a cluster to ask.
+    pub(super) fn validate(&self, port: u16, has_cluster: bool, faults: &mut ConfigErrors) {
+        let path = format!("apps.{port}");
+        self.validate_signer(&path, has_cluster, faults);
+        if port == 0 {
+            let why = "0 is no node port; ports run from 1 to 65535";
+            faults.add(path.as_str(), why);
+        }
+        match (&self.ca, self.pin, self.verify) {
+            (None, false, true) => faults.add(
+                path.as_str(),
+                "needs \"ca\", the file of the CA that signed the app's certificates; to believe the key that it has \
+                 when it is first met say pin: true, to accept any certificate verify: false",
+            ),
+            (Some(_), _, false) => faults.add(
+                format!("{path}.verify"),
+                "false accepts any certificate, yet \"ca\" names who signs; remove one of them",
+            ),
+            (Some(_), true, true) => faults.add(
+                format!("{path}.pin"),
+                "true goes by the app's key alone, yet \"ca\" names who signs; remove one of them",
+            ),
+            (None, true, false) => faults.add(
+                format!("{path}.verify"),
+                "false accepts any certificate, yet \"pin\" wants the one key; remove one of them",
+            ),
+            _ => {}
+        }
+        match (&self.certificate, &self.key) {
+            (Some(_), None) => faults.add(
+                format!("{path}.certificate"),
+                "needs \"key\", the file of its key",
+            ),
+            (None, Some(_)) => faults.add(
+                format!("{path}.key"),
+                "needs \"certificate\", the file of its certificate",
+            ),
+            _ => {}
+        }
+        let files = [
+            ("ca", &self.ca),
+            ("certificate", &self.certificate),
+            ("key", &self.key),
+        ];
+        for (key, file) in files {
+            if let Some(file) = file {
+                faults.file(format!("{path}.{key}"), file);
+            }
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! What edges read of the cluster: connections at the tunnel port that ask instead of answering.
+//!
+//! 1. An edge dials as for joining, by `h2`, and shows its certificate; `control::admit` finishes TLS and brings it here.
+//! 2. It is judged as a tunnel's edge is, and its pool says by which rule of `readers.allow` it reads.
+//! 3. Each request is answered by `causeway_pool`. There is no bound on the connection's life: watches are long.
+//! 4. It ends when the node is not welcome any more, when another rule is for it, when it has opened too many others,
+//!    and when the gateway drains. Watches then end in order, as the API's own do, and lists get a moment.
+//!
+//! `leaders` says in each pool which edge reads here for all of its neighbours.
+
+mod leader_policy;
+pub mod leaders;
+mod membership_message;
+
+#[cfg(test)]
+mod tests;
+
+use super::{
+    http::{self, Peer, ServerLimits},
+    node_sync::rejection_reason,
+};
+use crate::{
+    config::{self, AccessLevel},
+    metrics::Metrics,
+    state::{
+        ApiCacheConnections, Nodes, YurtHubEndpoints, api_cache_connections::ConnectionGuard,
+        registry::EdgeCertificate,
+    },
+};
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::Request,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use causeway_certs::NodeName;
+use causeway_pool::{AccessScope, GroupVersionResource, WatchCache};
+use causeway_rt::socket::{CountedIo, Socket};
+use futures_util::future::BoxFuture;
+use http_body::Frame;
+use serde_json::json;
+use std::{
+    convert::Infallible,
+    fmt,
+    future::pending,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    sync::{Notify, Semaphore, watch},
+    time::sleep,
+};
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+
+/// Connections of one node: its reader has one, and further ones while it dials anew.
+const PER_NODE: usize = 4;
+/// How a reading connection is served. An edge passes on what each client on its node watches: some tens at once.
+const BOUNDS: ServerLimits = ServerLimits {
+    life: None,
+    streams: 64,
+    grace: Duration::from_secs(2),
+    // A reader that is unwelcome asks for nothing more.
+    last_request: Duration::ZERO,
+};
+/// Within this time all are sent elsewhere when the gateway drains: a fleet that reads anew at once is a storm.
+const SPREAD: Duration = Duration::from_secs(3);
+
+/// What edges may read here, and who does. A cheap clone.
+#[derive(Clone)]
+pub struct ApiCacheServer {
+    rules: Arc<config::ApiCache>,
+    pool: Arc<WatchCache>,
+    nodes: Nodes,
+    readings: ApiCacheConnections,
+    permits: Arc<Semaphore>,
+    metrics: Arc<Metrics>,
+    /// Who leads each pool has to be looked at.
+    stirred: Arc<Notify>,
+    led: leaders::NodePoolLeaders,
+    /// Where hubs read.
+    hubs: Arc<watch::Sender<YurtHubEndpoints>>,
+}
+
+/// An edge that reads.
+pub(super) struct AuthorizedEdge {
+    pub(super) io: TlsStream<CountedIo<Socket>>,
+    pub(super) node: NodeName,
+    pub(super) certificate: EdgeCertificate,
+    pub(super) peer: Peer,
+}
+
+/// Why an edge does not read here.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum AccessDenied {
+    #[error("as many edges read at once as readers.connections allows")]
+    Full,
+    #[error("{0}")]
+    Unwelcome(String),
+}
+
+impl ApiCacheServer {
+    /// What these rules let be read, with nothing in it yet.
+    pub fn new(rules: &config::ApiCache, nodes: &Nodes, metrics: &Arc<Metrics>) -> Self {
+        metrics.reader_limit(rules.connections);
+        Self {
+            pool: WatchCache::new(&rules.resources(), &rules.limits()),
+            rules: Arc::new(rules.clone()),
+            nodes: nodes.clone(),
+            readings: ApiCacheConnections::default(),
+            permits: Arc::new(Semaphore::new(
+                rules.connections.min(Semaphore::MAX_PERMITS),
+            )),
+            metrics: metrics.clone(),
+            stirred: Arc::default(),
+            led: leaders::NodePoolLeaders::default(),
+            hubs: Arc::default(),
+        }
+    }
+
+    /// What is kept.
+    pub fn pool(&self) -> &Arc<WatchCache> {
+        &self.pool
+    }
+
+    /// Who leads each pool.
+    pub(super) fn led(&self) -> std::collections::BTreeMap<String, NodeName> {
+        self.led.all()
+    }
+
+    /// Where hubs of each pool read, and each change of that.
+    pub fn hubs(&self) -> watch::Receiver<YurtHubEndpoints> {
+        self.hubs.subscribe()
+    }
+
+    /// What edges of this pool may read.
+    fn granted(&self, pool: &str) -> Vec<GroupVersionResource> {
+        let right = self.rules.right(Some(pool));
+        let grant = self.rules.grant(right);
+        grant.map_or_else(|| self.rules.resources(), |grant| grant.resources)
+    }
+
+    /// Says that an edge came.
+    pub(super) fn stir(&self) {
+        self.stirred.notify_one();
+    }
+
+    /// Ends connections of those who are not welcome, or whose rule is another now. `also` says what else ends one.
+    pub(super) fn judge(&self, also: impl Fn(&NodeName, &EdgeCertificate) -> Option<String>) {
+        self.readings.end(|node, reading| {
+            rejection_reason(&self.nodes, node, &reading.certificate)
+                .or_else(|| also(node, &reading.certificate))
+                .or_else(|| {
+                    let other = self.right(node) != reading.right;
+                    other.then(|| "what it may read has changed".to_owned())
+                })
+        });
+    }
+
+    /// By which rule a node reads.
+    fn right(&self, node: &NodeName) -> AccessLevel {
+        self.nodes
+            .with(node, |known| self.rules.right(known.pool.as_deref()))
+    }
+
+    /// Serves one connection until it ends, or is asked to. `judged` says why its certificate is good no more.
+    pub(super) async fn serve(
+        &self,
+        reader: AuthorizedEdge,
+        judged: impl Fn(&EdgeCertificate) -> Option<String>,
+        (stop, drain): (CancellationToken, Duration),
+    ) -> Result<(), AccessDenied> {
+        let Ok(_permit) = self.permits.try_acquire() else {
+            self.metrics.limit("readers_connections");
+            return Err(AccessDenied::Full);
+        };
+        let (node, certificate) = (&reader.node, reader.certificate);
+        let right = self.right(node);
+        let shown = (certificate.clone(), right);
+        let entered = self.readings.enter(node, shown, PER_NODE);
+        // Whoever was judged before this one had entered is judged here.
+        let why =
+            rejection_reason(&self.nodes, node, &certificate).or_else(|| judged(&certificate));
+        if let Some(why) = why {
+            return Err(AccessDenied::Unwelcome(why));
+        }
+        let _open = self.metrics.reader();
+        tracing::debug!(%node, ?right, "{node} reads here");
+        let router = self.router(right, &entered);
+        let serving = http::serve(
+            reader.io,
+            router,
+            (reader.peer, None),
+            BOUNDS,
+            entered.end.clone().into(),
+        );
+        let leaving = async {
+            stop.cancelled().await;
+            sleep(SPREAD.min(drain / 4).mul_f64(rand::random())).await;
+            entered.end.cancel();
+            pending::<Infallible>().await
+        };
+        tokio::select! {
+            () = serving => Ok(()),
+            never = leaving => match never {},
+        }
+    }
+
+    /// Answers whoever reads by this rule.
+    fn router(&self, right: AccessLevel, entered: &ConnectionGuard) -> Router {
+        let desk = Arc::new(ConnectionState {
+            pool: self.pool.clone(),
+            nothing: right == AccessLevel::Nothing,
+            grant: self.rules.grant(right),
+            end: entered.end.clone(),
+        });
+        Router::new().fallback(move |request: Request| desk.clone().answer(request))
+    }
+}
+
+impl fmt::Debug for ApiCacheServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (rules, readings) = (&self.rules, &self.readings);
+        f.debug_struct("ApiCacheServer")
+            .field("rules", rules)
+            .field("readings", readings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the requests of one connection share.
+struct ConnectionState {
+    pool: Arc<WatchCache>,
+    /// No rule is for this edge.
+    nothing: bool,
+    grant: Option<AccessScope>,
+    end: CancellationToken,
+}
+
+impl ConnectionState {
+    fn answer(self: Arc<Self>, request: Request) -> BoxFuture<'static, Response> {
+        Box::pin(async move {
+            if self.nothing {
+                return forbidden();
+            }
+            let (head, _) = request.into_parts();
+            let answer = self.pool.answer(&head, self.grant.as_ref()).await;
+            answer.map(|body| {
+                if !body.is_watch() {
+                    return Body::new(body);
+                }
+                Body::new(CancellableWatch {
+                    body: Box::pin(body),
+                    end: Box::pin(self.end.clone().cancelled_owned()),
+                })
+            })
+        })
+    }
+}
+
+/// What an edge is told that no rule is for.
+fn forbidden() -> Response {
+    let message = "the gateway lets this node read nothing of the cluster: no rule of its readers.allow is for the node's pool";
+    let status = json!({
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": "Failure",
+        "message": message,
+        "reason": "Forbidden",
+        "code": StatusCode::FORBIDDEN.as_u16(),
+    });
+    (StatusCode::FORBIDDEN, Json(status)).into_response()
+}
+
+/// A watch that ends, in order, when its connection is to.
+struct CancellableWatch {
+    body: Pin<Box<causeway_pool::ResponseBody>>,
+    end: Pin<Box<WaitForCancellationFutureOwned>>,
+}
+
+impl http_body::Body for CancellableWatch {
+    type Data = bytes::Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Infallible>>> {
+        if self.end.as_mut().poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        self.body.as_mut().poll_frame(context)
+    }
+}

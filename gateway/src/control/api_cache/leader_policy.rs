@@ -1,0 +1,184 @@
+//! Who of a pool is to lead it.
+//!
+//! Whoever leads goes on while it answers. A leader that has not answered a probe for a while gives way to whoever was heard since then,
+//! and stays where nobody was: members of a site share its uplink, and what is silent may be that. Who asks for others to be
+//! heard in time is `to_probe`. Of several the one with the fewest streams leads, of those that have been here for a while.
+
+use super::leaders::ConnectedReader;
+use causeway_certs::NodeName;
+use causeway_tunnel::Tunnel;
+use std::time::Duration;
+
+/// An edge that has been here for so long is likely to stay.
+const STEADY: Duration = Duration::from_secs(10);
+/// Whoever has not answered a probe for so long leads on only where nobody does better. Its tunnel is suspect no sooner than 5 s after
+/// the probe, which comes after 5 s of silence (`tunnel.ping_after`): with what a look takes, its pool would be without a leader for
+/// more than 10 s. A link whose round trips take longer has twice its own.
+const LATE: Duration = Duration::from_millis(2_500);
+/// Once a leader has not answered for so long, others are probed.
+const ASK: Duration = Duration::from_secs(1);
+
+/// An edge that may lead.
+#[derive(Debug)]
+pub(super) struct Candidate<'a> {
+    node: &'a NodeName,
+    /// How long it has been connected.
+    lasts: Duration,
+    streams: usize,
+    /// It has not answered for [`LATE`].
+    late: bool,
+    /// How long its probe is without an answer.
+    unanswered: Duration,
+    /// How long nothing was heard of it.
+    silent: Duration,
+}
+
+impl<'a> Candidate<'a> {
+    /// Of its tunnels the one that does best counts.
+    pub(super) fn of(here: &'a ConnectedReader, lasts: Duration) -> Self {
+        let late = |tunnel: &Tunnel| LATE.max(2 * tunnel.round_trip());
+        let unanswered = here.staying().map(Tunnel::unanswered_for).min();
+        let silent = here.staying().map(Tunnel::silent_for).min();
+        Self {
+            node: &here.node,
+            lasts,
+            streams: here.streams(),
+            late: here
+                .staying()
+                .all(|tunnel| tunnel.unanswered_for() >= late(tunnel)),
+            unanswered: unanswered.unwrap_or_default(),
+            silent: silent.unwrap_or(Duration::MAX),
+        }
+    }
+
+    /// It was heard since this leader was probed.
+    fn is_heard_since(&self, leading: &Candidate<'_>) -> bool {
+        self.silent < leading.unanswered
+    }
+}
+
+fn leading<'a, 'b>(
+    current: Option<&NodeName>,
+    candidates: &'b [Candidate<'a>],
+) -> Option<&'b Candidate<'a>> {
+    candidates.iter().find(|one| Some(one.node) == current)
+}
+
+/// Who leads a pool of these.
+pub(super) fn elect<'a>(
+    current: Option<&NodeName>,
+    candidates: &[Candidate<'a>],
+) -> Option<&'a NodeName> {
+    let leading = leading(current, candidates);
+    let all_late = candidates.iter().all(|one| one.late);
+    let able = |one: &&Candidate<'_>| match leading {
+        Some(leading) => !one.late && one.is_heard_since(leading),
+        None => all_late || !one.late,
+    };
+    let fewest = |steady: Duration| {
+        let fit = candidates.iter().filter(able);
+        let fit = fit.filter(move |one| one.lasts >= steady);
+        fit.min_by_key(|one| (one.streams, one.node))
+    };
+    let stays = leading.filter(|one| !one.late);
+    let named = stays.or_else(|| fewest(STEADY));
+    let named = named.or_else(|| fewest(Duration::ZERO));
+    named.or(leading).map(|one| one.node)
+}
+
+/// Who is to be probed now, so that it is known who could take the place of a leader that does not answer.
+pub(super) fn candidates_to_probe<'a>(
+    current: Option<&NodeName>,
+    candidates: &[Candidate<'a>],
+) -> Vec<&'a NodeName> {
+    let Some(leading) = leading(current, candidates).filter(|one| one.unanswered >= ASK) else {
+        return Vec::new();
+    };
+    let unheard = candidates.iter().filter(|one| !one.is_heard_since(leading));
+    unheard.map(|one| one.node).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(text: &str) -> NodeName {
+        NodeName::parse(text).unwrap()
+    }
+
+    #[test]
+    fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
+        let nodes = ["a", "b", "c"].map(node);
+        let seconds = Duration::from_secs;
+        // Of each: how long it is here, its streams, and how long it has been silent; for 9 s whoever does not answer a probe of 3 s ago.
+        for (current, candidates, expected) in [
+            (None, vec![], None),
+            (None, vec![(0, 0, 0, 0)], Some(0)),
+            (None, vec![(0, 1, 0, 0), (1, 30, 5, 4)], Some(1)),
+            (
+                None,
+                vec![(0, 30, 7, 4), (1, 30, 5, 4), (2, 2, 0, 0)],
+                Some(1),
+            ),
+            (None, vec![(0, 2, 3, 0), (1, 3, 3, 0)], Some(0)),
+            (None, vec![(0, 30, 1, 9), (2, 30, 5, 4)], Some(2)),
+            (None, vec![(0, 30, 5, 9), (2, 30, 1, 9)], Some(2)),
+            (Some(2), vec![(0, 30, 0, 0), (2, 1, 9, 4)], Some(2)),
+            (Some(2), vec![(0, 30, 4, 0), (1, 10, 0, 0)], Some(1)),
+            // A leader that is late gives way to whoever was heard since it was asked.
+            (
+                Some(2),
+                vec![(0, 1, 4, 0), (1, 30, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 9), (1, 1, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 4), (1, 1, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 4), (1, 1, 5, 3), (2, 30, 0, 9)],
+                Some(2),
+            ),
+            (Some(2), vec![(0, 30, 0, 9), (2, 30, 2, 9)], Some(2)),
+        ] {
+            let of = |(which, lasts, streams, silent): &(usize, u64, usize, u64)| Candidate {
+                node: &nodes[*which],
+                lasts: seconds(*lasts),
+                streams: *streams,
+                late: *silent == 9,
+                unanswered: seconds(if *silent == 9 { 3 } else { 0 }),
+                silent: seconds(*silent),
+            };
+            let all: Vec<_> = candidates.iter().map(of).collect();
+            let current = current.map(|which: usize| &nodes[which]);
+            let expected = expected.map(|which: usize| &nodes[which]);
+            assert_eq!(elect(current, &all), expected, "{candidates:?}");
+        }
+    }
+
+    #[test]
+    fn others_are_probed_once_a_leader_does_not_answer_unless_they_were_heard_since() {
+        let nodes = ["a", "b", "c"].map(node);
+        let seconds = Duration::from_secs;
+        for (unanswered, expected) in [(0, &[][..]), (1, &nodes[1..]), (2, &nodes[2..])] {
+            let of = |(node, silent)| Candidate {
+                node,
+                lasts: STEADY,
+                streams: 0,
+                late: false,
+                unanswered: seconds(if silent == 9 { unanswered } else { 0 }),
+                silent: seconds(silent),
+            };
+            let all: Vec<_> = nodes.iter().zip([0, 1, 9]).map(of).collect();
+            let asked: Vec<_> = candidates_to_probe(Some(&nodes[2]), &all);
+            assert_eq!(asked, expected.iter().collect::<Vec<_>>(), "{unanswered}");
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Who reads at the gateway for each pool, and where its neighbours are.
+//!
+//! Every second, and when an edge comes or a node is another:
+//! 1. edges with a reader are gathered by their confirmed pools;
+//! 2. each pool has a leader, one of its `candidate`s: whoever leads goes on while it is connected and answers;
+//! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
+//!    next; the others hear together who came or went, for a site that comes back comes one by one.
+//!
+//! Who was here and lost its way to the cloud is a neighbour still: it reads at one of the others. It leads nobody.
+//!
+//! Who leads is advice: an edge that finds its leader silent reads at the gateway itself.
+
+use super::{
+    ApiCacheServer,
+    leader_policy::{self, Candidate},
+    membership_message::{members, with_itself},
+};
+use crate::state::{
+    NodePoolEndpoints, Nodes, NodesWriter, Registry, TunnelId, TunnelInfo, YurtHubEndpoints,
+    advertised::SharedCell,
+};
+use causeway_certs::NodeName;
+use causeway_config::host_port;
+use causeway_tunnel::{
+    Tunnel,
+    control_stream::{GatewayMessage, NodePoolMember, NodePoolMembers, YurtHubAddr},
+};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    convert::Infallible,
+    sync::Arc,
+    time::Duration,
+};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+/// How often is looked.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long is waited after each look: a fleet that comes is looked at together.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Neighbours that came or went are told this often.
+const GATHER: Duration = Duration::from_secs(3);
+/// Addresses of one edge that are passed on: one of each family on each of two networks.
+const MOST_ADDRESSES: usize = 4;
+/// Longest of them: a name of DNS and a port.
+const LONGEST: usize = 260;
+
+/// The leader of each pool, for whoever shows it.
+pub type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
+
+/// A node with a reader, as it is connected here.
+pub(super) struct ConnectedReader {
+    pub(super) node: NodeName,
+    pool: Option<String>,
+    /// Where it serves its neighbours.
+    pub(super) at: Vec<String>,
+    /// Where it serves hubs.
+    hubs: Option<Box<YurtHubAddr>>,
+    instance: String,
+    /// Those to be told.
+    tunnels: Vec<TunnelInfo>,
+}
+
+impl ConnectedReader {
+    fn handles(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
+    }
+
+    /// Neighbours are to know of it.
+    pub(super) fn serves(&self) -> bool {
+        !self.at.is_empty() && self.staying().next().is_some()
+    }
+
+    /// Those that stay, whether they answer or not.
+    pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
+        self.handles().filter(|tunnel| !tunnel.is_draining())
+    }
+
+    /// What its tunnels carry.
+    pub(super) fn streams(&self) -> usize {
+        self.handles().map(|tunnel| tunnel.load().streams()).sum()
+    }
+
+    fn may_lead(&self) -> bool {
+        !self.at.is_empty() && self.is_open()
+    }
+
+    fn is_open(&self) -> bool {
+        self.handles().any(Tunnel::is_open)
+    }
+}
+
+/// What a pool was told, and when.
+#[derive(Clone)]
+struct LastAnnouncement {
+    members: Arc<NodePoolMembers>,
+    at: Instant,
+}
+
+/// Names leaders and tells edges.
+pub(crate) struct LeaderAssigner {
+    reading: ApiCacheServer,
+    registry: Registry,
+    nodes: NodesWriter,
+    /// Since when each process is here.
+    since: HashMap<NodeName, (String, Instant)>,
+    /// By pool.
+    said: HashMap<Option<String>, LastAnnouncement>,
+    /// What each tunnel was told.
+    told: HashMap<TunnelId, LastAnnouncement>,
+    /// Where each node that has been here serves its neighbours.
+    met: BTreeMap<NodeName, Vec<String>>,
+}
+
+impl LeaderAssigner {
+    pub(crate) fn new(reading: &ApiCacheServer, registry: &Registry, nodes: &NodesWriter) -> Self {
+        Self {
+            reading: reading.clone(),
+            registry: registry.clone(),
+            nodes: nodes.clone(),
+            since: HashMap::new(),
+            said: HashMap::new(),
+            told: HashMap::new(),
+            met: BTreeMap::new(),
+        }
+    }
+
+    /// Goes on until `stop`: edges that are asked to go elsewhere have nobody to follow here.
+    pub(crate) async fn run(self, stop: CancellationToken) {
+        stop.run_until_cancelled(self.keep()).await;
+    }
+
+    async fn keep(mut self) -> Infallible {
+        let mut nodes = self.nodes.changes();
+        let stirred = self.reading.stirred.clone();
+        loop {
+            // Each is only a reason to look sooner.
+            let sooner = async {
+                tokio::select! {
+                    changed = nodes.changed() => changed.is_ok(),
+                    () = stirred.notified() => false,
+                }
+            };
+            if timeout(LOOK, sooner).await.unwrap_or(false) {
+                self.reading.judge(|_, _| None);
+            }
+            self.look(Instant::now());
+            sleep(PAUSE).await;
+        }
+    }
+
+    fn look(&mut self, now: Instant) {
+        let all = gather(&self.registry, &self.nodes.reader());
+        self.age(&all, now);
+        let away = self.away(&all);
+        let mut pools: BTreeMap<Option<&str>, Vec<&ConnectedReader>> = BTreeMap::new();
+        for here in &all {
+            pools.entry(here.pool.as_deref()).or_default().push(here);
+        }
+        let before = self.reading.led.all();
+        let mut led = BTreeMap::new();
+        let mut said = HashMap::new();
+        let mut hubs = YurtHubEndpoints::new();
+        for (pool, own) in pools {
+            let leader = pool.and_then(|pool| self.leader(before.get(pool), &own, now));
+            if let (Some(pool), Some(leader)) = (pool, leader) {
+                led.insert(pool.to_owned(), leader.clone());
+            }
+            let absent = away
+                .get(&pool.map(str::to_owned))
+                .map_or(&[][..], Vec::as_slice);
+            if let Some(pool) = pool
+                && let Some(of_pool) = self.hubs(pool, leader, &own)
+            {
+                hubs.insert(pool.to_owned(), of_pool);
+            }
+            let pool = pool.map(str::to_owned);
+            let next = LastAnnouncement {
+                members: Arc::new(members(pool.clone(), leader, (&own, absent))),
+                at: now,
+            };
+            let saying = self.saying(&next);
+            for here in own {
+                let leads = Some(&here.node) == leader;
+                self.tell(here, if leads { &next } else { &saying }, &next);
+            }
+            said.insert(pool, saying);
+        }
+        self.said = said;
+        self.reading.hubs.send_if_modified(|known| {
+            let differs = *known != hubs;
+            *known = hubs;
+            differs
+        });
+        self.reading.metrics.leaders(led.len());
+        if led != before {
+            tracing::debug!(?led, "who leads each pool");
+            self.reading.led.replace(led);
+        }
+    }
+
+    /// Notes since when each process is here, and forgets who is not.
+    fn age(&mut self, all: &[ConnectedReader], now: Instant) {
+        let mut since = HashMap::with_capacity(all.len());
+        for here in all {
+            let known = self.since.remove(&here.node);
+            let same = known.filter(|(instance, _)| *instance == here.instance);
+            let fresh = || (here.instance.clone(), now);
+            since.insert(here.node.clone(), same.unwrap_or_else(fresh));
+        }
+        self.since = since;
+        let ids = all.iter().flat_map(|here| &here.tunnels);
+        let ids: HashSet<TunnelId> = ids.map(|edge| edge.id).collect();
+        self.told.retain(|id, _| ids.contains(id));
+    }
+
+    fn leader<'a>(
+        &self,
+        current: Option<&NodeName>,
+        own: &[&'a ConnectedReader],
+        now: Instant,
+    ) -> Option<&'a NodeName> {
+        // Whoever leads does so, suspect or not, while nobody has been heard who could.
+        let leads = |here: &ConnectedReader| Some(&here.node) == current && here.serves();
+        let able = own.iter().filter(|here| here.may_lead() || leads(here));
+        let candidates = able.map(|here| {
+            let since = self.since.get(&here.node);
+            Candidate::of(
+                here,
+                since.map_or(Duration::ZERO, |(_, since)| now - *since),
+            )
+        });
+        let candidates: Vec<_> = candidates.collect();
+        let asked = leader_policy::candidates_to_probe(current, &candidates);
+        let heres = own.iter().filter(|here| asked.contains(&&here.node));
+        heres
+            .flat_map(|here| here.staying())
+            .for_each(Tunnel::probe);
+        leader_policy::elect(current, &candidates)
+    }
+
+    /// Where hubs of this pool read: at its leader first, and at others that serve them.
+    fn hubs(
+        &self,
+        pool: &str,
+        leader: Option<&NodeName>,
+        own: &[&ConnectedReader],
+    ) -> Option<NodePoolEndpoints> {
+        let granted = self.reading.granted(pool);
+        let mut all = NodePoolEndpoints::default();
+        let leads = |here: &&&ConnectedReader| Some(&here.node) == leader;
+        let others = own.iter().filter(|here| !leads(here));
+        for here in own.iter().filter(leads).chain(others) {
+            let Some(hubs) = here.hubs.as_ref().filter(|_| here.is_open()) else {
+                continue;
+            };
+            let named = hubs.resources.iter().filter_map(|text| text.parse().ok());
+            let read = named.filter(|resource| granted.contains(resource));
+            all.add(&here.node, hubs.at, read.collect());
+        }
+        (!all.at.is_empty()).then_some(all)
+    }
+
+    /// What a pool is told from now on: this, or what it was told last where that will do for a while.
+    fn saying(&mut self, next: &LastAnnouncement) -> LastAnnouncement {
+        let Some(before) = self.said.remove(&next.members.pool) else {
+            return next.clone();
+        };
+        let same_leader = before.members.leader == next.members.leader;
+        let early = next.at.saturating_duration_since(before.at) < GATHER;
+        if before.members == next.members || (same_leader && early) {
+            return before;
+        }
+        next.clone()
+    }
+
+    /// Nodes that have been here, are not now, and are still welcome, by their pools.
+    fn away(&mut self, all: &[ConnectedReader]) -> BTreeMap<Option<String>, Vec<NodePoolMember>> {
+        let nodes = self.nodes.reader();
+        self.met
+            .retain(|node, _| nodes.get(node).is_some() && nodes.revoked(node).is_none());
+        for here in all {
+            self.met.insert(here.node.clone(), here.at.clone());
+        }
+        let here: HashSet<_> = all.iter().map(|here| &here.node).collect();
+        let mut away: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for (node, at) in self
+            .met
+            .iter()
+            .filter(|(node, at)| !here.contains(node) && !at.is_empty())
+        {
+            let pool = nodes.with(node, |known| known.pool.clone());
+            let member = NodePoolMember {
+                node: node.to_string(),
+                at: at.clone(),
+            };
+            away.entry(pool).or_default().push(member);
+        }
+        away
+    }
+
+    /// Tells each of its tunnels, unless it was told that or something later. Who comes is told what holds `now`: it may be cut off
+    /// before long.
+    fn tell(&mut self, here: &ConnectedReader, saying: &LastAnnouncement, now: &LastAnnouncement) {
+        for edge in &here.tunnels {
+            let told = self.told.get(&edge.id);
+            let known =
+                |told: &LastAnnouncement| told.members == saying.members || told.at > saying.at;
+            if told.is_some_and(known) {
+                continue;
+            }
+            let saying = if told.is_some() { saying } else { now };
+            let line = GatewayMessage::Pool(with_itself(&saying.members, here));
+            // One that has no room for a line now is told at the next look.
+            if edge.admitted.control.try_send(Box::new(line)).is_ok() {
+                self.told.insert(edge.id, saying.clone());
+            }
+        }
+    }
+}
+
+/// All nodes with a reader, in the order of their names.
+fn gather(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
+    let mut all: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
+    for (node, edge) in registry.all() {
+        if !edge.is_leaving() && edge.admitted.welcome.site.is_some() {
+            all.entry(node).or_default().push(edge);
+        }
+    }
+    let here = |(node, tunnels): (NodeName, Vec<TunnelInfo>)| {
+        let welcome = &tunnels.last()?.admitted.welcome;
+        let known = nodes.get(&node)?;
+        let site = welcome.site.iter().flatten();
+        // What an edge says of itself is told to others.
+        let site = site.filter(|at| at.len() <= LONGEST && host_port(at).is_ok());
+        let site = site.cloned();
+        Some(ConnectedReader {
+            at: site.take(MOST_ADDRESSES).collect(),
+            hubs: welcome.hubs.clone(),
+            instance: welcome.instance.clone(),
+            pool: known.pool,
+            tunnels,
+            node,
+        })
+    };
+    all.into_iter().filter_map(here).collect()
+}

@@ -1,0 +1,364 @@
+//! Edges that read, over real connections to a tunnel port.
+
+use super::*;
+use crate::{
+    config::{AccessRule, ApiCache},
+    control::tests::{
+        FakeEdge, LONG, welcome,
+        world::{World, name},
+    },
+    state::Node,
+};
+use axum::body::Bytes;
+use causeway_certs::{EdgeIdentity, verify};
+use causeway_pool::{ListWatch, SourceResponse, reflect};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::{
+    control_stream::{EdgeHello, GatewayMessage, NodePoolMember, NodePoolMembers},
+    wire,
+};
+use futures_util::{StreamExt, stream};
+use http_body_util::{BodyExt, Empty};
+use hyper::{Request as Asked, body::Incoming, client::conn::http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::Value;
+use std::time::Duration;
+use tokio::time::timeout;
+use tracing::info_span;
+
+const SERVICES: &str = "/api/v1/services";
+
+/// A cluster of one object of each resource, in which nothing happens.
+struct Still;
+
+impl ListWatch for Still {
+    fn get(&self, asked: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
+        let kind = if asked.starts_with(SERVICES) {
+            "ServiceList"
+        } else if asked.contains("endpointslices") {
+            "EndpointSliceList"
+        } else {
+            "EndpointsList"
+        };
+        let object = json!({ "metadata": { "name": "one", "namespace": "shop", "uid": "u", "resourceVersion": "5" } });
+        let list =
+            json!({ "kind": kind, "metadata": { "resourceVersion": "7" }, "items": [object] });
+        let body = if asked.contains("watch=true") {
+            stream::pending().boxed()
+        } else {
+            stream::iter([Ok(Bytes::from(list.to_string()))]).boxed()
+        };
+        Box::pin(async move {
+            Ok(SourceResponse {
+                status: StatusCode::OK,
+                headers: axum::http::HeaderMap::new(),
+                body,
+            })
+        })
+    }
+}
+
+/// A gateway that has read this cluster.
+async fn world(rules: &ApiCache) -> World {
+    let world = World::read(rules);
+    for store in world.reading.as_ref().unwrap().pool().stores() {
+        let store = store.clone();
+        world.tasks.spawn(info_span!("cluster"), async move {
+            reflect(&store, &Still).await;
+        });
+    }
+    world
+        .until(|world| {
+            let pool = world.reading.as_ref().unwrap().pool();
+            pool.stores().iter().all(|store| store.status().synced)
+        })
+        .await;
+    world
+}
+
+/// One reading connection.
+struct Client {
+    send: http2::SendRequest<Empty<Bytes>>,
+    _driver: TaskGroup,
+}
+
+impl Client {
+    /// By HTTP/2, with or without a certificate.
+    async fn dial(world: &World, identity: Option<&EdgeIdentity>) -> Self {
+        let config = match identity {
+            Some(identity) => verify::control_client(identity),
+            None => verify::join_client(world.ca.fingerprint()),
+        };
+        let mut config = rustls::ClientConfig::clone(&config.unwrap());
+        config.alpn_protocols = vec![wire::ALPN_H2.to_vec()];
+        let io = world.tls(Arc::new(config)).await.unwrap();
+        let io = TokioIo::new(io);
+        let connected = http2::handshake(TokioExecutor::new(), io).await;
+        let (send, connection) = connected.unwrap();
+        let driver = TaskGroup::default();
+        driver.spawn(info_span!("reader"), async move {
+            let _ = connection.await;
+        });
+        Self {
+            send,
+            _driver: driver,
+        }
+    }
+
+    async fn ask(&mut self, path: &str) -> hyper::Result<Response<Incoming>> {
+        let asked = Asked::get(format!("https://gw{path}"));
+        let asked = asked.body(Empty::new()).unwrap();
+        timeout(LONG, self.send.send_request(asked)).await.unwrap()
+    }
+
+    async fn get(&mut self, path: &str) -> (u16, Value) {
+        let answer = self.ask(path).await.unwrap();
+        let code = answer.status().as_u16();
+        let body = answer.into_body().collect().await.unwrap().to_bytes();
+        (code, serde_json::from_slice(&body).unwrap_or_default())
+    }
+
+    async fn watch(&mut self) -> Incoming {
+        let path = format!("{SERVICES}?watch=true&resourceVersion=7");
+        let answer = self.ask(&path).await.unwrap();
+        assert_eq!(answer.status(), 200);
+        answer.into_body()
+    }
+}
+
+/// Waits until a watch has ended in order.
+async fn over(mut watch: Incoming) {
+    let ended = async { while watch.frame().await.transpose().unwrap().is_some() {} };
+    timeout(LONG, ended).await.unwrap();
+}
+
+fn is_open(watch: &mut Incoming) -> bool {
+    let mut context = Context::from_waker(std::task::Waker::noop());
+    http_body::Body::poll_frame(Pin::new(watch), &mut context).is_pending()
+}
+
+#[tokio::test]
+async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever() {
+    let world = world(&ApiCache::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let (code, list) = reader.get(SERVICES).await;
+    assert_eq!((code, &list["kind"]), (200, &json!("ServiceList")));
+    assert_eq!(list["items"][0]["metadata"]["name"], "one");
+    assert!(world.counted("pool_readers 1"));
+    let (code, _) = Client::dial(&world, None).await.get(SERVICES).await;
+    assert_eq!(code, 404);
+    let stranger = crate::control::tests::world::identity(&world.ca, "edge-9");
+    let mut stranger = Client::dial(&world, Some(&stranger)).await;
+    assert!(stranger.ask(SERVICES).await.is_err());
+    assert!(world.counted(r#"handshakes_failed_total{listener="tunnel",why="unwelcome"} 1"#));
+    let off = World::start();
+    let identity = off.enrolled("edge-1");
+    let mut joining = Client::dial(&off, Some(&identity)).await;
+    assert_eq!(joining.get(SERVICES).await.0, 404);
+}
+
+#[tokio::test]
+async fn no_more_edges_read_at_once_than_readers_connections_allows_and_it_is_counted() {
+    let rules = ApiCache {
+        connections: 1,
+        ..ApiCache::default()
+    };
+    let world = world(&rules).await;
+    let mut first = Client::dial(&world, Some(&world.enrolled("edge-1"))).await;
+    let mut watch = first.watch().await;
+    world.until(|world| world.counted("pool_readers 1")).await;
+    let mut second = Client::dial(&world, Some(&world.enrolled("edge-2"))).await;
+    assert!(second.ask(SERVICES).await.is_err());
+    let refused = r#"limits_reached_total{limit="readers_connections"} 1"#;
+    world.until(|world| world.counted(refused)).await;
+    assert!(world.counted("pool_readers_limit 1") && is_open(&mut watch));
+}
+
+#[tokio::test]
+async fn a_fifth_connection_of_a_node_ends_its_oldest() {
+    let world = world(&ApiCache::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut all = Vec::new();
+    for _ in 0..5 {
+        let mut reader = Client::dial(&world, Some(&identity)).await;
+        let watch = reader.watch().await;
+        all.push((reader, watch));
+    }
+    let (_oldest, watch) = all.remove(0);
+    over(watch).await;
+    world.until(|world| world.counted("pool_readers 4")).await;
+    assert!(all.iter_mut().all(|(_, watch)| is_open(watch)));
+}
+
+#[tokio::test]
+async fn what_a_node_watches_ends_when_it_is_revoked_and_it_does_not_read_again() {
+    let world = world(&ApiCache::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world.nodes.revoke([name("edge-1")].into());
+    over(watch).await;
+    world.until(|world| world.counted("pool_readers 0")).await;
+    let mut again = Client::dial(&world, Some(&identity)).await;
+    assert!(again.ask(SERVICES).await.is_err());
+}
+
+#[tokio::test]
+async fn what_a_node_watches_ends_when_its_root_is_retired_though_nothing_else_is_new_of_it() {
+    let world = world(&ApiCache::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world
+        .live
+        .swap(crate::control::tests::world::new_ca("test.example"));
+    world.take_up();
+    // The disk knows of no node, which is a reason too; what it says does not count here.
+    let roll = world.roll();
+    let (reading, tls) = (roll.reading.unwrap(), roll.tls.load_full());
+    reading.judge(|node, shown| {
+        super::super::node_sync::untrusted_reason(tls.believes(shown), node, shown)
+    });
+    over(watch).await;
+}
+
+#[tokio::test]
+async fn a_drain_ends_watches_in_order() {
+    let world = world(&ApiCache::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world.stop.cancel();
+    over(watch).await;
+}
+
+#[tokio::test]
+async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
+    let texts = |all: &[&str]| Some(all.iter().map(ToString::to_string).collect());
+    let rules = ApiCache {
+        allow: Some(vec![AccessRule {
+            pools: texts(&["north-*"]),
+            resources: texts(&["v1/services"]),
+            namespaces: None,
+        }]),
+        ..ApiCache::default()
+    };
+    let world = world(&rules).await;
+    let of = |pool: &str| Node {
+        pool: Some(pool.to_owned()),
+        ..Node::default()
+    };
+    let identity = world.enrolled("edge-1");
+    let mut nobody = Client::dial(&world, Some(&identity)).await;
+    let (code, status) = nobody.get(SERVICES).await;
+    assert_eq!((code, &status["reason"]), (403, &json!("Forbidden")));
+    let message = status["message"].as_str().unwrap();
+    assert!(message.contains("readers.allow"), "{message}");
+    world.nodes.put(name("edge-1"), of("north-1"));
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    assert_eq!(reader.get(SERVICES).await.0, 200);
+    assert_eq!(reader.get("/api/v1/endpoints").await.0, 403);
+    let watch = reader.watch().await;
+    world.nodes.put(name("edge-1"), of("south"));
+    over(watch).await;
+}
+
+/// A tunnel of an edge that serves its neighbours, and what it is told first.
+async fn member(world: &World, node: &str, at: &str) -> (FakeEdge, NodePoolMembers) {
+    let identity = crate::control::tests::world::identity(&world.ca, node);
+    let welcome = EdgeHello {
+        site: Some(vec![at.to_owned(), "nonsense".to_owned()]),
+        ..welcome(node, 0)
+    };
+    let (mut edge, heard) = world.says(&identity, welcome).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    let told = told(&mut edge).await;
+    (edge, told)
+}
+
+async fn told(edge: &mut FakeEdge) -> NodePoolMembers {
+    match edge.hear().await {
+        GatewayMessage::Pool(members) => members,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it() {
+    let world = World::read(&ApiCache::default());
+    for node in ["edge-1", "edge-2", "edge-4"] {
+        is_of_north(&world, node);
+    }
+    world.nodes.put(name("edge-3"), Node::default());
+    let at = |nth: u8| NodePoolMember {
+        node: format!("edge-{nth}"),
+        at: vec![format!("10.0.0.{nth}:10271")],
+    };
+    let expected = |leader: &str, members: &[u8]| NodePoolMembers {
+        pool: Some("north".to_owned()),
+        leader: Some(leader.to_owned()),
+        members: members.iter().map(|nth| at(*nth)).collect(),
+    };
+    let (mut first, said) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    assert_eq!(said, expected("edge-1", &[1]));
+    let (mut second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(said, expected("edge-1", &[1, 2]));
+    let (_alone, said) = member(&world, "edge-3", "10.0.0.3:10271").await;
+    assert_eq!(said, NodePoolMembers::default());
+    // Who comes is told all, for it may be cut off before long.
+    let (_third, said) = member(&world, "edge-4", "10.0.0.4:10271").await;
+    assert_eq!(said, expected("edge-1", &[1, 2, 4]));
+    // The leader is told of each at once, the other with others that may have come as well.
+    assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
+    assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
+    assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2, 4]));
+    world.until(|world| world.counted("pool_leaders 1")).await;
+    drop(first);
+    // Whoever lost its way to the cloud reads at the other, which is to let it in.
+    let said = told(&mut second).await;
+    assert_eq!(said, expected("edge-2", &[2, 4, 1]));
+    world.nodes.put(name("edge-1"), Node::default());
+    assert_eq!(told(&mut second).await, expected("edge-2", &[2, 4]));
+    assert!(leads_north(&world, "edge-2"));
+}
+
+#[tokio::test]
+async fn a_leader_that_does_not_answer_stays_until_somebody_else_was_heard() {
+    let world = World::read(&ApiCache::default());
+    for node in ["edge-1", "edge-2"] {
+        is_of_north(&world, node);
+    }
+    let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let (second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(said.leader.as_deref(), Some("edge-1"));
+    // What a site's uplink does that stalls.
+    first.hushed.send_replace(true);
+    second.hushed.send_replace(true);
+    let tunnel = |node| world.registry.pick(&name(node)).unwrap().tunnel;
+    let (leading, other) = (tunnel("edge-1"), tunnel("edge-2"));
+    leading.probe();
+    world.until(|_| !other.unanswered_for().is_zero()).await;
+    world.until(|_| leading.is_suspect()).await;
+    // Longer than it takes to look again.
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_millis(1_200)).await;
+    tokio::time::resume();
+    assert!(leads_north(&world, "edge-1"));
+    second.hushed.send_replace(false);
+    world.until(|world| leads_north(world, "edge-2")).await;
+    assert!(!leading.leaving().is_cancelled(), "it is there still");
+}
+
+fn is_of_north(world: &World, node: &str) {
+    let of_north = Node {
+        pool: Some("north".to_owned()),
+        ..Node::default()
+    };
+    world.nodes.put(name(node), of_north);
+}
+
+fn leads_north(world: &World, node: &str) -> bool {
+    let led = world.reading.as_ref().unwrap().led.all();
+    led["north"] == name(node)
+}

@@ -1,0 +1,23 @@
+//! What every edge that is here is told when it changes.
+
+use crate::state::{AnnouncedPortsCell, Registry, TunnelInfo, registry::NewTunnel};
+use causeway_tunnel::control_stream::GatewayMessage;
+
+/// Tells each edge that is here the lines that are for it.
+pub(crate) fn announce<L: IntoIterator<Item = GatewayMessage>>(
+    registry: &Registry,
+    lines: impl Fn(&TunnelInfo) -> L,
+) {
+    for (_, edge) in registry.all() {
+        for line in lines(&edge) {
+            // One that does not take it is about to end, and hears it when it comes back.
+            let _ = edge.admitted.control.try_send(Box::new(line));
+        }
+    }
+}
+
+/// What an edge is told of the ports that the cluster lists, if it takes that.
+pub(crate) fn listing(admitted: &NewTunnel, listed: &AnnouncedPortsCell) -> Option<GatewayMessage> {
+    let takes = admitted.welcome.listed;
+    listed.all().filter(|_| takes).map(GatewayMessage::Ports)
+}

@@ -1,0 +1,228 @@
+//! From the bytes of a question to those of an answer, by the tables of this moment.
+//!
+//! Pure: no socket, no clock, no memory of what was asked before, so that an edge that joins is found by the next
+//! question. Never asks anybody else, and never answers an answer: two servers would talk forever. What cannot be read
+//! gets a head of twelve bytes or nothing, so that nobody is sent more than was sent here in his name.
+
+use super::zones::{NEGATIVE, Zone, Zones};
+use crate::state::nodes::{NodeLocation, Nodes};
+use hickory_proto::{
+    op::{Edns, Header, HeaderCounts, Message, MessageType, Metadata, OpCode, ResponseCode},
+    rr::{
+        DNSClass, Name, RData, Record, RecordType,
+        rdata::{A, AAAA, HINFO},
+    },
+    serialize::binary::{BinDecodable, BinDecoder},
+};
+use std::net::IpAddr;
+
+/// What passes everywhere in one piece: 1280, the least MTU of IPv6, less the headers (DNS Flag Day 2020).
+const DATAGRAM: u16 = 1232;
+
+/// What carries a question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// A datagram: an answer that does not fit says so.
+    Udp,
+    /// A connection.
+    Tcp,
+}
+
+/// What was found, for metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueryOutcome {
+    /// A node at the edge.
+    Edge,
+    /// A node that is not behind a tunnel.
+    Elsewhere,
+    /// The zone itself, or its server.
+    Zone,
+    /// No node.
+    None,
+    /// Nothing was looked for: not our zone, or not our work.
+    Refused,
+    /// Nothing that can be read.
+    Malformed,
+}
+
+impl QueryOutcome {
+    /// The label of metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Edge => "edge",
+            Self::Elsewhere => "elsewhere",
+            Self::Zone => "zone",
+            Self::None => "none",
+            Self::Refused => "refused",
+            Self::Malformed => "malformed",
+        }
+    }
+}
+
+/// What the asked name is.
+enum QueryMatch {
+    Node(NodeLocation),
+    Apex,
+    Server,
+    /// Nothing, but there is a name below it.
+    Between,
+    Nobody,
+}
+
+/// The answer to a `question`, if it is worth one, and what was found.
+pub fn answer(
+    question: &[u8],
+    over: Transport,
+    (zones, nodes): (&Zones, &Nodes),
+) -> (QueryOutcome, Option<Vec<u8>>) {
+    let Ok(head) = Header::read(&mut BinDecoder::new(question)) else {
+        return (QueryOutcome::Malformed, None);
+    };
+    if head.message_type == MessageType::Response {
+        return (QueryOutcome::Malformed, None);
+    }
+    if head.op_code != OpCode::Query {
+        return (QueryOutcome::Refused, bare(&head, ResponseCode::NotImp));
+    }
+    let plain = is_plain(head.counts);
+    let Some(query) = plain.then(|| Message::from_vec(question).ok()).flatten() else {
+        return (QueryOutcome::Malformed, bare(&head, ResponseCode::FormErr));
+    };
+    let mut reply = begun(&query);
+    let found = fill(&mut reply, &query, (zones, nodes));
+    let limit = match over {
+        Transport::Udp => query.max_payload().min(DATAGRAM),
+        Transport::Tcp => u16::MAX,
+    };
+    let mut bytes = reply.to_vec().ok();
+    if bytes
+        .as_ref()
+        .is_some_and(|bytes| bytes.len() > usize::from(limit))
+    {
+        bytes = reply.truncate().to_vec().ok();
+    }
+    (found, bytes)
+}
+
+/// Whether there is one question, and beside it at most what may stand there: the SOA of a transfer, EDNS and a
+/// signature. Seen before the rest is read, which takes room and time for as many records as the head promises.
+fn is_plain(counts: HeaderCounts) -> bool {
+    counts.queries == 1 && counts.answers == 0 && counts.authorities <= 1 && counts.additionals <= 2
+}
+
+/// Nothing but a head.
+fn bare(head: &Header, code: ResponseCode) -> Option<Vec<u8>> {
+    let mut reply = Message::error_msg(head.id, head.op_code, code);
+    reply.metadata.recursion_desired = head.recursion_desired;
+    reply.to_vec().ok()
+}
+
+/// An answer that says nothing yet.
+fn begun(query: &Message) -> Message {
+    let mut reply = Message::response(query.id, query.op_code);
+    reply.metadata = Metadata::response_from_request(&query.metadata);
+    reply.add_queries(query.queries.iter().cloned());
+    if let Some(theirs) = &query.edns {
+        let mut edns = Edns::new();
+        edns.set_max_payload(DATAGRAM)
+            .set_dnssec_ok(theirs.flags().dnssec_ok);
+        reply.set_edns(edns);
+    }
+    reply
+}
+
+fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) -> QueryOutcome {
+    let refuse = |reply: &mut Message, code| {
+        reply.metadata.response_code = code;
+        QueryOutcome::Refused
+    };
+    let Some(question) = query.queries.first() else {
+        return refuse(reply, ResponseCode::FormErr);
+    };
+    if query.version() > 0 {
+        return refuse(reply, ResponseCode::BADVERS);
+    }
+    let transfer = matches!(question.query_type, RecordType::AXFR | RecordType::IXFR);
+    let holding = zones.holding(&question.name);
+    let Some(zone) = holding.filter(|_| question.query_class == DNSClass::IN && !transfer) else {
+        return refuse(reply, ResponseCode::Refused);
+    };
+    reply.metadata.authoritative = true;
+    let meaning = meaning(&question.name, zone, nodes);
+    let unknown = matches!(meaning, QueryMatch::Nobody) && nodes.pending().is_some();
+    // Resolvers cache that a name does not exist. In the root zone, forwarders ask somebody else after NXDOMAIN only, and
+    // the name of the cluster's API may be among those.
+    if unknown && !zone.apex.is_root() {
+        return refuse(reply, ResponseCode::ServFail);
+    }
+    if let QueryMatch::Nobody = meaning {
+        reply.metadata.response_code = ResponseCode::NXDomain;
+    } else {
+        let records = records(&meaning, question.query_type, (zone, zones));
+        let named = |data| Record::from_rdata(question.name.clone(), zones.ttl, data);
+        reply.add_answers(records.into_iter().map(named));
+    }
+    if reply.answers.is_empty() {
+        // How long it may be kept that there is nothing (RFC 2308).
+        let soa = RData::SOA(zone.soa.clone());
+        reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE, soa));
+    }
+    match meaning {
+        QueryMatch::Node(NodeLocation::Edge(_)) => QueryOutcome::Edge,
+        QueryMatch::Node(NodeLocation::Elsewhere(_)) => QueryOutcome::Elsewhere,
+        QueryMatch::Apex | QueryMatch::Server | QueryMatch::Between => QueryOutcome::Zone,
+        QueryMatch::Nobody => QueryOutcome::None,
+    }
+}
+
+fn meaning(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
+    let Some(node) = zone.within(name) else {
+        return QueryMatch::Nobody;
+    };
+    if node.is_empty() {
+        return QueryMatch::Apex;
+    }
+    if let Some(place) = nodes.place(&node) {
+        return QueryMatch::Node(place);
+    }
+    match node.to_ascii_lowercase().as_str() {
+        "ns.dns" => QueryMatch::Server,
+        "dns" => QueryMatch::Between,
+        _ => QueryMatch::Nobody,
+    }
+}
+
+/// What there is of this type.
+fn records(meaning: &QueryMatch, asked: RecordType, (zone, zones): (&Zone, &Zones)) -> Vec<RData> {
+    if asked == RecordType::ANY && !matches!(meaning, QueryMatch::Between) {
+        // All of it would be more than somebody who did not ask should get (RFC 8482).
+        return vec![RData::HINFO(HINFO::new(
+            "RFC8482".to_owned(),
+            String::new(),
+        ))];
+    }
+    match meaning {
+        QueryMatch::Node(NodeLocation::Edge(_)) | QueryMatch::Server => {
+            of_family(&zones.addresses, asked)
+        }
+        QueryMatch::Node(NodeLocation::Elsewhere(own)) => of_family(own, asked),
+        QueryMatch::Apex => match asked {
+            RecordType::SOA => vec![RData::SOA(zone.soa.clone())],
+            RecordType::NS => vec![RData::NS(zone.ns.clone())],
+            _ => Vec::new(),
+        },
+        QueryMatch::Between | QueryMatch::Nobody => Vec::new(),
+    }
+}
+
+fn of_family(addresses: &[IpAddr], asked: RecordType) -> Vec<RData> {
+    let record = |address: &IpAddr| match (address.to_canonical(), asked) {
+        (IpAddr::V4(address), RecordType::A) => Some(RData::A(A(address))),
+        (IpAddr::V6(address), RecordType::AAAA) => Some(RData::AAAA(AAAA(address))),
+        _ => None,
+    };
+    addresses.iter().filter_map(record).collect()
+}
+
+#[cfg(test)]
+mod tests;

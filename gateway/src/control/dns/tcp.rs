@@ -1,0 +1,94 @@
+//! Questions over TCP, each with its length before it (RFC 7766).
+//!
+//! Connections are limited, with a share for each source (`ConnectionLimit`): one that rests gives its place to another where
+//! there are no others. Waits are bounded: for the next question, for the whole of it, for the answer to be taken.
+
+use super::{NodeNames, QUESTION, Transport};
+use causeway_rt::{connection_limit::Slot, listener::BoundSocket, socket::Socket, task::TaskGroup};
+use std::{io, pin::pin, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+/// Connections at once, at less than 10 KiB each.
+const CONNECTIONS: usize = 256;
+/// What a forwarder keeps a connection for, commonly.
+const IDLE: Duration = Duration::from_secs(10);
+/// The rest of a question has to come, and an answer to go, within this time.
+const TRANSFER: Duration = Duration::from_secs(2);
+/// After this time a connection ends with its next answer.
+const LIFE: Duration = Duration::from_mins(2);
+/// What an answer that is being written gets when the server stops.
+const GRACE: Duration = Duration::from_millis(500);
+
+pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &CancellationToken) {
+    let listener = match listener.attach() {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "cannot answer DNS over TCP: the system does not take the listener");
+            return;
+        }
+    };
+    let connections = TaskGroup::new(&CancellationToken::new());
+    let limit = names
+        .metrics
+        .connection_limit("dns_connections", CONNECTIONS);
+    loop {
+        let (socket, from) = tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => accepted,
+        };
+        let Ok(slot) = limit.admit(from) else {
+            continue;
+        };
+        let (names, stop) = (names.clone(), stop.clone());
+        connections.spawn(info_span!("dns", %from), async move {
+            let serving = pin!(serve(socket, &names, &slot, &stop));
+            let ended = slot.run(serving).await;
+            if let Some(Err(error)) = ended {
+                tracing::debug!(%error, "a connection for DNS ended out of order");
+            }
+        });
+    }
+    connections.drain(GRACE).await;
+}
+
+async fn serve(
+    mut socket: Socket,
+    names: &NodeNames,
+    slot: &Slot,
+    stop: &CancellationToken,
+) -> io::Result<()> {
+    let until = Instant::now() + LIFE;
+    while Instant::now() < until {
+        let length = tokio::select! {
+            biased;
+            () = stop.cancelled() => return Ok(()),
+            length = timeout(IDLE, socket.read_u16()) => length,
+        };
+        let length = match length {
+            // Nothing more to ask, or nothing for too long.
+            Err(_) => return Ok(()),
+            Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            Ok(length) => usize::from(length?),
+        };
+        if length > QUESTION {
+            return Ok(());
+        }
+        let mut question = vec![0; length];
+        timeout(TRANSFER, socket.read_exact(&mut question)).await??;
+        let _busy = slot.busy();
+        let Some(answer) = names.answer(&question, Transport::Tcp) else {
+            return Ok(());
+        };
+        let length = u16::try_from(answer.len()).map_err(io::Error::other)?;
+        // One segment: some clients take the length alone for an answer.
+        let whole = [&length.to_be_bytes()[..], &answer].concat();
+        timeout(TRANSFER, socket.write_all(&whole)).await??;
+    }
+    Ok(())
+}

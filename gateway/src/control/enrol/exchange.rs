@@ -1,0 +1,64 @@
+//! Joining by a certificate that a signer of the cluster's own has made for the node.
+//!
+//! It is good for its two hours, for as long as no later one has been shown.
+
+use super::{HandlerState, JoinResponse, RenewRequest, broken, key, refuse};
+use crate::control::http::{Peer, ProblemDetails};
+use axum::http::StatusCode;
+use causeway_certs::{NodeName, VerifiedNodeCertificate};
+use std::sync::Arc;
+use tracing::info;
+
+impl HandlerState {
+    pub(super) async fn vouched(
+        self: Arc<Self>,
+        peer: &Peer,
+        asked: RenewRequest,
+    ) -> Result<JoinResponse, ProblemDetails> {
+        let Some(VerifiedNodeCertificate { node, since }) = peer.vouched.clone() else {
+            let detail = if self.enrolment.by_cluster {
+                "this needs the certificate that the cluster's signer has made for the node"
+            } else {
+                "this gateway signs for the cluster itself, or not at all: kubernetes.signer of the edge has to be kubernetes.certificates.signer of the gateway"
+            };
+            let status = StatusCode::UNAUTHORIZED;
+            return Err(refuse(status, "certificate_missing", detail));
+        };
+        let key = key(&asked.csr)?;
+        self.can_judge(&node)?;
+        let signer = self.enrolment.signer();
+        if let Some(why) = signer.refuses(&node) {
+            return Err(refuse(StatusCode::FORBIDDEN, "node_refused", why));
+        }
+        let known = self.enrolment.nodes.reader().get(&node);
+        if known.is_some_and(|known| since < known.joined_at) {
+            let why = format!(
+                "node {node} has joined since this certificate was made: ask the cluster for another"
+            );
+            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+        }
+        let version = asked.version;
+        info!(%node, ?version, "a node joins by a certificate of its cluster's");
+        let issued = signer.issue((key, &node), None, since).await;
+        let issued = issued.map_err(|error| broken(&error))?;
+        Ok(self.granted(node, &issued))
+    }
+
+    /// A node that only the cluster can know of is asked to come again until that has named its nodes.
+    pub(super) fn can_judge(&self, node: &NodeName) -> Result<(), ProblemDetails> {
+        let nodes = self.enrolment.nodes.reader();
+        if !self.enrolment.vouched || nodes.has_cluster() || nodes.get(node).is_some() {
+            return Ok(());
+        }
+        Err(not_yet())
+    }
+}
+
+/// The nodes of the cluster are not known yet.
+pub(super) fn not_yet() -> ProblemDetails {
+    let detail = "the cluster has not named its nodes to this gateway yet; come again";
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    let mut problem = refuse(status, "nodes_unknown", detail);
+    problem.retry_after = Some(5);
+    problem
+}

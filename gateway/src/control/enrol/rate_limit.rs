@@ -1,0 +1,102 @@
+//! Addresses from which wrong tokens came, and how long they wait.
+//!
+//! A token's secret has 256 bits, so this does not keep guessers out; it keeps their noise off the disk and
+//! out of the log. Many edges share the address of their NAT or of a balancer: some tokens are free, and one that is shown again
+//! does not count again, as by an edge that looks for the gateway that knows its token. The table is
+//! bounded; when it is full, the address that was idle longest is forgotten.
+
+use std::{
+    collections::HashMap,
+    hash::{BuildHasher, RandomState},
+    net::IpAddr,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// Different wrong tokens from one address that cost nothing.
+const FREE: usize = 5;
+/// After this time without a wrong token an address begins anew.
+const FORGET: Duration = Duration::from_mins(1);
+/// Addresses that are remembered.
+const MOST: usize = 1024;
+
+#[derive(Debug)]
+struct FailedAttempts {
+    /// Hashes of the first [`FREE`] tokens.
+    tokens: Vec<u64>,
+    last: Instant,
+}
+
+/// The table of addresses.
+#[derive(Debug, Default)]
+pub(super) struct JoinRateLimiter {
+    attempts: Mutex<HashMap<IpAddr, FailedAttempts>>,
+    hasher: RandomState,
+}
+
+impl JoinRateLimiter {
+    /// How many seconds an address has to wait, if it has to.
+    pub(super) fn wait(&self, address: IpAddr) -> Option<u16> {
+        let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = attempts
+            .get(&address)
+            .filter(|seen| seen.tokens.len() >= FREE)?;
+        let left = FORGET.checked_sub(seen.last.elapsed())?;
+        u16::try_from(left.as_secs().max(1)).ok()
+    }
+
+    /// A wrong token came from there.
+    pub(super) fn failed(&self, address: IpAddr, token: &str) {
+        let token = self.hasher.hash_one(token);
+        let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
+        if attempts.len() >= MOST && !attempts.contains_key(&address) {
+            let idle = attempts.iter().min_by_key(|(_, seen)| seen.last);
+            if let Some(idle) = idle.map(|(address, _)| *address) {
+                attempts.remove(&idle);
+            }
+        }
+        let now = Instant::now();
+        let seen = attempts.entry(address).or_insert(FailedAttempts {
+            tokens: Vec::new(),
+            last: now,
+        });
+        if seen.last.elapsed() >= FORGET {
+            seen.tokens.clear();
+        }
+        if !seen.tokens.contains(&token) && seen.tokens.len() < FREE {
+            seen.tokens.push(token);
+        }
+        seen.last = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_waits_after_too_many_wrong_tokens_and_others_do_not() {
+        let strangers = JoinRateLimiter::default();
+        let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
+        for token in ["a", "b", "c", "d", "a", "d", "e"] {
+            assert_eq!(strangers.wait(one), None, "{token}");
+            strangers.failed(one, token);
+        }
+        assert_eq!(strangers.wait(one), Some(60));
+        assert_eq!(strangers.wait(other), None);
+        tokio::time::advance(FORGET + Duration::from_secs(1)).await;
+        assert_eq!(strangers.wait(one), None);
+        strangers.failed(one, "a");
+        assert_eq!(strangers.wait(one), None, "it begins anew");
+    }
+
+    #[test]
+    fn the_table_is_bounded() {
+        let strangers = JoinRateLimiter::default();
+        for address in 0..2_000_u32 {
+            strangers.failed(IpAddr::from(address.to_be_bytes()), "a");
+        }
+        assert_eq!(strangers.attempts.lock().unwrap().len(), MOST);
+    }
+}

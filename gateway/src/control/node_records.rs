@@ -1,0 +1,292 @@
+//! What the data directory notes of nodes that are there in great number: arrivals and renewals.
+//!
+//! Each write is of all that is known of nodes. So while one goes to the disk, whatever comes gathers for the next: a fleet
+//! that comes at once, or renews at once, takes a few. A write that has begun ends, whoever still waits for it.
+
+use super::node_sync::known;
+use crate::state::NodesWriter;
+use causeway_certs::{IssuedCertificate, NodeName, NodeRecord, NodeUpdate, Store, StoreError};
+use rustls::pki_types::UnixTime;
+use std::{
+    mem,
+    sync::{Arc, Mutex, PoisonError},
+};
+use tokio::{
+    sync::{self, oneshot},
+    task::spawn_blocking,
+};
+
+/// Who writes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct NodeRecordWriter(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    nodes: NodesWriter,
+    gathered: Mutex<Vec<PendingWrite>>,
+    /// Held while the disk is written.
+    writing: Arc<sync::Mutex<()>>,
+    #[cfg(test)]
+    writes: std::sync::atomic::AtomicUsize,
+}
+
+#[derive(Debug)]
+struct PendingWrite {
+    node: NodeName,
+    change: NodeUpdate,
+    tell: oneshot::Sender<WriteResult>,
+}
+
+/// What is known of a node once it is written, or why it could not be.
+pub(super) type WriteResult = Result<Option<NodeRecord>, WriteError>;
+
+/// Why the data directory was not written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct WriteError(String);
+
+impl WriteError {
+    fn because(error: &impl ToString) -> Self {
+        Self(error.to_string())
+    }
+
+    /// The process ends while it writes.
+    fn given_up<E>(_: E) -> Self {
+        Self("what should be written was given up".to_owned())
+    }
+}
+
+impl NodeRecordWriter {
+    /// Writes to the data directory, and then to the table.
+    pub fn new(store: &Store, nodes: &NodesWriter) -> Self {
+        Self(Arc::new(Inner {
+            store: store.clone(),
+            nodes: nodes.clone(),
+            gathered: Mutex::default(),
+            writing: Arc::default(),
+            #[cfg(test)]
+            writes: std::sync::atomic::AtomicUsize::default(),
+        }))
+    }
+
+    /// Makes sure that a node is known, which comes by a certificate of another system.
+    ///
+    /// # Errors
+    /// If the disk cannot be written; then the node is no more known than before.
+    pub async fn arrived(&self, node: &NodeName) -> Result<(), WriteError> {
+        if self.0.nodes.reader().get(node).is_some() {
+            return Ok(());
+        }
+        let at = UnixTime::now().as_secs();
+        self.arrived_at(node, at).await
+    }
+
+    /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
+    /// removed meanwhile.
+    ///
+    /// # Errors
+    /// If the disk cannot be written.
+    pub async fn renewed(&self, node: &NodeName, issued: IssuedCertificate) -> WriteResult {
+        self.note(node, NodeUpdate::Renewed(issued)).await
+    }
+
+    /// Notes the certificate of a node that joins since its cluster says who it is; what is known of it then. Certificates from
+    /// before `at` are not its own from now on.
+    ///
+    /// # Errors
+    /// If the disk cannot be written.
+    pub async fn joined(&self, node: &NodeName, at: u64, issued: IssuedCertificate) -> WriteResult {
+        self.note(node, NodeUpdate::Joined { at, issued }).await
+    }
+
+    /// Makes sure that there is a record of a node which its cluster lets in, where another gateway has let it join.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn arrived_at(&self, node: &NodeName, at: u64) -> Result<(), WriteError> {
+        self.note(node, NodeUpdate::Arrived { at }).await?;
+        Ok(())
+    }
+
+    async fn note(&self, node: &NodeName, change: NodeUpdate) -> WriteResult {
+        let (tell, mut told) = oneshot::channel();
+        self.0.gathered(|gathered| {
+            gathered.push(PendingWrite {
+                node: node.clone(),
+                change,
+                tell,
+            });
+        });
+        let writing = tokio::select! {
+            biased;
+            written = &mut told => return written.map_err(WriteError::given_up)?,
+            writing = self.0.writing.clone().lock_owned() => writing,
+        };
+        let inner = self.0.clone();
+        // All that has gathered, this one too unless somebody has written it meanwhile.
+        let written = spawn_blocking(move || {
+            // Nobody else begins before this one ends, whoever waits for it.
+            let _writing = writing;
+            inner.write();
+        });
+        written.await.map_err(|error| WriteError::because(&error))?;
+        told.await.map_err(WriteError::given_up)?
+    }
+}
+
+impl Inner {
+    fn gathered<T>(&self, with: impl FnOnce(&mut Vec<PendingWrite>) -> T) -> T {
+        let gathered = self.gathered.lock();
+        with(&mut gathered.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Blocks on the disk.
+    fn write(&self) {
+        let entries = self.gathered(mem::take);
+        if entries.is_empty() {
+            return;
+        }
+        let (changes, tellers): (Vec<_>, Vec<_>) = entries
+            .into_iter()
+            .map(|PendingWrite { node, change, tell }| ((node, change), tell))
+            .unzip();
+        #[cfg(test)]
+        self.writes
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let mut records = Vec::new();
+        let written = self.nodes.add(|| {
+            records = self.store.nodes().change(&changes)?;
+            let made = changes.iter().zip(&records);
+            let anew = made.filter_map(|((_, change), record)| {
+                // Nothing that the table has changes by a renewal.
+                let renewed = matches!(change, NodeUpdate::Renewed(_));
+                record.clone().filter(|_| !renewed).map(known)
+            });
+            Ok::<_, StoreError>(anew.collect())
+        });
+        let told: Vec<WriteResult> = match written {
+            Ok(()) => records.into_iter().map(Ok).collect(),
+            Err(error) => {
+                let why = WriteError::because(&error);
+                tellers.iter().map(|_| Err(why.clone())).collect()
+            }
+        };
+        for (tell, written) in tellers.into_iter().zip(told) {
+            // Whoever asked may be gone.
+            let _ = tell.send(written);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::tests::world::{name, new_ca},
+        state::Node,
+    };
+    use causeway_certs::{NodeAttributes, OpenMode, PrivateKey, Revocation, VerifiedPublicKey};
+    use futures_util::future::join_all;
+    use std::time::Duration;
+
+    struct World {
+        folder: tempfile::TempDir,
+        store: Store,
+        nodes: NodesWriter,
+        ledger: NodeRecordWriter,
+    }
+
+    fn world() -> World {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
+        let nodes = NodesWriter::default();
+        World {
+            ledger: NodeRecordWriter::new(&store, &nodes),
+            folder,
+            store,
+            nodes,
+        }
+    }
+
+    fn issued(node: &NodeName) -> IssuedCertificate {
+        let key = PrivateKey::generate().unwrap();
+        let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
+        let life = Duration::from_hours(1);
+        new_ca("td").issue_edge(&csr, node, life).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_fleet_that_comes_at_once_is_noted_whole_by_one_write() {
+        let world = world();
+        let all: Vec<_> = (0..500).map(|n| name(&format!("edge-{n}"))).collect();
+        // The first holds the disk until all others have gathered.
+        let disk = world.ledger.0.writing.lock().await;
+        let coming = join_all(all.iter().map(|node| world.ledger.arrived(node)));
+        let mut coming = std::pin::pin!(coming);
+        assert!(futures_util::poll!(&mut coming).is_pending());
+        assert_eq!(
+            world.ledger.0.gathered(|gathered| gathered.len()),
+            all.len()
+        );
+        drop(disk);
+        for arrived in coming.await {
+            arrived.unwrap();
+        }
+        assert_eq!(world.store.nodes().all().unwrap().len(), all.len());
+        assert_eq!(world.nodes.reader().names().len(), all.len());
+        let writes = world
+            .ledger
+            .0
+            .writes
+            .load(std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(writes, 1);
+    }
+
+    #[tokio::test]
+    async fn who_goes_away_leaves_others_what_they_wait_for() {
+        let world = world();
+        let (first, second) = (name("edge-1"), name("edge-2"));
+        let disk = world.ledger.0.writing.lock().await;
+        let mut gone = Box::pin(world.ledger.arrived(&first));
+        assert!(futures_util::poll!(&mut gone).is_pending());
+        drop((gone, disk));
+        world.ledger.arrived(&second).await.unwrap();
+        assert_eq!(world.nodes.reader().names(), [first, second]);
+    }
+
+    #[tokio::test]
+    async fn what_is_known_of_a_node_stays_and_a_disk_that_fails_lets_nobody_in() {
+        let world = world();
+        let (known, new) = (name("edge-1"), name("edge-2"));
+        let pool = Some("north".to_owned());
+        world.nodes.put(
+            known.clone(),
+            Node {
+                pool: pool.clone(),
+                ..Node::default()
+            },
+        );
+        world.ledger.arrived(&known).await.unwrap();
+        assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
+        // The disk knows more than the table, as after a command whose gateway was not told.
+        let (late, at) = (name("edge-3"), 7);
+        let nodes = world.store.nodes();
+        nodes.confirm(&late, NodeAttributes::default(), at).unwrap();
+        let reason = "stolen".to_owned();
+        nodes
+            .set_revoked(&late, Some(Revocation { at, reason }))
+            .unwrap();
+        world.ledger.arrived(&late).await.unwrap();
+        let found = world.nodes.reader().get(&late).unwrap();
+        assert_eq!(
+            (found.joined_at, found.revoked.as_deref()),
+            (at, Some("stolen"))
+        );
+        let nobody = world.ledger.renewed(&new, issued(&new)).await;
+        assert_eq!(nobody, Ok(None), "it has not joined");
+        std::fs::remove_dir_all(world.folder.path().join("data")).unwrap();
+        world.ledger.arrived(&new).await.unwrap_err();
+        assert_eq!(world.nodes.reader().get(&new), None);
+    }
+}

@@ -1,0 +1,298 @@
+//! Notes in the data directory by which key an app is known that was met for the first time.
+//!
+//! What is met while the disk is written gathers for the next write: a fleet that is scraped for the first time takes a few.
+//! Only nodes that are welcome have keys here; those of a node that is removed or revoked are forgotten with it.
+//! Who waits is told what the disk has. What it does not take is told to be nowhere: no key is believed that is not there.
+
+use crate::state::{
+    Nodes,
+    pins::{NewPin, PinsWriter},
+};
+use causeway_certs::{NodeName, Pin, PinTable, Store, StoreError};
+use rustls_pki_types::UnixTime;
+use tokio::{sync::mpsc, task::spawn_blocking};
+
+/// How many are noted by one write at most.
+const AT_ONCE: usize = 1_024;
+
+/// The keys of apps, on the disk and in their table. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct PinWriter {
+    /// The disk.
+    pub store: Store,
+    /// Who is welcome.
+    pub nodes: Nodes,
+    /// A cluster is to name nodes as well, of which there may be no record here.
+    pub cluster: bool,
+    /// The table.
+    pub writer: PinsWriter,
+}
+
+impl PinWriter {
+    /// Notes whatever is met, as long as there is somebody who may meet an app.
+    pub async fn run(self, mut meetings: mpsc::Receiver<NewPin>) {
+        let mut met = Vec::new();
+        while meetings.recv_many(&mut met, AT_ONCE).await > 0 {
+            let (keeper, batch) = (self.clone(), std::mem::take(&mut met));
+            // Where it fails whoever waits is told that nobody is there.
+            let begins = spawn_blocking(move || keeper.note(batch)).await;
+            if begins.unwrap_or(false) {
+                tracing::warn!(
+                    "no key of any app was known in this data directory: whoever answers for an app for the first time is believed from now on. Where the directory goes with a pod, so it is with each: name the CA of such apps (`apps.PORT.ca` in place of `pin: true`), keep the directory, or keep the keys in a Secret (`kubernetes.state`)"
+                );
+            }
+        }
+    }
+
+    /// Takes up what the disk says, without the keys of nodes that are not welcome. Blocks on the disk.
+    ///
+    /// # Errors
+    /// If the disk cannot be read or written; then all is as it was.
+    pub fn refresh(&self) -> Result<(), StoreError> {
+        let pins = self.store.pins();
+        self.writer.replace(|| {
+            self.require()?;
+            pins.retain(|node| self.may_be_welcome(node))
+        })
+    }
+
+    /// Fails if keys are known and their file is gone: apps would be believed at first use once more.
+    fn require(&self) -> Result<(), StoreError> {
+        if self.writer.is_empty() {
+            return Ok(());
+        }
+        self.store.pins().require()
+    }
+
+    fn is_welcome(&self, node: &NodeName) -> bool {
+        self.nodes.revoked(node).is_none() && self.nodes.get(node).is_some()
+    }
+
+    /// The same while the cluster has yet to say whom it knows.
+    fn may_be_welcome(&self, node: &NodeName) -> bool {
+        let unsaid = self.cluster && !self.nodes.has_cluster();
+        self.is_welcome(node) || unsaid && self.nodes.revoked(node).is_none()
+    }
+
+    /// Whether these are the first that are noted here. Blocks on the disk.
+    fn note(&self, met: Vec<NewPin>) -> bool {
+        let since = UnixTime::now().as_secs();
+        let mut noted = PinTable::new();
+        let mut was_empty = false;
+        let written = self.writer.replace(|| {
+            self.require()?;
+            let welcome = met.iter().filter(|met| self.is_welcome(&met.node));
+            let new: Vec<_> = welcome
+                .map(|met| {
+                    let pin = Pin {
+                        key: met.key,
+                        since,
+                    };
+                    (met.node.clone(), met.port, pin)
+                })
+                .collect();
+            was_empty = self.store.pins().all()?.is_empty();
+            noted = self.store.pins().note(&new)?;
+            Ok::<_, StoreError>(noted.clone())
+        });
+        let failed = written.err().map(|error| error.to_string());
+        for met in met {
+            let pin = noted.get(&met.node).and_then(|ports| ports.get(&met.port));
+            let told = match (&failed, pin) {
+                (Some(why), _) => Err(why.clone()),
+                (None, Some(pin)) => Ok(*pin),
+                (None, None) if self.is_welcome(&met.node) => {
+                    Err("there are too many of this node already".to_owned())
+                }
+                (None, None) => Err("the node is not welcome any more".to_owned()),
+            };
+            say(&met, &told, since);
+            // Whoever met it may be gone.
+            let _ = met.tell.send(told);
+        }
+        was_empty && !noted.is_empty()
+    }
+}
+
+fn say(met: &NewPin, told: &Result<Pin, String>, now: u64) {
+    let NewPin {
+        node, port, key, ..
+    } = met;
+    match told {
+        Ok(pin) if pin.key == *key && pin.since == now => {
+            tracing::info!(%node, port, %key, "port {port} of {node} is known by its key from now on");
+        }
+        // The one whose key was refused says so.
+        Ok(_) => {}
+        Err(why) => {
+            tracing::error!(%node, port, %key, why, "the key of port {port} of {node} cannot be noted");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::tests::world::name,
+        state::{ClusterNode, Node, NodesWriter, Pins, pins::pins},
+    };
+    use causeway_certs::{Fingerprint, OpenMode};
+    use futures_util::future::join_all;
+    use std::time::Duration;
+    use tokio::sync::oneshot;
+
+    const BOUND: Duration = Duration::from_secs(20);
+
+    struct World {
+        folder: tempfile::TempDir,
+        keeper: PinWriter,
+        nodes: NodesWriter,
+        pins: Pins,
+        meetings: Option<mpsc::Receiver<NewPin>>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
+            let nodes = NodesWriter::default();
+            let (pins, writer, meetings) = pins(PinTable::new());
+            for node in ["edge-1", "edge-2"] {
+                nodes.put(name(node), Node::default());
+            }
+            let keeper = PinWriter {
+                store,
+                nodes: nodes.reader(),
+                cluster: true,
+                writer,
+            };
+            Self {
+                folder,
+                keeper,
+                nodes,
+                pins,
+                meetings: Some(meetings),
+            }
+        }
+
+        /// Does this while a keeper notes what is met.
+        async fn while_kept<T>(&mut self, work: impl AsyncFnOnce(&Self) -> T) -> T {
+            let (keeper, meetings) = (self.keeper.clone(), self.meetings.take().unwrap());
+            tokio::select! {
+                () = keeper.run(meetings) => unreachable!("somebody may meet an app"),
+                done = work(self) => done,
+            }
+        }
+
+        async fn met(&self, node: &str, key: &str) -> Result<Pin, String> {
+            self.pins.first((&name(node), 1), a(key), BOUND).await
+        }
+    }
+
+    fn a(key: &str) -> Fingerprint {
+        key.repeat(64).parse().unwrap()
+    }
+
+    #[test]
+    fn the_first_keys_of_a_data_directory_are_told_from_those_that_come_later() {
+        let world = World::new();
+        let note = |node: &str, key: &str| {
+            let (tell, _told) = oneshot::channel();
+            world.keeper.note(vec![NewPin {
+                node: name(node),
+                port: 1,
+                key: a(key),
+                tell,
+            }])
+        };
+        assert!(!note("edge-9", "a"), "it is not welcome");
+        assert!(note("edge-1", "a"));
+        assert!(!note("edge-1", "b"), "it is refused");
+        assert!(!note("edge-2", "a"));
+    }
+
+    #[tokio::test]
+    async fn of_many_that_meet_an_app_at_once_all_are_told_the_one_key_that_is_on_the_disk() {
+        let mut world = World::new();
+        let noted = world
+            .while_kept(async |world| {
+                let keys = ["a", "b", "c", "d"].into_iter().cycle().take(64);
+                join_all(keys.map(|key| world.met("edge-1", key))).await
+            })
+            .await;
+        let first = noted[0].clone().unwrap();
+        assert!(noted.iter().all(|told| *told == Ok(first)), "{noted:?}");
+        let on_disk = world.keeper.store.pins().all().unwrap();
+        assert_eq!(on_disk[&name("edge-1")][&1], first);
+        assert_eq!(world.pins.get(&name("edge-1"), 1), Some(first));
+        assert_eq!(world.pins.get(&name("edge-1"), 2), None);
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_takes_nothing_leaves_an_app_unknown_until_it_does() {
+        let mut world = World::new();
+        let (file, aside) = ("pins.json", "aside");
+        let path = |name: &str| world.folder.path().join("data").join(name);
+        let (file, aside) = (path(file), path(aside));
+        // What is written is renamed to this place.
+        std::fs::create_dir(&file).unwrap();
+        std::fs::write(file.join(aside.file_name().unwrap()), "").unwrap();
+        world
+            .while_kept(async |world| {
+                world.met("edge-1", "a").await.unwrap_err();
+                assert_eq!(world.pins.get(&name("edge-1"), 1), None);
+                std::fs::remove_dir_all(&file).unwrap();
+                assert_eq!(world.met("edge-1", "b").await.unwrap().key, a("b"));
+            })
+            .await;
+    }
+
+    #[tokio::test]
+    async fn keys_go_with_their_node_and_one_that_is_not_welcome_gets_none() {
+        let mut world = World::new();
+        world
+            .while_kept(async |world| {
+                for node in ["edge-1", "edge-2"] {
+                    world.met(node, "a").await.unwrap();
+                }
+                world.nodes.remove(&name("edge-1"));
+                // Another gateway has let these in, and the cluster may know them yet.
+                world.keeper.refresh().unwrap();
+                assert!(world.pins.get(&name("edge-1"), 1).is_some());
+                let here = ClusterNode {
+                    edge: true,
+                    ..ClusterNode::default()
+                };
+                world.nodes.cluster([(name("edge-4"), here)].into());
+                world.met("edge-4", "a").await.unwrap();
+                let said = world.met("edge-3", "a").await.unwrap_err();
+                assert!(said.contains("not welcome"), "{said}");
+                world.keeper.refresh().unwrap();
+                assert_eq!(world.pins.get(&name("edge-1"), 1), None);
+                assert!(world.pins.get(&name("edge-2"), 1).is_some());
+                world.met("edge-1", "b").await.unwrap_err();
+            })
+            .await;
+        let left = world.keeper.store.pins().all().unwrap();
+        let kept = [name("edge-2"), name("edge-4")];
+        assert_eq!(left.into_keys().collect::<Vec<_>>(), kept);
+        // And not those whom the configuration shuts out.
+        let revoked = [name("edge-4")].into();
+        world.nodes.revoke(revoked);
+        world.keeper.refresh().unwrap();
+        assert_eq!(world.pins.get(&name("edge-4"), 1), None);
+    }
+
+    #[tokio::test]
+    async fn where_nobody_notes_whoever_waits_is_told_within_its_bound() {
+        let mut world = World::new();
+        let little = Duration::from_millis(20);
+        let node = name("edge-1");
+        let late = world.pins.first((&node, 1), a("a"), little).await;
+        assert!(late.unwrap_err().contains("within"));
+        drop(world.meetings.take());
+        let ending = world.met("edge-1", "a").await.unwrap_err();
+        assert!(ending.contains("ending"), "{ending}");
+    }
+}

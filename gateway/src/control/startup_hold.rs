@@ -1,0 +1,155 @@
+//! Holds clients off a gateway that has just started until its edges are back.
+//!
+//! A gateway notes in its data directory which nodes have a tunnel when it begins to drain. The next process is not ready
+//! (`/readyz`) before these have one again, or `timeouts.edges` is over. Without such a note, as after a kill, all enrolled
+//! nodes are waited for. A gateway that knows no node is ready at once.
+
+use crate::{
+    control::drain::ReadinessBlock,
+    state::{Nodes, Registry},
+};
+use causeway_certs::{NodeName, Store, StoreError};
+use std::{collections::BTreeSet, time::Duration};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
+
+/// Name of the note in the data directory.
+const FILE_NAME: &str = "connected";
+/// How often is looked who is back.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Notes which nodes have a tunnel.
+pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
+    let nodes: BTreeSet<NodeName> = registry.all().into_iter().map(|(node, _)| node).collect();
+    let text = serde_json::to_string(&nodes).unwrap_or_default();
+    let store = store.clone();
+    match spawn_blocking(move || store.write_runtime(FILE_NAME, &text)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "the connected nodes cannot be noted for the next start");
+        }
+        Err(error) => {
+            tracing::debug!(%error, "the connected nodes are not noted: this gateway ends");
+        }
+    }
+}
+
+/// Reads the note of the process before and removes it: it says nothing of another end than that one.
+fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, StoreError> {
+    let text = store.read_runtime(FILE_NAME)?;
+    if text.is_some() {
+        store.remove_runtime(FILE_NAME)?;
+    }
+    Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
+}
+
+/// The edges that a gateway waits for after its start.
+pub struct StartupHold {
+    /// The data directory.
+    pub store: Store,
+    /// The tunnels.
+    pub registry: Registry,
+    /// The nodes.
+    pub nodes: Nodes,
+    /// How long is waited at most.
+    pub bound: Duration,
+}
+
+impl StartupHold {
+    /// Drops `hold` when the edges are back, or the time is over.
+    pub async fn run(self, hold: ReadinessBlock) {
+        let end = Instant::now() + self.bound;
+        let store = self.store.clone();
+        let noted = spawn_blocking(move || take_connected_nodes(&store)).await;
+        let noted = match noted {
+            Ok(Ok(noted)) => noted,
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "the nodes that were connected before the start cannot be read");
+                None
+            }
+            Err(_) => return,
+        };
+        while let Some((back, of)) = self.missing_nodes(noted.as_ref()) {
+            if Instant::now() >= end {
+                return tracing::info!(back, of, "ready without the other edges (timeouts.edges)");
+            }
+            hold.says(format!(
+                "waiting for edges: {back} of {of} nodes are connected (timeouts.edges)"
+            ));
+            sleep(POLL_INTERVAL).await;
+        }
+    }
+
+    /// Returns how many of the nodes that are waited for are connected, unless all are.
+    fn missing_nodes(&self, noted: Option<&BTreeSet<NodeName>>) -> Option<(usize, usize)> {
+        let known = self.nodes.names().into_iter();
+        let awaited = known.filter(|node| {
+            noted.is_none_or(|noted| noted.contains(node)) && self.nodes.revoked(node).is_none()
+        });
+        let awaited: Vec<_> = awaited.collect();
+        let back = awaited.iter().filter(|node| self.registry.holds(node));
+        let (back, of) = (back.count(), awaited.len());
+        (back < of || self.nodes.pending().is_some()).then_some((back, of))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::tests::world::{World, name},
+        state::Node,
+    };
+
+    /// Returns whether clients are held off after the first look.
+    async fn waits(world: &World, bound: Duration) -> bool {
+        let arrivals = StartupHold {
+            store: world.store.clone(),
+            registry: world.registry.clone(),
+            nodes: world.reader(),
+            bound,
+        };
+        let running = arrivals.run(world.readiness.hold("waiting for edges"));
+        let said = || world.readiness.held();
+        let looked = async {
+            while said().is_some_and(|why| why == "waiting for edges") {
+                tokio::task::yield_now().await;
+            }
+            said().is_some()
+        };
+        tokio::select! {
+            held = looked => held,
+            () = running => false,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_gateway_waits_for_the_nodes_that_it_had_at_its_end_and_without_a_note_for_all() {
+        let long = Duration::from_hours(1);
+        let world = World::start();
+        assert!(!waits(&world, long).await, "there is no node");
+        let one = world.enrolled("edge-1");
+        world.nodes.put(name("edge-2"), Node::default());
+        assert!(waits(&world, long).await);
+        assert!(!waits(&world, Duration::ZERO).await);
+        let edge = world.joined(&one, "a", 0).await;
+        assert!(
+            waits(&world, long).await,
+            "without a note all are waited for"
+        );
+        save_connected_nodes(&world.store, &world.registry).await;
+        assert!(!waits(&world, long).await, "edge-2 was not there before");
+        save_connected_nodes(&world.store, &world.registry).await;
+        drop(edge);
+        world
+            .until(|world| !world.registry.holds(&name("edge-1")))
+            .await;
+        assert!(waits(&world, long).await);
+        // A node that is welcome no more is not waited for.
+        save_connected_nodes(&world.store, &world.registry).await;
+        world.nodes.revoke([name("edge-1"), name("edge-2")].into());
+        assert!(!waits(&world, long).await);
+    }
+}

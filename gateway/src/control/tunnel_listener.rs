@@ -1,0 +1,444 @@
+//! The tunnel port: TLS, then either a tunnel or an edge's own requests.
+//!
+//! The ALPN in the `ClientHello` chooses the configuration: `rh2` requires a certificate, `h2` and `http/1.1`
+//! make it optional. TLS is finished within a bound, and the certificate checked, resumed or not. A tunnel
+//! moves to the core of its node, where its conversation begins; an edge that asks by `h2` with its certificate is
+//! served by `control::pool`, where there is one, and anything else by `control::enrol`. Handshakes are spread over the cores and never awaited in the loop; every task
+//! belongs to [`TunnelListener::run`], whose end ends them.
+
+mod close_reason;
+mod connection;
+mod session;
+mod tls;
+
+#[cfg(test)]
+mod tests;
+
+use crate::{
+    audit, config,
+    control::{
+        api_cache::{AccessDenied, ApiCacheServer, AuthorizedEdge},
+        http::{self, Peer},
+        node_records::NodeRecordWriter,
+        node_sync::untrusted_reason,
+    },
+    log_throttle::LogThrottle,
+    metrics::Metrics,
+    state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
+    worker::{WorkerId, Workers},
+};
+use axum::Router;
+use causeway_certs::{Identity, LiveCa, NodeName, PeerRejected};
+use causeway_rt::{
+    connection_limit::{ConnectionLimit, Slot},
+    lingering_close,
+    listener::{self, BoundSocket},
+    socket::{CountedIo, DetachedSocket, Socket},
+    task::TaskGroup,
+};
+use causeway_tunnel::{buffered::MemoryBudget, wire};
+use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use tls::{AlpnProtocol, TlsError};
+pub use tls::{LiveTls, Tls};
+use tokio::{
+    sync::{mpsc, watch},
+    time::timeout,
+};
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info_span, warn};
+
+/// What a tunnel gets, beyond the drain time, to be told and to hang up.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// The label of this listener in metrics.
+const LISTENER: &str = "tunnel";
+
+type Io = TlsStream<CountedIo<Socket>>;
+
+/// Sizes of the pools of connections at the tunnel port.
+#[derive(Clone, Copy, Debug)]
+pub struct Places {
+    /// Connections that have not finished their handshake. Where no place is free, the oldest connection that has not sent
+    /// a whole `ClientHello` loses its own.
+    pub arriving: usize,
+    /// Handshakes whose `ClientHello` has arrived, each with TLS's own state. Others wait, each source in its own queue.
+    pub handshakes: usize,
+    /// Connections of peers without a certificate: joining takes some milliseconds.
+    pub joining: usize,
+    /// Connections of edges that renew their certificates, which no stranger can take.
+    pub renewing: usize,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self {
+            // As many as the kernel's queue holds, at 7 KiB for a task.
+            arriving: 4096,
+            handshakes: 1024,
+            joining: 256,
+            renewing: 256,
+        }
+    }
+}
+
+/// What admits edges.
+#[derive(Clone, Debug)]
+pub struct TunnelListener {
+    /// Random for each process.
+    pub instance: Arc<str>,
+    /// Where tunnels are served.
+    pub cores: Workers,
+    /// Where tunnels are entered.
+    pub registry: Registry,
+    /// The nodes that are welcome.
+    pub nodes: Nodes,
+    /// Changes of these, where a cluster says which there are.
+    pub cluster: Option<watch::Receiver<()>>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// The tunnel port's certificates.
+    pub tls: LiveTls,
+    /// Notes nodes that nobody has let join.
+    pub ledger: NodeRecordWriter,
+    /// Who signs.
+    pub ca: LiveCa,
+    /// Bounds.
+    pub settings: config::Tunnel,
+    /// Sizes of the pools of connections.
+    pub places: Places,
+    /// What callers leave unread, in all tunnels.
+    pub pressure: Arc<MemoryBudget>,
+    /// What a leaving edge's open streams get to end.
+    pub drain: Duration,
+    /// Where gateways are to be had; the first is this one's name, for people.
+    pub advertised: AdvertisedGateways,
+    /// The node ports that the cluster lists.
+    pub listed: AnnouncedPortsCell,
+    /// Serves edges' own requests.
+    pub enrol: Router,
+    /// Serves what edges read of the cluster, if they may.
+    pub reading: Option<ApiCacheServer>,
+    /// Edges that came before the cluster had named its nodes: a whole fleet comes again and again until then.
+    pub(crate) early: Arc<LogThrottle>,
+}
+
+/// An edge whose TLS is done, between two cores.
+struct HandshakenEdge {
+    /// Without its socket.
+    io: Io,
+    socket: DetachedSocket,
+    /// Whose certificate it is, or why it may not stay.
+    node: Result<NodeName, PeerRejected>,
+    certificate: Option<EdgeCertificate>,
+    from: SocketAddr,
+    round_trip: Duration,
+}
+
+/// Why a connection did not come to anything.
+#[derive(Debug, thiserror::Error)]
+enum HandshakeError {
+    #[error("{}", said(.0))]
+    Tls(#[from] io::Error),
+    #[error("no TLS handshake within {0:?}")]
+    TooSlow(Duration),
+    #[error("{0}")]
+    Peer(#[from] PeerRejected),
+    #[error("the gateway stops")]
+    Stopping,
+    #[error("too many edges join at once")]
+    Full,
+    #[error("its place was given to another connection before it had asked for anything")]
+    Evicted,
+    #[error(transparent)]
+    Unread(#[from] AccessDenied),
+}
+
+/// The words of rustls where it failed, of the system otherwise.
+fn said(error: &io::Error) -> String {
+    match tls_error(error) {
+        Some(error) => error.to_string(),
+        None => error.to_string(),
+    }
+}
+
+fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref()?.downcast_ref()
+}
+
+impl HandshakeError {
+    /// One word for the metric, and whether somebody should look at it.
+    fn weigh(&self) -> (&'static str, bool) {
+        let error = match self {
+            Self::TooSlow(_) => return ("timeout", false),
+            Self::Peer(_) => return ("certificate", true),
+            Self::Stopping => return ("draining", false),
+            // Counted and logged as such.
+            Self::Evicted => return ("evicted", false),
+            Self::Full | Self::Unread(AccessDenied::Full) => return ("full", true),
+            Self::Unread(AccessDenied::Unwelcome(_)) => return ("unwelcome", true),
+            Self::Tls(error) => tls_error(error),
+        };
+        match error {
+            None => ("peer_gone", false),
+            Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => {
+                ("certificate", true)
+            }
+            Some(rustls::Error::NoApplicationProtocol) => ("alpn", true),
+            Some(rustls::Error::AlertReceived(_)) => ("peer_alert", true),
+            Some(_) => ("protocol", false),
+        }
+    }
+}
+
+/// What handshakes share with the loop that accepts.
+#[derive(Clone)]
+struct HandshakeContext {
+    admission: Arc<TunnelListener>,
+    arrived: mpsc::Sender<Box<HandshakenEdge>>,
+    arriving: ConnectionLimit,
+    shaking: ConnectionLimit,
+    joining: ConnectionLimit,
+    renewing: ConnectionLimit,
+    stop: CancellationToken,
+}
+
+impl TunnelListener {
+    /// Whether it can be told if this node is welcome. One that only the cluster can know of waits until that has named its
+    /// nodes: to be sent away now would keep it away for a minute. Where any is let in that is believed, the cluster is not asked.
+    async fn can_judge(&self, node: &NodeName, bound: Duration) -> bool {
+        let Some(mut changes) = self.cluster.clone() else {
+            return true;
+        };
+        if self.tls.load().lets_any_in() {
+            return true;
+        }
+        let known = async {
+            while !self.nodes.has_cluster() && self.nodes.get(node).is_none() {
+                if changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        timeout(bound, known).await.is_ok()
+    }
+
+    /// Accepts edges until `stop`. Then lets the tunnels go on for the drain time (`control::drain` empties
+    /// them meanwhile), and returns when the last is gone. Dropping the future ends all at once.
+    pub async fn run(self, listener: BoundSocket, stop: CancellationToken) {
+        let listener = match listener.attach() {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!(%error, "the system does not take the tunnel port's listener");
+                return;
+            }
+        };
+        let grace = self.drain + FAREWELL;
+        let cores: Vec<WorkerId> = self.cores.all().collect();
+        let mut next = cores.iter().copied().cycle();
+        let (arrived, mut arrivals) = mpsc::channel(self.places.handshakes);
+        let limit = |name, most| self.metrics.connection_limit(name, most);
+        let desk = HandshakeContext {
+            arriving: limit("tunnel_arriving", self.places.arriving),
+            shaking: limit("tunnel_handshakes", self.places.handshakes),
+            joining: limit("joining", self.places.joining),
+            renewing: limit("renewing", self.places.renewing),
+            admission: Arc::new(self),
+            arrived,
+            stop: stop.clone(),
+        };
+        let tasks = TaskGroup::new(&CancellationToken::new());
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(arrived) = arrivals.recv() => desk.admission.carry(&tasks, arrived),
+                (socket, peer) = listener.accept() => {
+                    let (listener::RemoteAddr::Tcp(from), Ok(slot)) = (peer, desk.arriving.admit(peer)) else {
+                        continue;
+                    };
+                    let core = next.next().unwrap_or(WorkerId(0));
+                    let span = info_span!("handshake", %from);
+                    let runtime = desk.admission.cores.runtime(core);
+                    tasks.spawn_on(runtime, span, desk.clone().greet(slot, socket.detach(), from));
+                }
+            }
+        }
+        // Refused at once, an edge goes elsewhere sooner than one that waits in a queue which nobody serves.
+        drop((listener, arrivals));
+        tasks.drain(grace).await;
+    }
+
+    /// Begins the conversation with an edge on the core of its node.
+    fn carry(self: &Arc<Self>, tasks: &TaskGroup, arrived: Box<HandshakenEdge>) {
+        let node = arrived.node.as_ref();
+        let core = node.map_or(WorkerId(0), |node| self.cores.of(node));
+        let name = node.map_or("(refused)", NodeName::as_str);
+        let span = info_span!("tunnel", node = name, from = %arrived.from);
+        let conversation = session::run(self.clone(), arrived);
+        tasks.spawn_on(self.cores.runtime(core), span, conversation);
+    }
+}
+
+impl HandshakeContext {
+    /// One connection, from its first byte to its tunnel or to the end of its requests.
+    async fn greet(self, slot: Slot, socket: io::Result<DetachedSocket>, from: SocketAddr) {
+        let shaken = match slot.run(pin!(self.shake(&slot, socket, from))).await {
+            Some(Ok(Some(shaken))) => shaken,
+            Some(Ok(None)) => return,
+            Some(Err(failed)) => return self.refused(from, &failed),
+            None => return self.refused(from, &HandshakeError::Evicted),
+        };
+        drop(slot);
+        let done = match shaken {
+            (AlpnProtocol::Tunnel, io, round_trip) => self.hand_over(io, from, round_trip).await,
+            // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
+            (AlpnProtocol::Join, io, _) => Box::pin(self.join(io, from)).await,
+        };
+        if let Err(failed) = done {
+            self.refused(from, &failed);
+        }
+    }
+
+    /// Finishes TLS within its bound. Returns nothing where the peer was told why not.
+    async fn shake(
+        &self,
+        slot: &Slot,
+        socket: io::Result<DetachedSocket>,
+        from: SocketAddr,
+    ) -> Result<Option<(AlpnProtocol, Io, Duration)>, HandshakeError> {
+        let bound = self.admission.settings.handshake_timeout;
+        let tls = self.admission.tls.load_full();
+        let turn = async {
+            let busy = slot.busy();
+            (busy, self.shaking.acquire(from.ip()).await)
+        };
+        match timeout(bound, tls.handshake(socket, turn)).await {
+            Ok(Ok(shaken)) => Ok(Some(shaken)),
+            Ok(Err(TlsError { error, socket })) => {
+                self.refused(from, &error.into());
+                // That it may read why takes a place of those who come.
+                if let Some(socket) = socket {
+                    lingering_close::close(socket).await;
+                }
+                Ok(None)
+            }
+            Err(_) => Err(HandshakeError::TooSlow(bound)),
+        }
+    }
+
+    /// Says why a connection came to nothing.
+    fn refused(&self, from: SocketAddr, failed: &HandshakeError) {
+        let (word, notable) = failed.weigh();
+        self.admission.metrics.handshake_failed(LISTENER, word);
+        if let HandshakeError::Tls(error) = failed
+            && let Some(rustls::Error::AlertReceived(alert)) = tls_error(error)
+        {
+            let cause = tls::likely_cause(*alert);
+            warn!(peer = %from, ?alert, cause, "the peer ended the TLS handshake with an alert");
+            return;
+        }
+        if notable {
+            warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
+            audit::log_rejected_edge("(unknown)", &from, word, failed);
+        } else {
+            debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
+        }
+    }
+
+    async fn hand_over(
+        &self,
+        mut io: Io,
+        from: SocketAddr,
+        round_trip: Duration,
+    ) -> Result<(), HandshakeError> {
+        let (node, certificate) = match self.admission.tls.load().edge(&io) {
+            Ok((node, shown)) => (Ok(node), Some(shown)),
+            Err(refused) => (Err(refused), None),
+        };
+        let socket = io.get_mut().0.take().ok_or(HandshakeError::Stopping)?;
+        let arrived = Box::new(HandshakenEdge {
+            io,
+            socket: socket.detach()?,
+            node,
+            certificate,
+            from,
+            round_trip,
+        });
+        self.arrived
+            .send(arrived)
+            .await
+            .map_err(|_| HandshakeError::Stopping)
+    }
+
+    async fn join(&self, io: Io, from: SocketAddr) -> Result<(), HandshakeError> {
+        let tls = self.admission.tls.load_full();
+        let reads = io.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2);
+        if let Some(reading) = self.admission.reading.as_ref().filter(|_| reads)
+            && let Ok((node, certificate)) = tls.edge(&io)
+        {
+            return self.read(reading, io, (node, certificate), from).await;
+        }
+        let nobody = (None, 0, None, None);
+        let (identity, issued, root, vouched) = match tls.check(&io) {
+            Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root, None),
+            Err(PeerRejected::Missing) => nobody,
+            Err(refused @ PeerRejected::UnknownIssuer) => match tls.joins(&io) {
+                Some(node) => (None, 0, None, Some(node?)),
+                None => return Err(refused.into()),
+            },
+            Err(refused) => return Err(refused.into()),
+        };
+        // A certificate of the cluster's own signers names a node as well.
+        let known = identity.is_some() || vouched.is_some();
+        let limit = if known { &self.renewing } else { &self.joining };
+        let slot = limit.admit(from.ip()).map_err(|_| HandshakeError::Full)?;
+        let peer = Peer {
+            address: Some(from.ip().to_canonical()),
+            identity,
+            issued,
+            root,
+            vouched,
+        };
+        let (router, stop) = (self.admission.enrol.clone(), self.stop.clone());
+        let bounds = http::SHORT;
+        let serving = pin!(http::serve(
+            io,
+            router,
+            (peer, Some(&slot)),
+            bounds,
+            stop.into()
+        ));
+        slot.run(serving).await.ok_or(HandshakeError::Evicted)
+    }
+
+    /// Serves an edge that reads what its cluster has.
+    async fn read(
+        &self,
+        reading: &ApiCacheServer,
+        io: Io,
+        (node, certificate): (NodeName, EdgeCertificate),
+        from: SocketAddr,
+    ) -> Result<(), HandshakeError> {
+        let admission = &self.admission;
+        // As long as nobody can tell it is not welcome, and comes again.
+        let bound = admission.settings.hello_timeout / 2;
+        admission.can_judge(&node, bound).await;
+        let reader = AuthorizedEdge {
+            io,
+            peer: Peer {
+                address: Some(from.ip().to_canonical()),
+                identity: Some(Identity::Edge(node.clone())),
+                issued: certificate.issued_at,
+                root: certificate.root,
+                vouched: None,
+            },
+            certificate,
+            node: node.clone(),
+        };
+        let judged = |shown: &EdgeCertificate| {
+            untrusted_reason(admission.tls.load().believes(shown), &node, shown)
+        };
+        let until = (self.stop.clone(), admission.drain);
+        Ok(reading.serve(reader, judged, until).await?)
+    }
+}

@@ -1,0 +1,885 @@
+mod streams;
+
+use super::Places;
+use crate::{
+    control::{
+        ca_rotation,
+        drain::{DrainListeners, drain},
+        tests::{
+            FakeEdge, LONG, dismissal, welcome,
+            world::{World, identity, name, new_ca},
+        },
+    },
+    state::{ClusterNode, NodeUnavailable},
+    worker::Workers,
+};
+use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, RotationStep, StoreError, verify};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::{
+    Target,
+    control_stream::{EdgeMessage, GatewayMessage, GoAway},
+    edge_side::StreamRequest,
+    gateway_side::{OpenKind, OpenStream},
+    wire,
+};
+use futures_util::FutureExt;
+use http::Request;
+use rustls::ClientConfig;
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::Span;
+
+/// A client configuration with another ALPN.
+fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
+    let mut config = ClientConfig::clone(config);
+    config.alpn_protocols = vec![alpn.to_vec()];
+    Arc::new(config)
+}
+
+/// With what words the gateway refuses a handshake, which TLS 1.3 shows at the first read.
+async fn alert(world: &World, config: Arc<ClientConfig>) -> String {
+    let refused = async {
+        let mut io = world.tls(config).await?;
+        io.read_u8().await
+    };
+    timeout(LONG, refused)
+        .await
+        .unwrap()
+        .unwrap_err()
+        .to_string()
+}
+
+#[tokio::test]
+async fn an_edge_is_registered_after_its_hello_and_gone_when_it_hangs_up() {
+    let world = World::start();
+    let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let GatewayMessage::Hello(hello) = &edge.hello else {
+        panic!("the first line is the hello, not {:?}", edge.hello);
+    };
+    assert_eq!(
+        (hello.protocol, hello.node.as_str()),
+        (wire::VERSION, "edge-1")
+    );
+    assert_eq!(hello.gateways, ["gw.example:10262", "gw2.example:10262"]);
+    assert!(world.registry.pick(&name("edge-1")).is_ok());
+    assert!(world.counted("tunnels 1"));
+    drop(edge);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="peer_gone"} 1"#))
+        .await;
+    assert!(world.counted("tunnels 0"));
+    assert!(matches!(
+        world.registry.pick(&name("edge-1")),
+        Err(NodeUnavailable::Last { .. })
+    ));
+}
+
+#[tokio::test]
+async fn a_tunnel_serves_streams_on_the_core_of_its_node() {
+    let cores = Workers::start(2).unwrap();
+    let world = World::on(&cores);
+    let mut edges: Vec<FakeEdge> = Vec::new();
+    for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
+        let mut edge = world.joined(&world.enrolled(node), "a", 0).await;
+        let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+        let head = Request::get("/").body(()).unwrap();
+        let target = Target::new(node, 9100);
+        let opened = tunnel
+            .open(head, &OpenKind::Request, &target, true)
+            .await
+            .unwrap();
+        let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+        assert_eq!(asked.target, target);
+        asked.reply.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        edges.push(edge);
+    }
+    let used: std::collections::HashSet<_> = ["edge-1", "edge-2", "edge-3", "edge-4"]
+        .map(|node| cores.of(&name(node)).0)
+        .into();
+    assert_eq!(
+        used.len(),
+        2,
+        "the names of this test spread over both cores"
+    );
+}
+
+#[tokio::test]
+async fn a_hello_that_is_never_answered_ends_the_tunnel() {
+    let world = World::start();
+    let edge = world.dial(&world.enrolled("edge-1")).await;
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="hello_timeout"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn a_hello_that_is_too_long_or_nonsense_is_told_so() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let long = welcome(&"x".repeat(80 * 1024), 0);
+    let nameless = welcome("", 0);
+    let newer = causeway_tunnel::control_stream::EdgeHello {
+        protocol: 99,
+        ..welcome("a", 0)
+    };
+    for (said, words) in [
+        (long, "longer than"),
+        (nameless, "an instance has"),
+        (newer, "version 99"),
+    ] {
+        let (edge, heard) = world.says(&identity, said).await;
+        let (why, detail) = dismissal(&heard).unwrap();
+        assert_eq!(why, GoAway::Malformed);
+        assert!(detail.contains(words), "{detail}");
+        edge.ended().await;
+    }
+    let mut edge = world.dial(&identity).await;
+    edge.control.tell(&"not a welcome").await.unwrap();
+    assert_eq!(dismissal(&edge.hear().await).unwrap().0, GoAway::Malformed);
+    assert!(!world.registry.holds(&name("edge-1")));
+}
+
+#[tokio::test]
+async fn a_node_that_is_not_enrolled_is_unwelcome() {
+    let world = World::start();
+    let stranger = identity(&world.ca, "edge-9");
+    let (edge, heard) = world.says(&stranger, welcome("a", 0)).await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, GoAway::Unwelcome);
+    assert!(detail.contains("edge-9 is not enrolled"), "{detail}");
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="unwelcome"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_long_for_being_none_of_them()
+{
+    let world = World::of_a_cluster();
+    let (known, other) = (world.enrolled("edge-1"), identity(&world.ca, "edge-2"));
+    world.joined(&known, "a", 0).await;
+    let (early, heard) = world.says(&other, welcome("b", 0)).await;
+    let GatewayMessage::Dismiss {
+        why,
+        detail,
+        retry_after_ms,
+    } = heard
+    else {
+        panic!("{heard:?}")
+    };
+    assert!(matches!(why, GoAway::Full), "it is to come again: {why:?}");
+    assert!(detail.contains("come again"), "{detail}");
+    assert_eq!(retry_after_ms, 10_000, "edges add up to half of that");
+    early.ended().await;
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="early"} 1"#))
+        .await;
+    let member = ClusterNode {
+        edge: true,
+        ..ClusterNode::default()
+    };
+    let naming = async {
+        let members = [(name("edge-2"), member)];
+        world.nodes.cluster(members.into());
+    };
+    let (_edge, ()) = tokio::join!(world.joined(&other, "b", 0), naming);
+    let stranger = identity(&world.ca, "edge-3");
+    let (_edge, heard) = world.says(&stranger, welcome("c", 0)).await;
+    assert_eq!(dismissal(&heard).unwrap().0, GoAway::Unwelcome);
+}
+
+#[tokio::test]
+async fn who_is_let_in_whatever_the_cluster_says_does_not_wait_for_it() {
+    let world = World::of_a_cluster();
+    world.let_any_in();
+    let stranger = identity(&world.ca, "edge-1");
+    let _edge = world.joined(&stranger, "a", 0).await;
+}
+
+#[tokio::test]
+async fn a_callers_certificate_gets_no_tunnel() {
+    let world = World::start();
+    let leaf = world.ca.issue_caller("ann", &[], LONG).unwrap();
+    let caller = EdgeIdentity {
+        leaf,
+        ..world.enrolled("edge-1")
+    };
+    let (_edge, heard) = world.says(&caller, welcome("a", 0)).await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, GoAway::Unwelcome);
+    assert!(detail.contains("kind caller"), "{detail}");
+}
+
+#[tokio::test]
+async fn who_has_no_certificate_or_anothers_or_no_protocol_is_told_by_alert() {
+    let world = World::start();
+    let ours = world.enrolled("edge-1");
+    let join = verify::join_client(world.ca.fingerprint()).unwrap();
+    let of = |domain: &str| {
+        let leaf = identity(&new_ca(domain), "edge-1").leaf;
+        verify::tunnel_client(&EdgeIdentity {
+            leaf,
+            ..ours.clone()
+        })
+        .unwrap()
+    };
+    for (config, words) in [
+        (offering(&join, wire::ALPN_TUNNEL), "CertificateRequired"),
+        (of("other.example"), "UnknownCA"),
+        // Another CA of the same trust domain is a stranger too, and not a bad signature.
+        (of("test.example"), "UnknownCA"),
+        (offering(&join, b"spdy/3"), "NoApplicationProtocol"),
+    ] {
+        let said = alert(&world, config).await;
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    let why = r#"handshakes_failed_total{listener="tunnel",why="certificate"} 3"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn a_peer_that_says_nothing_is_hung_up_on() {
+    let world = World::start();
+    let mut silent = TcpStream::connect(world.address).await.unwrap();
+    let mut rest = Vec::new();
+    timeout(LONG, silent.read_to_end(&mut rest))
+        .await
+        .unwrap()
+        .unwrap();
+    let why = r#"handshakes_failed_total{listener="tunnel",why="timeout"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn nonsense_instead_of_tls_is_refused_without_ado() {
+    let world = World::start();
+    let mut http = TcpStream::connect(world.address).await.unwrap();
+    http.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    let mut rest = Vec::new();
+    // Whether it ends by FIN or by RST is the system's choice.
+    let _ = timeout(LONG, http.read_to_end(&mut rest)).await.unwrap();
+    let why = r#"handshakes_failed_total{listener="tunnel",why="protocol"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn the_newest_instance_wins_and_the_old_one_stays_away_while_it_lives() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let mut old = world.joined(&identity, "old", 0).await;
+    let new = world.joined(&identity, "new", 0).await;
+    let told = old.hear().await;
+    assert_eq!(dismissal(&told).unwrap().0, GoAway::Superseded);
+    old.ended().await;
+    let (_back, heard) = world.says(&identity, welcome("old", 0)).await;
+    assert_eq!(dismissal(&heard).unwrap().0, GoAway::Superseded);
+    assert!(
+        world.registry.pick(&name("edge-1")).is_ok(),
+        "the new one is untouched"
+    );
+    drop(new);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    world.joined(&identity, "old", 0).await;
+}
+
+#[tokio::test]
+async fn a_superseded_edge_that_does_not_listen_is_hung_up_on() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let old = world.joined(&identity, "old", 0).await;
+    let _new = world.joined(&identity, "new", 0).await;
+    old.ended().await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="superseded"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn the_same_slot_dialled_anew_replaces_the_old_tunnel_only() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let first = world.joined(&identity, "a", 0).await;
+    let _bulk = world.joined(&identity, "a", 1).await;
+    let _again = world.joined(&identity, "a", 0).await;
+    first.ended().await;
+    world.until(|world| world.counted("tunnels 2")).await;
+    let slots = world.registry.of(&name("edge-1")).0;
+    let slots: Vec<_> = slots
+        .iter()
+        .map(|edge| edge.admitted.welcome.slot)
+        .collect();
+    assert_eq!(slots, [1, 0]);
+}
+
+#[tokio::test]
+async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = tunnel
+        .open(head, &OpenKind::Request, &target, true)
+        .await
+        .unwrap();
+    let leave = EdgeMessage::Leave {
+        detail: "the node restarts".to_owned(),
+        until_idle: false,
+        serves: false,
+    };
+    edge.control.tell(&leave).await.unwrap();
+    let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
+    world.until(gone).await;
+    assert!(matches!(
+        world.registry.pick(&name("edge-1")),
+        Err(NodeUnavailable::Draining)
+    ));
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    drop((opened.send, asked.body));
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="left"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_the_last() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let mut old = world.joined(&identity, "a", 0).await;
+    let before = world.registry.pick(&name("edge-1")).unwrap();
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = before
+        .tunnel
+        .open(head, &OpenKind::Request, &target, true)
+        .await
+        .unwrap();
+    let takes_over = causeway_tunnel::control_stream::EdgeHello {
+        takes_over: true,
+        ..welcome("a", 0)
+    };
+    let (_new, said) = world.says(&identity, takes_over).await;
+    assert_eq!(said, GatewayMessage::Registered);
+    let after = world.registry.pick(&name("edge-1")).unwrap();
+    assert_ne!(after.id, before.id, "new streams go to the new one");
+    let leave = EdgeMessage::Leave {
+        detail: "as edges say then".to_owned(),
+        until_idle: true,
+        serves: false,
+    };
+    old.control.tell(&leave).await.unwrap();
+    // One of the same kind that is idle has gone meanwhile.
+    let idle = world.enrolled("edge-2");
+    let mut idle_before = world.joined(&idle, "a", 0).await;
+    let takes_over = causeway_tunnel::control_stream::EdgeHello {
+        takes_over: true,
+        ..welcome("a", 0)
+    };
+    let (_idle, said) = world.says(&idle, takes_over).await;
+    assert_eq!(said, GatewayMessage::Registered);
+    idle_before.control.tell(&leave).await.unwrap();
+    idle_before.ended().await;
+    assert_eq!(world.registry.of(&name("edge-1")).0.len(), 2);
+    let asked = timeout(LONG, old.streams.recv()).await.unwrap().unwrap();
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    drop((opened.send, asked.body));
+    old.ended().await;
+    assert_eq!(world.registry.pick(&name("edge-1")).unwrap().id, after.id);
+}
+
+#[tokio::test]
+async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revocation_ends_all() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let (target, mut edges, mut open) = (Target::new("edge-1", 9100), Vec::new(), Vec::new());
+    for _ in 0..20 {
+        let takes_over = causeway_tunnel::control_stream::EdgeHello {
+            takes_over: true,
+            ..welcome("a", 0)
+        };
+        let (edge, said) = world.says(&identity, takes_over).await;
+        assert_eq!(said, GatewayMessage::Registered);
+        let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+        let head = Request::get("/").body(()).unwrap();
+        // The edge answers none of them.
+        open.push(tunnel.open(head, &OpenKind::Request, &target, true).await);
+        edges.push(edge);
+    }
+    world
+        .until(|world| world.registry.of(&name("edge-1")).0.len() == 20)
+        .await;
+    let roll = world.roll();
+    // The record of the node is removed. A directory without records would be refused.
+    let nodes = world.store.nodes();
+    nodes.put(NodeRecord::arrived(&name("edge-1"), 0)).unwrap();
+    nodes.remove(&name("edge-1")).unwrap();
+    assert_eq!(roll.refresh().await.unwrap(), [name("edge-1")]);
+    world
+        .until(|world| world.registry.of(&name("edge-1")).0.is_empty())
+        .await;
+    drop(open);
+}
+
+#[tokio::test]
+async fn removing_a_node_ends_its_tunnel_though_a_cluster_has_the_node() {
+    let world = World::start();
+    let node = name("edge-1");
+    let identity = world.enrolled("edge-1");
+    let nodes = world.store.nodes();
+    nodes.put(NodeRecord::arrived(&node, 0)).unwrap();
+    let roll = world.roll();
+    roll.refresh().await.unwrap();
+    let member = ClusterNode {
+        edge: true,
+        ..ClusterNode::default()
+    };
+    world.nodes.cluster([(node.clone(), member)].into());
+    let _edge = world.joined(&identity, "a", 0).await;
+    nodes.remove(&node).unwrap();
+    assert_eq!(roll.refresh().await.unwrap(), std::slice::from_ref(&node));
+    world
+        .until(|world| world.registry.of(&node).0.is_empty())
+        .await;
+    // The cluster lets it in again.
+    let _edge = world.joined(&identity, "b", 0).await;
+    assert_eq!(roll.refresh().await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with_the_reason() {
+    let world = World::start();
+    let [moves, stays, deleted] = ["edge-1", "edge-2", "edge-3"].map(name);
+    let member = |edge| ClusterNode {
+        edge,
+        ..ClusterNode::default()
+    };
+    let cluster = |nodes: &[(&causeway_certs::NodeName, bool)]| {
+        let members = nodes
+            .iter()
+            .map(|(node, edge)| ((*node).clone(), member(*edge)));
+        world.nodes.cluster(members.collect());
+    };
+    cluster(&[(&moves, true), (&stays, true), (&deleted, true)]);
+    let vouched = |node: &causeway_certs::NodeName| identity(&world.live.get(), node.as_str());
+    let mut edge = world.joined(&vouched(&moves), "a", 0).await;
+    let _stays = world.joined(&vouched(&stays), "b", 0).await;
+    let _deleted = world.joined(&vouched(&deleted), "c", 0).await;
+    let following = TaskGroup::default();
+    following.spawn(Span::none(), world.roll().follow_cluster());
+    tokio::task::yield_now().await;
+    cluster(&[(&moves, false), (&stays, true)]);
+    let heard = edge.hear().await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, GoAway::Unwelcome, "{detail}");
+    assert!(
+        detail.contains("Node edge-1 is not at the edge"),
+        "{detail}"
+    );
+    world.until(|world| !world.registry.holds(&moves)).await;
+    assert!(world.registry.holds(&stays) && world.registry.holds(&deleted));
+}
+
+/// Another root signs from then on, and both are believed.
+fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
+    let next = world
+        .store
+        .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
+    world.live.swap(next.unwrap().0);
+    world.take_up();
+}
+
+/// The edge has come by the old root and takes its time to say who it is.
+#[tokio::test]
+async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
+    let world = World::start();
+    let old = world.enrolled("edge-1");
+    turn(&world, Ca::prepare);
+    turn(&world, Ca::activate);
+    let rightful = identity(&world.live.get(), "edge-1");
+    let mut rightful = world.joined(&rightful, "a", 0).await;
+    let mut late = world.dial(&old).await;
+    let marker = identity(&world.live.get(), "edge-1");
+    turn(&world, Ca::retire);
+    let said = EdgeMessage::Welcome(Box::new(welcome("b", 0)));
+    late.control.tell(&said).await.unwrap();
+    let heard = late.hear().await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, GoAway::Unwelcome, "{detail}");
+    late.ended().await;
+    let _marker = world.joined(&marker, "a", 1).await;
+    let said = rightful.control.hear::<GatewayMessage>().now_or_never();
+    assert!(said.is_none(), "it was told to leave");
+    assert!(world.registry.pick(&name("edge-1")).is_ok());
+}
+
+#[tokio::test]
+async fn a_disk_that_does_not_read_keeps_nobody_whose_root_is_gone() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+        turn(&world, step);
+    }
+    std::fs::write(world.store.root_path().with_file_name("nodes.json"), "{").unwrap();
+    world.roll().refresh().await.unwrap_err();
+    assert!(dismissal(&edge.hear().await).is_some());
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+}
+
+#[tokio::test]
+async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_has_come_by_the_new_one()
+ {
+    let world = World::start();
+    for node in ["edge-1", "edge-2"] {
+        world
+            .store
+            .nodes()
+            .put(NodeRecord::arrived(&name(node), 0))
+            .unwrap();
+    }
+    let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let mut before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    let first = request(&world, "edge-2", &mut before).await;
+    let mut bulk = world.joined(&world.enrolled("edge-2"), "b", 1).await;
+    let second = request(&world, "edge-2", &mut bulk).await;
+    turn(&world, Ca::prepare);
+    turn(&world, Ca::activate);
+    let takes_over = causeway_tunnel::control_stream::EdgeHello {
+        takes_over: true,
+        ..welcome("b", 0)
+    };
+    let renewed = identity(&world.live.get(), "edge-2");
+    let (mut after, said) = world.says(&renewed, takes_over).await;
+    assert_eq!(said, GatewayMessage::Registered);
+    turn(&world, Ca::retire);
+    world.roll().look();
+    let said = late.hear().await;
+    let (why, detail) = dismissal(&said).unwrap();
+    assert_eq!(why, GoAway::Unwelcome);
+    assert!(detail.contains("a root that was retired"), "{detail}");
+    drop(late);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    // What its process has open by the old root goes on, and the rest comes by the new one.
+    let third = request(&world, "edge-2", &mut after).await;
+    for open in [first, second, third] {
+        answered(open).await;
+    }
+    before.ended().await;
+    bulk.ended().await;
+}
+
+/// A request that its edge has not answered.
+async fn request(
+    world: &World,
+    node: &str,
+    edge: &mut FakeEdge,
+) -> (OpenStream, Box<StreamRequest>) {
+    let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+    let (head, target) = (Request::new(()), Target::new(node, 9100));
+    let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap();
+    (opened.unwrap(), asked.unwrap())
+}
+
+/// The edge answers it, and its client gets the answer.
+async fn answered((opened, asked): (OpenStream, Box<StreamRequest>)) {
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    let answer = timeout(LONG, opened.answer).await.unwrap();
+    assert_eq!(answer.unwrap().status(), 200);
+}
+
+#[tokio::test]
+async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let open = request(&world, "edge-1", &mut edge).await;
+    let control = world.registry.of(&name("edge-1")).0[0]
+        .admitted
+        .control
+        .clone();
+    let telling = async {
+        let pem = "x".repeat(wire::MAX_MESSAGE / 2);
+        while control
+            .send(Box::new(GatewayMessage::Roots { pem: pem.clone() }))
+            .await
+            .is_ok()
+        {}
+    };
+    // Says for how long a gateway waits for a hello.
+    let bound = async { world.dial(&world.enrolled("edge-2")).await.ended().await };
+    tokio::select! {
+        () = telling => panic!("the tunnel was closed"),
+        _ = bound => {}
+    }
+    answered(open).await;
+}
+
+#[tokio::test]
+async fn edges_hear_of_other_roots_when_they_come_and_when_these_change_but_none_that_does_not_ask()
+{
+    let world = World::start();
+    let asks = |roots: &[causeway_certs::Fingerprint]| causeway_tunnel::control_stream::EdgeHello {
+        roots: Some(roots.iter().map(ToString::to_string).collect()),
+        ..welcome("a", 0)
+    };
+    let step = |step: fn(Ca) -> Result<(Ca, RotationStep), CaError>| {
+        let next = world.store.change_ca(|ca| {
+            let stepped = step(ca).unwrap();
+            Ok::<_, StoreError>(stepped)
+        });
+        world.live.swap(next.unwrap().0);
+        ca_rotation::tell(&world.live.get(), &world.registry);
+    };
+    let before = world.live.get().fingerprints();
+    let (mut here, heard) = world.says(&world.enrolled("edge-1"), asks(&before)).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    let (mut silent, heard) = world.says(&world.enrolled("edge-2"), welcome("b", 0)).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+
+    step(Ca::prepare);
+    let told = |ca: &Ca| GatewayMessage::Roots {
+        pem: ca.bundle_pem(),
+    };
+    assert_eq!(here.hear().await, told(&world.live.get()));
+    let roots = world.live.get().fingerprints();
+    let roots: Vec<_> = roots.iter().map(ToString::to_string).collect();
+    here.control
+        .tell(&EdgeMessage::Roots { roots })
+        .await
+        .unwrap();
+    let believes = |world: &World| {
+        let edges = world.registry.of(&name("edge-1")).0;
+        let roots = edges[0].admitted.roots.load();
+        roots.as_ref().is_some_and(|roots| roots.len() == 2)
+    };
+    world.until(believes).await;
+    step(Ca::activate);
+    // The same roots, in another order: the one that signs comes first.
+    assert_eq!(here.hear().await, told(&world.live.get()));
+    assert!(matches!(here.hear().await, GatewayMessage::Renew { .. }));
+    let (mut late, heard) = world.says(&world.enrolled("edge-3"), asks(&before)).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    assert_eq!(late.hear().await, told(&world.live.get()));
+    assert!(matches!(late.hear().await, GatewayMessage::Renew { .. }));
+
+    let drain = GatewayMessage::Drain { grace_ms: 1 };
+    let edges = world.registry.of(&name("edge-2")).0;
+    edges[0]
+        .admitted
+        .control
+        .try_send(Box::new(drain.clone()))
+        .unwrap();
+    assert_eq!(silent.hear().await, drain, "and nothing before it");
+}
+
+#[tokio::test]
+async fn ending_the_gateway_leaves_nothing_behind() {
+    let mut world = World::start();
+    let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    drop(std::mem::take(&mut world.tasks));
+    edge.ended().await;
+    assert!(!tunnel.is_open());
+    assert!(!world.registry.holds(&name("edge-1")));
+    assert!(world.counted("tunnels 0"));
+}
+
+#[tokio::test]
+async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = tunnel
+        .open(head, &OpenKind::Request, &target, true)
+        .await
+        .unwrap();
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    world.readiness.ready();
+    world.stop.cancel();
+    let grace = LONG;
+    let fronts = CancellationToken::new();
+    let draining = drain(
+        &world.registry,
+        &world.metrics,
+        &world.readiness,
+        fronts_of(&fronts),
+        grace,
+    );
+    let serving = async {
+        assert!(matches!(
+            edge.hear().await,
+            GatewayMessage::Drain {
+                grace_ms: 1..=120_000
+            }
+        ));
+        assert!(world.readiness.is_draining());
+        assert!(tunnel.is_open() && !fronts.is_cancelled());
+        asked.reply.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        drop((opened.send, asked.body));
+        edge.ended().await;
+        assert!(fronts.is_cancelled());
+    };
+    timeout(LONG, async { tokio::join!(draining, serving) })
+        .await
+        .unwrap();
+    world.until(|world| world.tasks.is_empty()).await;
+    assert!(
+        TcpStream::connect(world.address).await.is_err(),
+        "the port is closed"
+    );
+}
+
+/// Fronts without callers.
+fn fronts_of(close: &CancellationToken) -> DrainListeners<'_> {
+    DrainListeners {
+        close,
+        callers: &|| 0,
+    }
+}
+
+#[tokio::test]
+async fn a_drain_ends_streams_that_do_not_end_themselves() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let target = Target::new("edge-1", 22);
+    let opened = tunnel
+        .open(Request::new(()), &OpenKind::Tcp, &target, false)
+        .await
+        .unwrap();
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    let grace = Duration::from_millis(400);
+    let fronts = CancellationToken::new();
+    drain(
+        &world.registry,
+        &world.metrics,
+        &world.readiness,
+        fronts_of(&fronts),
+        grace,
+    )
+    .await;
+    assert!(fronts.is_cancelled());
+    assert!(opened.answer.await.is_err());
+    drop(asked);
+    edge.ended().await;
+}
+
+/// Few places, so that a test fills them.
+const FEW: Places = Places {
+    arriving: 8,
+    handshakes: 4,
+    joining: 4,
+    renewing: 4,
+};
+
+/// All of them from the address that the edge comes from as well: the worst case.
+#[tokio::test]
+async fn silent_connections_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut silent = Vec::new();
+    for _ in 0..4 * FEW.arriving {
+        silent.push(TcpStream::connect(world.address).await.unwrap());
+    }
+    let _tunnel = world.joined(&edge, "a", 0).await;
+    let evicted = 4 * FEW.arriving - FEW.arriving * 3 / 4 + 1;
+    let line = format!(
+        r#"connections_turned_away_total{{limit="tunnel_arriving",outcome="evicted"}} {evicted}"#
+    );
+    world.until(|world| world.counted(&line)).await;
+}
+
+/// Each from an address of its own, as many again whenever the edge restarts.
+#[tokio::test]
+async fn silent_connections_from_many_addresses_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut silent = Vec::new();
+    let mut stranger = async |number: usize| {
+        let socket = TcpSocket::new_v4().unwrap();
+        let [.., high, low] = u32::try_from(number).unwrap().to_be_bytes();
+        let from = std::net::SocketAddr::from(([127, 1, high, low], 0));
+        socket.bind(from).unwrap();
+        silent.push(socket.connect(world.address).await.unwrap());
+    };
+    for round in 0..8 {
+        for number in 0..2 * FEW.arriving {
+            stranger(round * 2 * FEW.arriving + number).await;
+        }
+        // The process is another one each time.
+        let _tunnel = world.joined(&edge, &round.to_string(), 0).await;
+    }
+}
+
+/// A peer that has sent half of its `ClientHello` is as good as one that has sent nothing.
+#[tokio::test]
+async fn begun_client_hellos_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut begun = Vec::new();
+    for _ in 0..4 * FEW.arriving {
+        let mut tcp = TcpStream::connect(world.address).await.unwrap();
+        // The header of a handshake record, and no record.
+        tcp.write_all(&[22, 3, 1, 0, 200, 1]).await.unwrap();
+        begun.push(tcp);
+    }
+    let _tunnel = world.joined(&edge, "a", 0).await;
+}
+
+#[tokio::test]
+async fn strangers_that_finish_tls_keep_nobody_from_joining_or_renewing() {
+    let world = World::with_places(FEW);
+    let stranger = verify::join_client(world.ca.fingerprint()).unwrap();
+    let stranger = offering(&stranger, wire::ALPN_HTTP11);
+    let mut idle = Vec::new();
+    for _ in 0..4 * FEW.joining {
+        idle.push(world.tls(stranger.clone()).await.unwrap());
+    }
+    let asks = async |config: Arc<ClientConfig>| {
+        let mut io = world.tls(config).await.unwrap();
+        io.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await
+            .unwrap();
+        let mut head = [0; 12];
+        timeout(LONG, io.read_exact(&mut head))
+            .await
+            .unwrap()
+            .unwrap();
+        String::from_utf8(head.to_vec()).unwrap()
+    };
+    assert_eq!(asks(stranger).await, "HTTP/1.1 404");
+    let edge = world.enrolled("edge-1");
+    let renews = verify::control_client(&edge).unwrap();
+    assert_eq!(
+        asks(offering(&renews, wire::ALPN_HTTP11)).await,
+        "HTTP/1.1 404"
+    );
+    let metrics = world.metrics.encode(causeway_rt::Exposition::OpenMetrics);
+    assert!(
+        !metrics.contains("limit=\"renewing\""),
+        "no stranger has a place there"
+    );
+}

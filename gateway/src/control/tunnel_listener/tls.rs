@@ -1,0 +1,224 @@
+//! The tunnel port's TLS: what is shown, who is believed, and the handshake.
+
+use super::Io;
+use crate::state::registry::EdgeCertificate;
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    ClusterCa, Identity, NodeName, PeerRejected, Purpose, TrustStore, VerifiedNodeCertificate,
+    verify::{self, TicketSecret, TrustError, VerifiedPeer, verify_peer},
+};
+use causeway_rt::socket::{CountedIo, DetachedSocket, Socket, tune_tunnel};
+use causeway_tunnel::wire;
+use rustls::{
+    AlertDescription as Alert, ServerConfig,
+    pki_types::{CertificateDer, UnixTime},
+    server::{ClientHello, ResolvesServerCert},
+};
+use std::{io, sync::Arc, time::Duration};
+use tokio::time::Instant;
+use tokio_rustls::LazyConfigAcceptor;
+
+/// The tunnel port's TLS: two configurations, and who is believed.
+#[derive(Clone, Debug)]
+pub struct Tls {
+    tunnel: Arc<ServerConfig>,
+    join: Arc<ServerConfig>,
+    trust: TrustStore,
+    any_node: bool,
+    /// Whom the cluster's own signers name, for joining.
+    cluster: Option<ClusterCa>,
+}
+
+/// The tunnel port's TLS as it is now.
+pub type LiveTls = Arc<ArcSwap<Tls>>;
+
+impl Tls {
+    /// For a gateway that shows `leaf`, believes whom `trust` names and seals sessions by `tickets`.
+    ///
+    /// # Errors
+    /// If nobody could be believed so.
+    pub fn new(
+        leaf: Arc<dyn ResolvesServerCert>,
+        trust: TrustStore,
+        tickets: &TicketSecret,
+    ) -> Result<Self, TrustError> {
+        Ok(Self {
+            tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
+            join: verify::join_server(leaf, &trust, None)?,
+            trust,
+            any_node: false,
+            cluster: None,
+        })
+    }
+
+    /// Whether a certificate that is believed is enough, of whichever node.
+    #[must_use]
+    pub fn any_node(self, any_node: bool) -> Self {
+        Self { any_node, ..self }
+    }
+
+    /// Whose word for a node is enough to join as it.
+    ///
+    /// # Errors
+    /// If nobody could be believed so.
+    pub fn vouched(
+        self,
+        leaf: Arc<dyn ResolvesServerCert>,
+        cluster: Option<ClusterCa>,
+    ) -> Result<Self, TrustError> {
+        if cluster.is_none() {
+            return Ok(self);
+        }
+        Ok(Self {
+            join: verify::join_server(leaf, &self.trust, cluster.as_ref())?,
+            cluster,
+            ..self
+        })
+    }
+
+    /// Who is believed.
+    pub fn trust(&self) -> &TrustStore {
+        &self.trust
+    }
+
+    /// Whether each node with a certificate that is believed is let in.
+    pub(super) fn lets_any_in(&self) -> bool {
+        self.any_node
+    }
+
+    /// Whether a certificate that was believed when it was shown is still. Its dates were judged then.
+    pub(in crate::control) fn believes(&self, shown: &EdgeCertificate) -> bool {
+        let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
+        // Where a root takes the place of an intermediate that counted as one, those below it stay.
+        by_root
+            || shown
+                .given
+                .as_deref()
+                .is_some_and(|chain| self.leads(chain, shown))
+    }
+
+    fn leads(&self, chain: &[CertificateDer<'static>], shown: &EdgeCertificate) -> bool {
+        let ends = UnixTime::since_unix_epoch(Duration::from_secs(shown.not_after));
+        let (at, revoked) = (UnixTime::now().min(ends), &verify::none_revoked);
+        verify_peer(Some(chain), Purpose::Edge, at, &self.trust, revoked).is_ok()
+    }
+
+    /// Whose certificate it is, resumed or not.
+    pub(super) fn check(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
+        let chain = io.get_ref().1.peer_certificates();
+        let now = UnixTime::now();
+        verify_peer(
+            chain,
+            Purpose::Edge,
+            now,
+            &self.trust,
+            &verify::none_revoked,
+        )
+    }
+
+    /// Which edge it is, and the certificate that it has shown.
+    pub(super) fn edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
+        let proven = self.check(io)?;
+        let Identity::Edge(node) = proven.identity else {
+            let (wanted, found) = (Purpose::Edge, proven.identity.kind());
+            return Err(PeerRejected::Kind { wanted, found });
+        };
+        let given = self.trust.is_given().then(|| {
+            let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+            chain.iter().map(|one| one.clone().into_owned()).collect()
+        });
+        let shown = EdgeCertificate {
+            serial: proven.serial,
+            // How a node joins anew is another system's affair, and so is when.
+            issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
+            not_after: proven.not_after,
+            root: proven.root,
+            given,
+        };
+        Ok((node, shown))
+    }
+
+    /// Which node it is that may join by the cluster's certificate which it shows, where such count.
+    pub(super) fn joins(&self, io: &Io) -> Option<Result<VerifiedNodeCertificate, PeerRejected>> {
+        let chain = io.get_ref().1.peer_certificates();
+        let cluster = self.cluster.as_ref()?;
+        Some(cluster.node(chain, UnixTime::now()))
+    }
+
+    /// Finishes TLS, and takes the time that its last flight needed: one round trip. Awaits `turn` once the `ClientHello` is
+    /// there, and keeps its result until the handshake is over.
+    pub(super) async fn handshake<T>(
+        &self,
+        socket: io::Result<DetachedSocket>,
+        turn: impl Future<Output = T>,
+    ) -> Result<(AlpnProtocol, Io, Duration), TlsError> {
+        let socket = socket?.attach()?;
+        if let Some(tcp) = socket.tcp() {
+            tune_tunnel(tcp);
+        }
+        let acceptor = rustls::server::Acceptor::default();
+        let begun = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
+        let (way, config) = self.choose(&begun.client_hello());
+        let _turn = turn.await;
+        let answered = Instant::now();
+        let shaken = begun.into_stream(config).into_fallible().await;
+        let mut io = shaken.map_err(|(error, socket)| TlsError {
+            error,
+            socket: Some(socket),
+        })?;
+        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+        Ok((way, io, answered.elapsed()))
+    }
+
+    fn choose(&self, hello: &ClientHello<'_>) -> (AlpnProtocol, Arc<ServerConfig>) {
+        let mut offered = hello.alpn().into_iter().flatten();
+        if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
+            (AlpnProtocol::Tunnel, self.tunnel.clone())
+        } else {
+            // What offers neither is refused by this configuration, with the right alert.
+            (AlpnProtocol::Join, self.join.clone())
+        }
+    }
+}
+
+/// Returns the likely cause of an alert by which an edge ends the handshake: it refuses the gateway's certificate.
+pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
+    match alert {
+        Alert::CertificateExpired => Some(
+            "an edge refuses this gateway's certificate because of its dates: the clock of the edge or of this gateway is wrong",
+        ),
+        Alert::UnknownCA
+        | Alert::CertificateUnknown
+        | Alert::BadCertificate
+        | Alert::DecryptError
+        | Alert::AccessDenied => Some(
+            "an edge refuses this gateway's certificate: its token or its certificate is of another CA or of a root that \
+             was retired; on the gateway: causeway token create --node NODE, on the node: causeway edge --rejoin with \
+             that token",
+        ),
+        _ => None,
+    }
+}
+
+/// A handshake that came to nothing.
+pub(super) struct TlsError {
+    pub(super) error: io::Error,
+    /// By which whoever came can be told why.
+    pub(super) socket: Option<CountedIo<Socket>>,
+}
+
+impl From<io::Error> for TlsError {
+    fn from(error: io::Error) -> Self {
+        Self {
+            error,
+            socket: None,
+        }
+    }
+}
+
+/// What somebody wants here, by the ALPN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AlpnProtocol {
+    Tunnel,
+    Join,
+}

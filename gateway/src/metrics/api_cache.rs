@@ -1,0 +1,50 @@
+//! What is counted of what edges read.
+
+use super::{Metrics, OpenGauge};
+use causeway_pool::Status;
+
+/// A connection by which an edge reads, for as long as it is open.
+#[derive(Debug)]
+pub struct ApiCacheConnectionGuard {
+    _open: OpenGauge,
+}
+
+impl Metrics {
+    /// An edge reads.
+    pub fn reader(&self) -> ApiCacheConnectionGuard {
+        ApiCacheConnectionGuard {
+            _open: OpenGauge::new(&self.declared.pool_readers),
+        }
+    }
+
+    /// Sets how many edges may read at once.
+    pub fn reader_limit(&self, connections: usize) {
+        self.declared.pool_readers_limit.set(whole(connections));
+    }
+
+    /// So many pools have a leader here.
+    pub fn leaders(&self, pools: usize) {
+        self.declared.pool_leaders.set(whole(pools));
+    }
+
+    /// What is kept now.
+    pub fn pool(&self, all: impl Iterator<Item = Status>) {
+        let declared = &self.declared;
+        for status in all {
+            let lost = status.lost.map_or(0, |since| whole(since / 1000));
+            let labels = [("resource", status.resource)];
+            for (family, value) in [
+                (&declared.pool_objects, whole(status.objects)),
+                (&declared.pool_version, whole(status.version)),
+                (&declared.pool_lost_timestamp_seconds, lost),
+                (&declared.pool_watchers, whole(status.watchers)),
+            ] {
+                family.get_or_create(&labels).set(value);
+            }
+        }
+    }
+}
+
+fn whole(number: impl TryInto<i64>) -> i64 {
+    number.try_into().unwrap_or(i64::MAX)
+}

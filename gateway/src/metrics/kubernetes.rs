@@ -1,0 +1,34 @@
+//! What is counted of a cluster's nodes, for whoever follows them.
+
+use super::Label;
+use prometheus_client::metrics::{family::Family, gauge::Gauge};
+
+/// Handles of the metrics of a cluster's nodes.
+#[derive(Clone, Debug)]
+pub struct KubernetesMetrics {
+    nodes: Family<[Label; 1], Gauge>,
+    lost: Gauge,
+}
+
+impl KubernetesMetrics {
+    pub(super) fn of(nodes: &Family<[Label; 1], Gauge>, lost: &Gauge) -> Self {
+        Self {
+            nodes: nodes.clone(),
+            lost: lost.clone(),
+        }
+    }
+
+    /// So many nodes does the cluster have, at the edge and elsewhere.
+    pub fn nodes(&self, edge: usize, elsewhere: usize) {
+        for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
+            let gauge = self.nodes.get_or_create(&[("place", place)]);
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// The cluster's API answers, or does not since then, in Unix time.
+    pub fn lost(&self, since: Option<u64>) {
+        let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
+        self.lost.set(since);
+    }
+}

@@ -1,0 +1,126 @@
+//! The handles of one front: resolved when the front is built, touched without a lock.
+
+use super::{Declared, ListenerLabel, OpenGauge, histogram::AtomicHistogram};
+use crate::error::Reason;
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
+use std::time::Duration;
+
+/// The metrics of one front, labelled with its configured name.
+#[derive(Clone, Debug)]
+pub struct ListenerMetrics {
+    open_connections: Gauge,
+    connections: Counter,
+    open_streams: Gauge,
+    ok: Counter,
+    /// In the order of [`Reason::ALL`].
+    failed: [Counter; Reason::ALL.len()],
+    /// By hundreds, from 1xx.
+    responses: [Counter; 5],
+    duration: AtomicHistogram,
+    first_byte: AtomicHistogram,
+    up: Counter,
+    down: Counter,
+}
+
+/// A caller's connection, for as long as it is open.
+#[derive(Debug)]
+pub struct ConnectionGuard {
+    _open: OpenGauge,
+}
+
+/// A stream, for as long as it is open.
+#[derive(Debug)]
+pub struct StreamGuard {
+    _open: OpenGauge,
+}
+
+/// What is known of a stream that is over.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StreamOutcome {
+    /// Why it failed, if it did.
+    pub reason: Option<Reason>,
+    /// The status that the caller saw; 0 if it saw none.
+    pub status: u16,
+    /// From its begin to its end.
+    pub duration: Duration,
+    /// From its begin to the first byte of its answer, if there was one.
+    pub first_byte: Option<Duration>,
+    /// Payload bytes from the caller to the app.
+    pub up: u64,
+    /// Payload bytes from the app to the caller.
+    pub down: u64,
+}
+
+impl ListenerMetrics {
+    pub(super) fn of(declared: &Declared, name: &str) -> Self {
+        let one = || [label("front", name)];
+        let streams = |outcome| {
+            let labels = [label("front", name), label("outcome", outcome)];
+            declared.streams.get_or_create_owned(&labels)
+        };
+        let bytes = |direction| {
+            let labels = [label("front", name), label("direction", direction)];
+            declared.stream_bytes.get_or_create_owned(&labels)
+        };
+        let responses = |class| {
+            let labels = [label("front", name), label("class", class)];
+            declared.responses.get_or_create_owned(&labels)
+        };
+        Self {
+            open_connections: declared.open_connections.get_or_create_owned(&one()),
+            connections: declared.connections.get_or_create_owned(&one()),
+            open_streams: declared.open_streams.get_or_create_owned(&one()),
+            ok: streams("ok"),
+            failed: Reason::ALL.map(|reason| streams(reason.word())),
+            responses: ["1xx", "2xx", "3xx", "4xx", "5xx"].map(responses),
+            duration: declared.stream_duration_seconds.get_or_create_owned(&one()),
+            first_byte: declared
+                .stream_first_byte_seconds
+                .get_or_create_owned(&one()),
+            up: bytes("up"),
+            down: bytes("down"),
+        }
+    }
+
+    /// A connection was accepted.
+    pub fn connection(&self) -> ConnectionGuard {
+        self.connections.inc();
+        ConnectionGuard {
+            _open: OpenGauge::new(&self.open_connections),
+        }
+    }
+
+    /// A stream began.
+    pub fn stream(&self) -> StreamGuard {
+        StreamGuard {
+            _open: OpenGauge::new(&self.open_streams),
+        }
+    }
+
+    /// A stream ended.
+    pub fn stream_ended(&self, over: &StreamOutcome) {
+        self.outcome(over.reason).inc();
+        let class = usize::from(over.status / 100).checked_sub(1);
+        if let Some(responses) = class.and_then(|class| self.responses.get(class)) {
+            responses.inc();
+        }
+        self.duration.observe(over.duration);
+        if let Some(first_byte) = over.first_byte {
+            self.first_byte.observe(first_byte);
+        }
+        self.up.inc_by(over.up);
+        self.down.inc_by(over.down);
+    }
+
+    fn outcome(&self, reason: Option<Reason>) -> &Counter {
+        let failed = reason.and_then(|reason| {
+            let mut known = Reason::ALL.iter().zip(&self.failed);
+            known.find(|(known, _)| **known == reason)
+        });
+        failed.map_or(&self.ok, |(_, counter)| counter)
+    }
+}
+
+fn label(name: &'static str, value: &str) -> ListenerLabel {
+    (name, value.to_owned())
+}

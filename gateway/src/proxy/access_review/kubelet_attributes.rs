@@ -1,0 +1,156 @@
+//! What a request to a kubelet is called where somebody decides about it, as kubelet itself calls it (pkg/kubelet/server/auth.go,
+//! 1.36).
+//!
+//! Pure. A path that an app may read in two ways is none of those with a name of their own, so it is `proxy`, which stands
+//! for all that a kubelet can do; and so is a session, of which nobody knows what it carries.
+
+use crate::{
+    config::policy::{Action, canonical},
+    proxy::authz::AuthzRequest,
+};
+use http::Method;
+
+/// What kubelet calls everything that has no name of its own.
+const PROXY: &[&str] = &["proxy"];
+
+/// The verb: by the method, and to make one for a session.
+pub(super) fn verb(ask: &AuthzRequest<'_>) -> &'static str {
+    if ask.act == Action::Connect {
+        return "create";
+    }
+    match *ask.method {
+        // To kubelet HEAD has no verb at all; it tells no more than GET does.
+        Method::GET | Method::HEAD => "get",
+        Method::POST => "create",
+        Method::PUT => "update",
+        Method::PATCH => "patch",
+        Method::DELETE => "delete",
+        // All of them (`ReviewAttributes.verb`).
+        _ => "*",
+    }
+}
+
+/// The subresources of `nodes`, any of which is enough.
+pub(super) fn subresources(ask: &AuthzRequest<'_>) -> &'static [&'static str] {
+    match ask.act {
+        Action::Connect => PROXY,
+        Action::Request | Action::Upgrade => canonical(ask.path).map_or(PROXY, |path| of(&path)),
+    }
+}
+
+fn of(path: &str) -> &'static [&'static str] {
+    let mut parts = path.split('/').skip(1);
+    match parts.next().unwrap_or_default() {
+        "stats" => &["stats"],
+        "metrics" => &["metrics"],
+        "logs" => &["log"],
+        "checkpoint" => &["checkpoint"],
+        "statusz" => &["statusz"],
+        "flagz" => &["configz"],
+        // By default since 1.33; `proxy` was enough before, and is.
+        "pods" | "runningpods" => &["pods", "proxy"],
+        "healthz" => &["healthz", "proxy"],
+        "configz" => &["configz", "proxy"],
+        _ => PROXY,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proxy::{authn::ClientIdentity, authz::Destination, route::Route};
+    use causeway_certs::NodeName;
+    use causeway_rt::listener::RemoteAddr;
+    use causeway_tunnel::Target;
+
+    fn asked(act: Action, method: &str, path: &str) -> (&'static str, &'static [&'static str]) {
+        let route = Route {
+            target: Target::new("edge-1", 10250),
+            node: NodeName::parse("edge-1").unwrap(),
+        };
+        let ask = AuthzRequest {
+            caller: &ClientIdentity::for_test("ann"),
+            from: RemoteAddr::Unix(0),
+            destination: Destination::Node(&route),
+            act,
+            method: &method.parse().unwrap(),
+            path,
+        };
+        (verb(&ask), subresources(&ask))
+    }
+
+    #[test]
+    fn a_path_is_what_kubelet_says_it_is() {
+        for (path, subresources) in [
+            ("/attach/ns/pod/app", &["proxy"][..]),
+            ("/checkpoint/ns/pod/app", &["checkpoint"]),
+            ("/configz", &["configz", "proxy"]),
+            ("/flagz", &["configz"]),
+            ("/statusz", &["statusz"]),
+            ("/containerLogs/ns/pod/app", &["proxy"]),
+            ("/debug/flags/v", &["proxy"]),
+            ("/debug/pprof/heap", &["proxy"]),
+            ("/exec/ns/pod/app", &["proxy"]),
+            ("/healthz", &["healthz", "proxy"]),
+            ("/healthz/syncloop", &["healthz", "proxy"]),
+            ("/logs/", &["log"]),
+            ("/logs/syslog", &["log"]),
+            ("/metrics", &["metrics"]),
+            ("/metrics/", &["metrics"]),
+            ("/metrics/cadvisor", &["metrics"]),
+            ("/pods", &["pods", "proxy"]),
+            ("/pods/", &["pods", "proxy"]),
+            ("/portForward/ns/pod", &["proxy"]),
+            ("/run/ns/pod/app", &["proxy"]),
+            ("/runningpods/", &["pods", "proxy"]),
+            ("/stats/", &["stats"]),
+            ("/stats/summary", &["stats"]),
+            ("/spec/", &["proxy"]),
+            ("/cri/exec/token", &["proxy"]),
+            ("/", &["proxy"]),
+            ("/metricsx", &["proxy"]),
+            ("/Metrics", &["proxy"]),
+            ("/%6detrics", &["metrics"]),
+        ] {
+            for (method, verb) in [
+                ("GET", "get"),
+                ("HEAD", "get"),
+                ("POST", "create"),
+                ("PUT", "update"),
+                ("PATCH", "patch"),
+                ("DELETE", "delete"),
+                ("OPTIONS", "*"),
+                ("get", "*"),
+            ] {
+                let is = asked(Action::Request, method, path);
+                assert_eq!(is, (verb, subresources), "{method} {path}");
+                assert_eq!(asked(Action::Upgrade, method, path), is, "{method} {path}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_can_be_read_in_two_ways_and_what_cannot_be_read_is_all_of_it() {
+        for path in [
+            "//metrics",
+            "/metrics//x",
+            "/metrics/../exec/ns/pod/app",
+            "/metrics/./x",
+            "/metrics/%2e%2e/exec/ns/pod/app",
+            "/metrics%2f..%2fexec/ns/pod/app",
+            "/metrics%2Fcadvisor",
+            "/metrics%5c..%5cexec",
+            "/metrics;/../exec",
+            "/metrics%00",
+            "/%256detrics",
+            "/metrics%3f",
+            "metrics",
+            "*",
+            "",
+        ] {
+            assert_eq!(asked(Action::Request, "GET", path).1, PROXY, "{path}");
+        }
+        let session = asked(Action::Connect, "CONNECT", "/metrics");
+        assert_eq!(session, ("create", PROXY));
+    }
+}

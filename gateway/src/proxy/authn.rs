@@ -1,0 +1,425 @@
+//! Who calls: by certificate, by bearer token, JWT or a token that the cluster knows, by the mode of a unix socket, or nobody in so many words.
+//!
+//! A front takes only what its configuration names. A certificate and a unix peer are known once a
+//! connection, a token at each request. Nobody is served only where the front says `anonymous: true`, and
+//! then only from the networks and for the ports that it names. A wrong credential is never "nobody". A refusal
+//! begins with the method that was tried, says why it failed, and nothing else.
+
+pub(crate) mod bearer;
+pub mod jwt;
+pub mod token_review;
+
+use crate::{
+    config::Serial,
+    error::{Error, Reason},
+    proxy::{
+        ProxyState,
+        access_review::UserInfo,
+        limits::Counter,
+        listener::{ClientConnection, Listener},
+    },
+    state::{JwksCache, KeySet},
+};
+use causeway_certs::{
+    Fingerprint, StaticTokens,
+    verify::{PeerRejected, Purpose, none_revoked, verify_peer},
+};
+use causeway_rt::listener::RemoteAddr;
+use http::{HeaderMap, header::AUTHORIZATION};
+use ipnet::IpNet;
+use jwt::{Expired, JwtAuthenticator};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+use token_review::TokenReview;
+
+pub(crate) use bearer::TokenCache;
+
+/// What the names of a unix socket's callers begin with.
+pub(crate) const UID: &str = "uid:";
+
+/// How a caller was identified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AuthMethod {
+    /// A client certificate.
+    Certificate,
+    /// A bearer token.
+    Token,
+    /// A JWT.
+    Jwt,
+    /// A token that the cluster's API knows.
+    TokenReview,
+    /// The permission to connect to a unix socket (0600).
+    Unix,
+    /// Not at all: the front serves anybody.
+    Anonymous,
+}
+
+impl AuthMethod {
+    /// The word, for the log.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Certificate => "certificate",
+            Self::Token => "token",
+            Self::Jwt => "jwt",
+            Self::TokenReview => "token_review",
+            Self::Unix => "unix",
+            Self::Anonymous => "anonymous",
+        }
+    }
+}
+
+/// Whoever connects to a front, once it is known who that is.
+#[derive(Clone, Debug)]
+pub struct ClientIdentity {
+    /// The name: a certificate's common name or URI, a token's name, a user id, or an address.
+    pub name: Arc<str>,
+    /// Groups: a certificate's organizations, or those of the token.
+    pub groups: Arc<[String]>,
+    /// The URIs in its certificate.
+    pub uris: Arc<[String]>,
+    /// How it is known.
+    pub method: AuthMethod,
+    /// The root of ours on which its certificate hangs.
+    pub root: Option<Fingerprint>,
+    /// The certificate that it has shown.
+    pub certificate: Option<Arc<Shown>>,
+    /// For how long its certificate or JWT counts.
+    pub validity: Option<Validity>,
+    /// Who it is to the cluster, where that has said so.
+    pub account: Option<Arc<UserInfo>>,
+    /// Its streams that are open.
+    pub open: Counter,
+}
+
+impl fmt::Display for ClientIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl ClientIdentity {
+    /// A caller with its count of open streams.
+    pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, shared: &ProxyState) -> Self {
+        let name: Arc<str> = name.into();
+        Self {
+            open: shared.limits.caller(&name),
+            name,
+            groups: groups.into(),
+            uris: Arc::default(),
+            method,
+            root: None,
+            certificate: None,
+            validity: None,
+            account: None,
+        }
+    }
+
+    /// Checks a certificate against what the front has learned since the handshake.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the front refuses that.
+    pub(crate) fn is_welcome(&self, front: &Listener) -> Result<(), Error> {
+        let Some(certificate) = &self.certificate else {
+            return Ok(());
+        };
+        if front.revoked.contains(&certificate.serial) {
+            return Err(refusal(&PeerRejected::Revoked(self.name.to_string())));
+        }
+        match &self.validity {
+            Some(validity) if front.disconnect_expired && validity.is_over() => {
+                let not_after = validity.until;
+                Err(refusal(&PeerRejected::Expired { not_after }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that a JWT which nobody can prove now has not expired, in a front that refuses that.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it has.
+    pub(crate) fn is_in_time(&self, front: &Listener) -> Result<(), Error> {
+        match &self.validity {
+            Some(validity)
+                if self.method == AuthMethod::Jwt
+                    && front.disconnect_expired
+                    && validity.is_over() =>
+            {
+                let why = jwt::expired(validity.until);
+                Err(Reason::Unauthenticated.error(why).of_token())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// With the URIs of its certificate.
+    #[must_use]
+    pub fn with_uris(mut self, uris: Vec<String>) -> Self {
+        self.uris = uris.into();
+        self
+    }
+
+    #[cfg(test)]
+    pub(crate) fn for_test(name: &str) -> Self {
+        Self {
+            name: name.into(),
+            groups: Arc::new([]),
+            uris: Arc::new([]),
+            method: AuthMethod::Certificate,
+            root: None,
+            certificate: None,
+            validity: None,
+            account: None,
+            open: Counter::default(),
+        }
+    }
+}
+
+/// A certificate that a client has shown.
+#[derive(Debug)]
+pub struct Shown {
+    /// Its serial number.
+    pub serial: Serial,
+    /// It, and the intermediates that came with it.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// Its last second, since 1970.
+    pub not_after: u64,
+}
+
+impl Shown {
+    /// Proves the certificate again, by what the front trusts now.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it is not believed any more.
+    pub(crate) fn prove(&self, front: &Listener) -> Result<(), Error> {
+        let Some(tls) = &front.tls else {
+            return Err(refusal(&PeerRejected::UnknownIssuer));
+        };
+        let seconds = if front.disconnect_expired {
+            now()
+        } else {
+            now().min(self.not_after)
+        };
+        let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+        let trust = &tls.load().trust;
+        let proven = verify_peer(Some(&self.chain), Purpose::Caller, at, trust, &none_revoked);
+        proven.map(drop).map_err(|refused| refusal(&refused))
+    }
+}
+
+/// Returns the seconds since 1970.
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.unwrap_or_default().as_secs()
+}
+
+/// For how long a certificate, a JWT or a token that the cluster knows counts.
+#[derive(Clone, Debug)]
+pub struct Validity {
+    /// The last second, since 1970.
+    until: u64,
+    /// The keys of a JWT's issuer, and those of them that proved it.
+    keys: Option<(JwksCache, Arc<KeySet>)>,
+    /// The audiences for which the cluster's API took a token.
+    audiences: Option<Arc<[String]>>,
+}
+
+impl Validity {
+    /// The validity of a certificate: up to this second since 1970.
+    pub fn until(until: u64) -> Self {
+        Self {
+            until,
+            keys: None,
+            audiences: None,
+        }
+    }
+
+    /// The validity of a JWT that `set` has proved.
+    pub fn proved(until: u64, keys: JwksCache, set: Arc<KeySet>) -> Self {
+        Self {
+            until,
+            keys: Some((keys, set)),
+            audiences: None,
+        }
+    }
+
+    /// The validity of a token with this `exp` claim, which the cluster's API took for these audiences.
+    pub fn reviewed(end: u64, audiences: Arc<[String]>) -> Self {
+        Self {
+            // RFC 7519 section 4.1.4: a token does not count in the second that it names.
+            until: end.saturating_sub(1),
+            keys: None,
+            audiences: Some(audiences),
+        }
+    }
+
+    /// Whether its last second is over.
+    pub fn is_over(&self) -> bool {
+        now() > self.until
+    }
+
+    /// Whether it counts without another proof: its time is not over, and the keys are the same.
+    pub fn holds(&self) -> bool {
+        let same = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.are(set);
+        !self.is_over() && self.keys.as_ref().is_none_or(same)
+    }
+
+    /// Whether its issuer has other keys by now.
+    pub fn has_other_keys(&self) -> bool {
+        let other = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.now().is_ok() && !keys.are(set);
+        self.keys.as_ref().is_some_and(other)
+    }
+}
+
+/// What a front takes for an identity.
+#[derive(Debug, Default)]
+pub struct Authenticator {
+    /// Bearer tokens, if the front takes them.
+    pub tokens: Option<StaticTokens>,
+    /// JWTs, if the front takes them.
+    pub jwts: Option<JwtAuthenticator>,
+    /// Tokens that the cluster's API is asked about, if the front takes them.
+    pub review: Option<TokenReview>,
+    /// Whether certificates are asked for (for the sentence of a refusal).
+    pub certificates: bool,
+    /// Whether nobody is served.
+    pub anonymous: bool,
+    /// The networks that nobody may come from; empty is all.
+    pub anonymous_from: Vec<IpNet>,
+    /// The node ports that nobody may reach; empty is all.
+    pub anonymous_ports: Vec<u16>,
+}
+
+impl Authenticator {
+    /// Who sends this request to this node port. Waits for nothing but keys of an issuer that are not here,
+    /// and what the cluster's API says of a token.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`], saying what was tried, or [`Reason::Undecided`] if nobody can say now.
+    pub async fn identify(
+        &self,
+        connection: &ClientConnection,
+        (fields, expired): (&HeaderMap, Expired<'_>),
+        port: Option<u16>,
+        shared: &ProxyState,
+    ) -> Result<ClientIdentity, Error> {
+        match &connection.caller {
+            Ok(Some(caller)) => return Ok(caller.clone()),
+            Err(refused) => return Err(refusal(refused)),
+            Ok(None) => {}
+        }
+        if self.takes_bearers()
+            && let Some(presented) = fields.get(AUTHORIZATION)
+        {
+            let presented = (presented.as_bytes(), expired);
+            return bearer::identify(self, presented, connection, shared).await;
+        }
+        if self.admits_nobody(connection.peer, port) {
+            return Ok(connection.nobody(shared));
+        }
+        Err(Reason::Unauthenticated.error(self.wants()))
+    }
+
+    /// Whether a token in `Authorization` is for this front.
+    pub fn takes_bearers(&self) -> bool {
+        self.tokens.is_some() || self.jwts.is_some() || self.review.is_some()
+    }
+
+    fn admits_nobody(&self, peer: RemoteAddr, port: Option<u16>) -> bool {
+        let from = |ip| self.anonymous_from.iter().any(|net| net.contains(&ip));
+        let source = self.anonymous_from.is_empty() || peer.ip().is_some_and(from);
+        let listed = |port| self.anonymous_ports.contains(&port);
+        let port = self.anonymous_ports.is_empty() || port.is_some_and(listed);
+        self.anonymous && source && port
+    }
+
+    fn wants(&self) -> &'static str {
+        match (self.certificates, self.takes_bearers()) {
+            (true, true) => {
+                "nothing presented; this front takes a client certificate or a bearer token \
+                 (a client shows none that is of a CA which this front does not name)"
+            }
+            (true, false) => {
+                "nothing presented; this front takes a client certificate \
+                 (a client shows none that is of a CA which this front does not name)"
+            }
+            (false, true) => "nothing presented; this front takes a bearer token",
+            (false, false) => "this front serves nobody from here",
+        }
+    }
+}
+
+/// Why a certificate does not count, for its holder. What else it says is for the log.
+fn refusal(refused: &PeerRejected) -> Error {
+    let said = match refused {
+        PeerRejected::Identity(_) | PeerRejected::Invalid(_) => {
+            "not one that reads here".to_owned()
+        }
+        PeerRejected::Revoked(_) => "revoked".to_owned(),
+        other => {
+            let said = other.to_string().replacen("the certificate's", "its", 1);
+            said.strip_prefix("the certificate ")
+                .unwrap_or(&said)
+                .to_owned()
+        }
+    };
+    Reason::Unauthenticated.with_source(format!("certificate: {said}"), refused.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_certificate_that_does_not_count_is_told_why_and_nothing_more() {
+        use causeway_certs::verify::Purpose;
+        let wanted = Purpose::Caller;
+        for (refused, says) in [
+            (
+                PeerRejected::Expired { not_after: 0 },
+                "certificate: expired at 1970-01-01",
+            ),
+            (
+                PeerRejected::UnknownIssuer,
+                "certificate: is not issued by a CA that is trusted here",
+            ),
+            (
+                PeerRejected::WrongPurpose { wanted },
+                "certificate: its purpose does not permit to come as caller",
+            ),
+            (PeerRejected::Revoked("ann".into()), "certificate: revoked"),
+            (
+                PeerRejected::Invalid("inner workings".into()),
+                "certificate: not one that reads here",
+            ),
+        ] {
+            let error = refusal(&refused);
+            assert!(error.detail.starts_with(says), "{error}");
+            assert!(!error.of_token);
+            let cause = error.cause.unwrap().to_string();
+            assert_eq!(cause, refused.to_string(), "the log has all of it");
+        }
+    }
+
+    #[test]
+    fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
+        let front = Authenticator {
+            anonymous: true,
+            anonymous_from: vec!["10.0.0.0/8".parse().unwrap()],
+            anonymous_ports: vec![9100],
+            ..Authenticator::default()
+        };
+        let from = |text: &str| RemoteAddr::Tcp(text.parse().unwrap());
+        assert!(front.admits_nobody(from("10.1.2.3:5"), Some(9100)));
+        assert!(front.admits_nobody(from("[::ffff:10.1.2.3]:5"), Some(9100)));
+        assert!(!front.admits_nobody(from("10.1.2.3:5"), Some(10250)));
+        assert!(!front.admits_nobody(from("10.1.2.3:5"), None));
+        assert!(!front.admits_nobody(from("192.168.1.1:5"), Some(9100)));
+        assert!(!front.admits_nobody(RemoteAddr::Unix(0), Some(9100)));
+        assert!(!Authenticator::default().admits_nobody(from("127.0.0.1:5"), None));
+    }
+}

@@ -1,0 +1,115 @@
+//! A bearer token in `Authorization`: one of the front's file, a JWT by its shape, or one that the cluster's API knows.
+//!
+//! Where a front takes several, a JWT of an issuer that it lists is judged by that alone, and the API is asked last.
+//! What the last token on a connection came to is remembered, so that a kept-alive connection asks once. A JWT is
+//! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it. One that the API knows
+//! is not remembered here.
+
+use super::{AuthMethod, Authenticator, ClientIdentity, Validity, jwt, jwt::Expired};
+use crate::{
+    error::{Error, Reason},
+    proxy::{ProxyState, listener::ClientConnection},
+};
+use causeway_rt::listener::RemoteAddr;
+use std::sync::{Mutex, PoisonError};
+
+/// The caller that the last token on a connection named.
+pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
+
+/// A token that was tried with success.
+#[derive(Debug)]
+pub(crate) struct CachedIdentity {
+    presented: Vec<u8>,
+    caller: ClientIdentity,
+}
+
+/// Whom what stands in `Authorization` names.
+pub(super) async fn identify(
+    front: &Authenticator,
+    (presented, expired): (&[u8], Expired<'_>),
+    connection: &ClientConnection,
+    shared: &ProxyState,
+) -> Result<ClientIdentity, Error> {
+    if let Some(caller) = remembered(&connection.last_token, presented) {
+        return Ok(caller);
+    }
+    let text = std::str::from_utf8(presented).unwrap_or_default();
+    let token = match text.split_once(' ') {
+        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
+        _ => {
+            let nothing = "the Authorization field holds no bearer token";
+            return Err(Reason::Unauthenticated.error(nothing));
+        }
+    };
+    let caller = tried(front, (token, expired), connection.peer, shared).await?;
+    if caller.method == AuthMethod::TokenReview {
+        return Ok(caller);
+    }
+    let mut last = last(&connection.last_token);
+    *last = Some(CachedIdentity {
+        presented: presented.to_vec(),
+        caller: caller.clone(),
+    });
+    Ok(caller)
+}
+
+async fn tried(
+    front: &Authenticator,
+    (token, expired): (&str, Expired<'_>),
+    from: RemoteAddr,
+    shared: &ProxyState,
+) -> Result<ClientIdentity, Error> {
+    let refuse = |why| Reason::Unauthenticated.error(why).of_token();
+    let unproven = |refused| match refused {
+        jwt::Rejection::Wrong(why) => refuse(why),
+        jwt::Rejection::Undecided(why) => Reason::Undecided.error(why),
+    };
+    let for_jwts = |jwts: &jwt::JwtAuthenticator| match &front.review {
+        Some(_) => jwts.lists(token),
+        None => front.tokens.is_none() || jwt::is_one(token),
+    };
+    if let Some(jwts) = front.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
+        let bound = shared.timeouts.authorize;
+        let named = jwts.identify((token, expired), bound).await;
+        let named = named.map_err(unproven)?;
+        let caller = ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, shared);
+        return Ok(ClientIdentity {
+            validity: Some(named.validity),
+            ..caller
+        });
+    }
+    let found = front
+        .tokens
+        .as_ref()
+        .and_then(|tokens| tokens.lookup(token));
+    match (found, &front.review) {
+        (Some(found), _) => {
+            let groups = found.groups.clone();
+            Ok(ClientIdentity::new(
+                &found.name,
+                groups,
+                AuthMethod::Token,
+                shared,
+            ))
+        }
+        (None, Some(review)) => review.identify((token, expired), from, shared).await,
+        (None, None) => Err(refuse("token: not one that this front knows".into())),
+    }
+}
+
+/// Forgets the last token on a connection.
+pub(crate) fn forget(last_token: &TokenCache) {
+    *last(last_token) = None;
+}
+
+fn remembered(last_token: &TokenCache, presented: &[u8]) -> Option<ClientIdentity> {
+    let last = last(last_token);
+    let known = last.as_ref().filter(|known| known.presented == presented)?;
+    let validity = known.caller.validity.as_ref();
+    let holds = validity.is_none_or(Validity::holds);
+    holds.then(|| known.caller.clone())
+}
+
+fn last(last_token: &TokenCache) -> std::sync::MutexGuard<'_, Option<CachedIdentity>> {
+    last_token.lock().unwrap_or_else(PoisonError::into_inner)
+}

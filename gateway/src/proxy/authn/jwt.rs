@@ -1,0 +1,358 @@
+//! Who calls by a JWT: the issuers that a front takes, and what a token must say to count.
+//!
+//! 1. The token says who issued it; nothing of it counts before its signature is proven by a key of that issuer.
+//! 2. A key that is not here is asked for, once for all who wait: one of the two waits that the way of a request permits.
+//! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with `LEEWAY` between two clocks.
+//! 4. Its name and groups may be none of those that only the kernel, this gateway or Kubernetes gives.
+//!
+//! A refusal says what was wrong and repeats nothing: not of the token, and not of what would have been right.
+
+pub(super) mod claims;
+
+pub use claims::ClaimMappings;
+
+use super::{ClientIdentity, Validity};
+use crate::{
+    config,
+    state::{
+        JwksCache,
+        jwks::{KeyError, KeyLookup, KeySet},
+    },
+};
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use jsonwebtoken::{
+    Algorithm, DecodingKey, Header, Validation, dangerous, decode, decode_header,
+    errors::{Error, ErrorKind},
+};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::{
+    borrow::Cow,
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
+
+/// What two clocks may be apart, in seconds.
+const LEEWAY: u64 = 60;
+/// A larger token is not looked at, in bytes: those with hundreds of groups have half as much.
+pub(super) const LARGEST: usize = 16 << 10;
+/// The last second of the year 9999: what is later has no date.
+const LAST: u64 = 253_402_300_799;
+
+/// Why a token does not count, for its holder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rejection {
+    /// The token is not one that is taken here.
+    Wrong(Cow<'static, str>),
+    /// The keys of its issuer are not here, so nobody can say.
+    Undecided(Cow<'static, str>),
+}
+
+impl<T: Into<Cow<'static, str>>> From<T> for Rejection {
+    fn from(why: T) -> Self {
+        Self::Wrong(why.into())
+    }
+}
+
+/// Whether a token that has expired counts.
+#[derive(Clone, Copy, Debug)]
+pub enum Expired<'a> {
+    /// It does not.
+    Refused,
+    /// It does: for a stream that its expiry does not end, and whose client was this.
+    Taken(&'a ClientIdentity),
+}
+
+/// The issuers that a front takes.
+#[derive(Debug)]
+pub struct JwtAuthenticator(Vec<Issuer>);
+
+/// One of them.
+#[derive(Debug)]
+pub struct Issuer {
+    name: String,
+    /// What is checked, by algorithm.
+    checks: Vec<(Algorithm, Validation)>,
+    naming: ClaimMappings,
+    keys: JwksCache,
+}
+
+/// Whom a token names, and for how long.
+#[derive(Debug)]
+pub struct JwtIdentity {
+    /// The caller's name.
+    pub name: String,
+    /// The caller's groups.
+    pub groups: Vec<String>,
+    /// For how long it counts.
+    pub validity: Validity,
+}
+
+/// Whether a bearer token has the shape of a JWT: three parts in base64url, the last of which may be empty.
+pub fn is_one(token: &str) -> bool {
+    let part = |part: &str| {
+        let known = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+        part.bytes().all(known)
+    };
+    let parts: Vec<_> = token.splitn(4, '.').collect();
+    parts.len() == 3 && parts.iter().all(|text| part(text)) && !parts[0].is_empty()
+}
+
+/// What a token says before anything of it is proven.
+#[derive(Deserialize)]
+struct UnverifiedClaims {
+    iss: Option<String>,
+}
+
+impl Issuer {
+    /// An issuer of this name, whose tokens are for one of these audiences and signed by one of `algorithms`.
+    pub fn new(
+        (name, audiences): (&str, &[String]),
+        algorithms: &[config::Algorithm],
+        naming: ClaimMappings,
+        keys: JwksCache,
+    ) -> Self {
+        let check = |algorithm| {
+            let mut check = Validation::new(algorithm);
+            check.leeway = LEEWAY;
+            check.validate_nbf = true;
+            check.set_issuer(&[name]);
+            check.set_audience(audiences);
+            check.set_required_spec_claims(&["exp", "iss", "aud"]);
+            (algorithm, check)
+        };
+        Self {
+            name: name.to_owned(),
+            checks: algorithms
+                .iter()
+                .copied()
+                .map(algorithm)
+                .map(check)
+                .collect(),
+            naming,
+            keys,
+        }
+    }
+
+    async fn identify(
+        &self,
+        (token, expired): (&str, Expired<'_>),
+        header: &Header,
+        bound: Duration,
+    ) -> Result<JwtIdentity, Rejection> {
+        let check = self.checks.iter().find(|(known, _)| *known == header.alg);
+        let (_, check) = check.ok_or("jwt: its algorithm is not taken here")?;
+        let mut check = Cow::Borrowed(check);
+        if matches!(expired, Expired::Taken(_)) {
+            check.to_mut().validate_exp = false;
+        }
+        let proven = match self.try_keys(token, header, &check) {
+            Err(VerifyError::Missing(_)) => {
+                self.keys.anew(bound).await;
+                self.try_keys(token, header, &check)
+            }
+            tried => tried,
+        };
+        let (set, claims) = proven.map_err(VerifyError::says)?;
+        let until = claims.get("exp").and_then(seconds).unwrap_or_default();
+        let (name, groups) = self.naming.read(&claims)?;
+        let until = until.saturating_add(LEEWAY);
+        Ok(JwtIdentity {
+            name,
+            groups,
+            validity: Validity::proved(until, self.keys.clone(), set),
+        })
+    }
+
+    fn try_keys(
+        &self,
+        token: &str,
+        header: &Header,
+        check: &Validation,
+    ) -> Result<VerifiedClaims, VerifyError> {
+        let set = self
+            .keys
+            .now()
+            .map_err(|missing| VerifyError::Missing(unavailable(missing)))?;
+        let claims = match set.find(header.kid.as_deref(), header.alg) {
+            KeyLookup::Key(key) => prove(token, key, check).map_err(VerifyError::Wrong)?,
+            KeyLookup::Several => {
+                return Err(VerifyError::Wrong(
+                    "jwt: more than one key of its issuer could be meant".into(),
+                ));
+            }
+            KeyLookup::None if header.kid.is_none() => {
+                return Err(VerifyError::Missing(
+                    "jwt: no key of its issuer is for its algorithm".into(),
+                ));
+            }
+            KeyLookup::None => return Err(VerifyError::Missing("jwt: no key with this id".into())),
+        };
+        Ok((set, claims))
+    }
+}
+
+type VerifiedClaims = (Arc<KeySet>, Map<String, Value>);
+
+/// Why a token was not proven.
+enum VerifyError {
+    /// By a key that is not here; it may be had.
+    Missing(Rejection),
+    /// It never will be.
+    Wrong(Rejection),
+}
+
+impl VerifyError {
+    fn says(self) -> Rejection {
+        match self {
+            Self::Missing(why) | Self::Wrong(why) => why,
+        }
+    }
+}
+
+impl JwtAuthenticator {
+    /// These issuers.
+    pub fn new(issuers: Vec<Issuer>) -> Self {
+        Self(issuers)
+    }
+
+    /// Whether a token says that it is of one of these.
+    pub fn lists(&self, token: &str) -> bool {
+        let claimed = dangerous::insecure_decode_claims::<UnverifiedClaims>(token);
+        let name = claimed.ok().and_then(|claimed| claimed.iss);
+        is_one(token) && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
+    }
+
+    /// Whom this token names. Waits for keys that are not here for no longer than `bound`.
+    ///
+    /// # Errors
+    /// Why it does not count.
+    pub async fn identify(
+        &self,
+        (token, expired): (&str, Expired<'_>),
+        bound: Duration,
+    ) -> Result<JwtIdentity, Rejection> {
+        if token.len() > LARGEST {
+            return Err(format!("jwt: it is larger than {} KiB", LARGEST >> 10).into());
+        }
+        if !is_one(token) {
+            return Err("jwt: the bearer token is none".into());
+        }
+        let header = decode_header(token).map_err(|_| unreadable(token))?;
+        if header.crit.is_some() {
+            // RFC 7515 §4.1.11: nothing that it could name is understood here.
+            return Err("jwt: it has extensions that are not known here (crit)".into());
+        }
+        let claimed: UnverifiedClaims =
+            dangerous::insecure_decode_claims(token).map_err(|_| "jwt: it does not read")?;
+        let name = claimed.iss.ok_or("jwt: it names no issuer")?;
+        let issuer = self.0.iter().find(|issuer| issuer.name == name);
+        let issuer = issuer.ok_or("jwt: issuer is not one of this front's")?;
+        issuer.identify((token, expired), &header, bound).await
+    }
+}
+
+/// A header that the library does not take: most often for an algorithm such as `none`.
+fn unreadable(token: &str) -> Rejection {
+    let header = token.split('.').next().unwrap_or_default();
+    let header = URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
+    let header: Value = serde_json::from_slice(&header).unwrap_or_default();
+    if header["alg"].is_string() {
+        "jwt: its algorithm is not taken here".into()
+    } else {
+        "jwt: it does not read".into()
+    }
+}
+
+fn unavailable(missing: KeyError) -> Rejection {
+    Rejection::Undecided(match missing {
+        KeyError::NotYet => "jwt: the keys of its issuer are not here yet; try again".into(),
+        KeyError::TooOld(age) => {
+            let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
+            format!("jwt: the keys of its issuer are {age} old and could not be fetched anew")
+                .into()
+        }
+    })
+}
+
+/// Returns why a token that counted up to this second since 1970 does not any more.
+pub(super) fn expired(until: u64) -> Cow<'static, str> {
+    let at = until.saturating_sub(LEEWAY).min(LAST);
+    let at = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(at));
+    format!("jwt: expired at {at}").into()
+}
+
+fn prove(
+    token: &str,
+    key: &DecodingKey,
+    check: &Validation,
+) -> Result<Map<String, Value>, Rejection> {
+    match decode(token, key, check) {
+        Ok(proven) => Ok(proven.claims),
+        Err(error) => Err(refused(token, &error)),
+    }
+}
+
+fn refused(token: &str, error: &Error) -> Rejection {
+    match error.kind() {
+        ErrorKind::InvalidSignature => "jwt: its signature is not its issuer's".into(),
+        ErrorKind::ExpiredSignature => dated("jwt: expired", "at", token, "exp"),
+        ErrorKind::ImmatureSignature => dated("jwt: not valid", "before", token, "nbf"),
+        ErrorKind::InvalidAudience => "jwt: not for this audience".into(),
+        ErrorKind::MissingRequiredClaim(claim) | ErrorKind::InvalidClaimFormat(claim) => {
+            format!("jwt: it has no {claim} that reads").into()
+        }
+        _ => "jwt: it does not read".into(),
+    }
+}
+
+/// A sentence with the date of a claim, which its signature has proven.
+fn dated(what: &str, preposition: &str, token: &str, claim: &str) -> Rejection {
+    let claims = dangerous::insecure_decode_claims::<Map<String, Value>>(token);
+    let at = claims.ok().and_then(|claims| seconds(claims.get(claim)?));
+    match at.filter(|at| *at <= LAST) {
+        Some(at) => {
+            let at = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(at));
+            format!("{what} {preposition} {at}").into()
+        }
+        None => format!("{what} by its {claim}").into(),
+    }
+}
+
+/// When a token says that it ends, in seconds since 1970, if it is a JWT that does. Nothing of that is proven.
+pub(in crate::proxy) fn end(token: &str) -> Option<u64> {
+    if !is_one(token) {
+        return None;
+    }
+    let claims = URL_SAFE_NO_PAD.decode(token.split('.').nth(1)?).ok()?;
+    let claims: Value = serde_json::from_slice(&claims).ok()?;
+    seconds(claims.get("exp")?)
+}
+
+/// A date of a claim, as the library reads it: whole, or with a fraction.
+fn seconds(date: &Value) -> Option<u64> {
+    let fraction = || {
+        let seconds = date.as_f64()?.round();
+        Duration::try_from_secs_f64(seconds)
+            .ok()
+            .map(|date| date.as_secs())
+    };
+    date.as_u64().or_else(fraction)
+}
+
+fn algorithm(algorithm: config::Algorithm) -> Algorithm {
+    match algorithm {
+        config::Algorithm::RS256 => Algorithm::RS256,
+        config::Algorithm::RS384 => Algorithm::RS384,
+        config::Algorithm::RS512 => Algorithm::RS512,
+        config::Algorithm::PS256 => Algorithm::PS256,
+        config::Algorithm::PS384 => Algorithm::PS384,
+        config::Algorithm::PS512 => Algorithm::PS512,
+        config::Algorithm::ES256 => Algorithm::ES256,
+        config::Algorithm::ES384 => Algorithm::ES384,
+        config::Algorithm::EdDSA => Algorithm::EdDSA,
+    }
+}
+
+#[cfg(test)]
+mod tests;

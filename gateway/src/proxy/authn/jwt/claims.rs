@@ -1,0 +1,204 @@
+//! Names and groups out of a token's claims.
+//!
+//! All names that a front takes are one name space, whoever gives them. So what only one can give is never taken from
+//! a token, with or without a prefix: `uid:…` is the kernel's, `system:anonymous` is nobody, and SPIFFE ids of the own
+//! trust domain come from the own CA. The rest of `system:` is Kubernetes' and counts where a prefix is configured,
+//! the empty one included. A group of that kind has its token refused: left out, it could not be denied anything.
+
+use super::Rejection;
+use crate::{
+    proxy::authn::UID,
+    state::policy::{ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED},
+};
+use causeway_certs::TrustDomain;
+use serde_json::{Map, Value};
+
+/// What Kubernetes calls those whom it names itself.
+const SYSTEM: &str = "system:";
+/// Longest name and group, in bytes.
+const LONGEST: usize = 256;
+
+/// How a token's claims become a name and groups.
+#[derive(Clone, Debug)]
+pub struct ClaimMappings {
+    /// The claim that holds the name.
+    pub username_claim: String,
+    /// Stands before it.
+    pub username_prefix: Option<String>,
+    /// The claim that holds the groups.
+    pub groups_claim: String,
+    /// Stands before each.
+    pub groups_prefix: Option<String>,
+    /// The own trust domain.
+    pub domain: TrustDomain,
+}
+
+impl ClaimMappings {
+    /// The name and the groups.
+    ///
+    /// # Errors
+    /// If there is no name that counts, or one that a token cannot give.
+    pub(super) fn read(
+        &self,
+        claims: &Map<String, Value>,
+    ) -> Result<(String, Vec<String>), Rejection> {
+        // As Kubernetes does: an address that its issuer has not verified is whatever its holder typed.
+        let verified = claims.get("email_verified");
+        if self.username_claim == "email" && verified.is_some_and(|verified| *verified != true) {
+            return Err("jwt: its address is not verified".into());
+        }
+        let name = claims.get(&self.username_claim).and_then(Value::as_str);
+        let name = name.filter(|name| !name.is_empty());
+        let name = name.ok_or("jwt: it has no name that counts here")?;
+        let name = self.checked(name, self.username_prefix.as_deref())?;
+        let groups = match claims.get(&self.groups_claim) {
+            None | Some(Value::Null) => Vec::new(),
+            Some(Value::String(one)) => vec![one.as_str()],
+            Some(Value::Array(list)) => {
+                let list: Option<Vec<_>> = list.iter().map(Value::as_str).collect();
+                list.ok_or("jwt: its groups do not read")?
+            }
+            Some(_) => return Err("jwt: its groups do not read".into()),
+        };
+        let prefix = self.groups_prefix.as_deref();
+        let groups = groups.into_iter().map(|group| self.checked(group, prefix));
+        Ok((name, groups.collect::<Result<_, _>>()?))
+    }
+
+    fn checked(&self, word: &str, prefix: Option<&str>) -> Result<String, Rejection> {
+        let name = format!("{}{word}", prefix.unwrap_or_default());
+        if !is_sound(&name) {
+            return Err(
+                "jwt: a name or group in it is empty, too long or has control characters".into(),
+            );
+        }
+        let ours = is_others(&name, &self.domain);
+        let theirs = prefix.is_none() && name.starts_with(SYSTEM);
+        if ours || theirs {
+            return Err("jwt: a name or group in it is one that no token can give here".into());
+        }
+        Ok(name)
+    }
+}
+
+/// Whether a name or group can be one.
+pub(in crate::proxy::authn) fn is_sound(name: &str) -> bool {
+    !name.is_empty() && name.len() <= LONGEST && !name.chars().any(char::is_control)
+}
+
+/// Whether a name is given by the kernel, or by this gateway of this trust domain.
+pub(in crate::proxy::authn) fn is_others(name: &str, domain: &TrustDomain) -> bool {
+    name.starts_with(UID)
+        || [ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED].contains(&name)
+        || is_own_uri(name, domain)
+}
+
+fn is_own_uri(name: &str, own: &TrustDomain) -> bool {
+    let Some((scheme, rest)) = name.split_once("://") else {
+        return false;
+    };
+    let domain = rest.split('/').next().unwrap_or_default();
+    scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(own.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn naming(username_prefix: Option<&str>, groups_prefix: Option<&str>) -> ClaimMappings {
+        ClaimMappings {
+            username_claim: "sub".into(),
+            username_prefix: username_prefix.map(str::to_owned),
+            groups_claim: "groups".into(),
+            groups_prefix: groups_prefix.map(str::to_owned),
+            domain: TrustDomain::parse("world.test").unwrap(),
+        }
+    }
+
+    fn read(naming: &ClaimMappings, claims: &Value) -> Result<(String, Vec<String>), Rejection> {
+        naming.read(claims.as_object().unwrap())
+    }
+
+    fn named(name: &str, groups: &[&str]) -> (String, Vec<String>) {
+        let groups = groups.iter().map(|group| (*group).to_owned());
+        (name.to_owned(), groups.collect())
+    }
+
+    #[test]
+    fn names_and_groups_are_taken_with_their_prefixes() {
+        let claims = json!({ "sub": "ann", "groups": ["ops", "dev"] });
+        let bare = naming(None, None);
+        assert_eq!(read(&bare, &claims), Ok(named("ann", &["ops", "dev"])));
+        let both = naming(Some("id:"), Some("g:"));
+        assert_eq!(
+            read(&both, &claims),
+            Ok(named("id:ann", &["g:ops", "g:dev"]))
+        );
+        let one = json!({ "sub": "ann", "groups": "ops" });
+        assert_eq!(read(&bare, &one), Ok(named("ann", &["ops"])));
+        for none in [
+            json!({ "sub": "ann" }),
+            json!({ "sub": "ann", "groups": null }),
+        ] {
+            assert_eq!(read(&bare, &none), Ok(named("ann", &[])));
+        }
+    }
+
+    #[test]
+    fn what_only_others_give_is_never_taken_from_a_token() {
+        let bare = naming(None, None);
+        let open = naming(Some(""), Some(""));
+        let begun = naming(Some("system:"), Some("uid"));
+        for (naming, name, group, good) in [
+            (&bare, "system:masters", "", false),
+            (&bare, "ann", "system:masters", false),
+            (
+                &open,
+                "system:serviceaccount:ns:prom",
+                "system:masters",
+                true,
+            ),
+            (&begun, "serviceaccount:ns:prom", "team", true),
+            (&begun, "anonymous", "team", false),
+            (&begun, "ann", ":0", false),
+            (&open, "uid:0", "team", false),
+            (&open, "ann", "uid:0", false),
+            (&open, "system:anonymous", "team", false),
+            (&open, "ann", "system:authenticated", false),
+            (&open, "ann", "system:unauthenticated", false),
+            (&open, "spiffe://world.test/caller/alice", "team", false),
+            (&open, "SPIFFE://World.test/x", "team", false),
+            (&bare, "spiffe://elsewhere.test/ns/prom", "team", true),
+        ] {
+            let claims = json!({ "sub": name, "groups": if group.is_empty() { json!([]) } else { json!([group]) } });
+            assert_eq!(read(naming, &claims).is_ok(), good, "{claims}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_does_not_read_is_nobodys() {
+        let bare = naming(None, None);
+        let long = "x".repeat(LONGEST + 1);
+        for claims in [
+            json!({}),
+            json!({ "sub": 7 }),
+            json!({ "sub": "" }),
+            json!({ "sub": "a\nb" }),
+            json!({ "sub": long }),
+            json!({ "sub": "ann", "groups": 7 }),
+            json!({ "sub": "ann", "groups": ["ops", 7] }),
+            json!({ "sub": "ann", "groups": [""] }),
+        ] {
+            assert!(read(&bare, &claims).is_err(), "{claims}");
+        }
+        let mail = ClaimMappings {
+            username_claim: "email".into(),
+            ..bare
+        };
+        let claims = |verified: bool| json!({ "email": "a@b", "email_verified": verified });
+        assert!(read(&mail, &claims(true)).is_ok());
+        assert!(read(&mail, &claims(false)).is_err());
+        assert!(read(&mail, &json!({ "email": "a@b" })).is_ok());
+    }
+}

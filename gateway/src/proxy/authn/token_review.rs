@@ -1,0 +1,95 @@
+//! Who calls by a token that the cluster's API knows: a service account's, for the most part.
+//!
+//! Names and groups are those that the API gives, `system:` and all. Some are never taken from it, since others give
+//! them: the kernel's, and those of our own CA. Nothing of a token is remembered here; `reviews` keeps answers by its hash.
+
+use super::{
+    AuthMethod, ClientIdentity, Validity,
+    jwt::{self, Expired, claims},
+};
+use crate::{
+    error::{Error, Reason},
+    proxy::{ProxyState, access_review::UserInfo},
+    state::policy::AUTHENTICATED,
+};
+use causeway_certs::TrustDomain;
+use causeway_rt::listener::RemoteAddr;
+use std::{borrow::Cow, sync::Arc};
+
+/// Tokens that the API is asked about.
+#[derive(Debug)]
+pub struct TokenReview {
+    /// For whom they must be; empty is the API server itself.
+    pub audiences: Arc<[String]>,
+    /// The own trust domain.
+    pub domain: TrustDomain,
+}
+
+impl TokenReview {
+    /// Returns the holder of a token. Where a token that has expired counts, its holder is the one that the API has named
+    /// before: the API takes none that has expired, and cannot be asked whether it would but for that.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`], or [`Reason::Undecided`] if there is no answer.
+    pub(super) async fn identify(
+        &self,
+        (token, expired): (&str, Expired<'_>),
+        from: RemoteAddr,
+        shared: &ProxyState,
+    ) -> Result<ClientIdentity, Error> {
+        let what = "who you are";
+        let Some(answers) = &shared.reviews else {
+            return Err(Reason::Undecided.error(format!("{what} can be asked of nobody")));
+        };
+        if token.is_empty() || token.len() > jwt::LARGEST {
+            return Err(refuse("token_review: the token is empty or too large"));
+        }
+        let account = if let Some(account) = self.before_it_expired(expired) {
+            account
+        } else {
+            let asked = answers.token(token, &self.audiences, from).await;
+            let account = asked.map_err(|unanswered| unanswered.of(what))?;
+            // It may have expired meanwhile.
+            let account = account.or_else(|| self.before_it_expired(expired));
+            account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?
+        };
+        let audiences = || self.audiences.clone();
+        Ok(ClientIdentity {
+            validity: jwt::end(token).map(|end| Validity::reviewed(end, audiences())),
+            ..self.caller(account, shared)?
+        })
+    }
+
+    /// Returns whose token this was, for the same audiences, if it has expired and counts nevertheless.
+    fn before_it_expired(&self, expired: Expired<'_>) -> Option<Arc<UserInfo>> {
+        let Expired::Taken(before) = expired else {
+            return None;
+        };
+        let validity = before.validity.as_ref()?;
+        let same = validity.audiences.as_deref() == Some(&*self.audiences);
+        (same && validity.is_over()).then(|| before.account.clone())?
+    }
+
+    fn caller(&self, account: Arc<UserInfo>, shared: &ProxyState) -> Result<ClientIdentity, Error> {
+        let said = account.groups.iter();
+        let groups: Vec<_> = said
+            .filter(|group| group.as_str() != AUTHENTICATED)
+            .cloned()
+            .collect();
+        let given =
+            |name: &String| claims::is_sound(name) && !claims::is_others(name, &self.domain);
+        if !given(&account.user) || !groups.iter().all(given) {
+            let why = "token_review: a name or group of its holder is one that no token can give";
+            return Err(refuse(why));
+        }
+        let caller = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, shared);
+        Ok(ClientIdentity {
+            account: Some(account),
+            ..caller
+        })
+    }
+}
+
+fn refuse(why: &'static str) -> Error {
+    Reason::Unauthenticated.error(Cow::Borrowed(why)).of_token()
+}

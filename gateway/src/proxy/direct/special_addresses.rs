@@ -1,0 +1,176 @@
+//! The addresses that are meant by the networks of a front that dials itself (`direct`).
+//!
+//! A network is written for machines elsewhere, and often a wide one. What lies in it beside those, this host for one and
+//! the metadata of a cloud, is meant only by a network that holds nothing else.
+
+use ipnet::IpNet;
+use nix::ifaddrs::{InterfaceAddress, getifaddrs};
+use std::{
+    collections::BTreeSet,
+    net::IpAddr,
+    sync::{Arc, LazyLock, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// How long the addresses of this host are known: there may be thousands.
+const CACHE_TTL: Duration = Duration::from_secs(5);
+
+/// Interfaces on which a cluster's proxies put addresses of Services, which are elsewhere all the same (kube-proxy with
+/// IPVS, `NodeLocal` `DNSCache`).
+const SERVICE_INTERFACES: [&str; 2] = ["kube-ipvs0", "nodelocaldns"];
+
+/// Networks in which nothing is what a wide network is written for: this host and its link, what a cloud tells its machines
+/// (metadata, with their credentials), and what is no one machine's.
+static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
+    let all = [
+        "0.0.0.0/8",
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "224.0.0.0/4",
+        "240.0.0.0/4",
+        "::/127",
+        "fe80::/10",
+        "ff00::/8",
+        // Metadata and the like of Alibaba Cloud, Azure, Oracle Cloud, AWS and Google Cloud that is not link-local.
+        "100.100.100.200/32",
+        "168.63.129.16/32",
+        "192.0.0.192/32",
+        "fd00:ec2::/32",
+        "fd20:ce::/32",
+    ];
+    all.iter().filter_map(|net| net.parse().ok()).collect()
+});
+
+/// Prefixes of 96 bits behind which an IPv4 address is reached by IPv6: NAT64 (RFC 6052, RFC 8215).
+const NAT64_PREFIXES: [u128; 2] = [0x64_ff9b << 96, 0x64_ff9b_0001 << 80];
+
+/// Whether a network means this address. What is special, and what is this host's own, is meant only by networks that
+/// hold nothing else.
+pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> bool {
+    let address = address.to_canonical();
+    if !network.contains(&address) {
+        return false;
+    }
+    let is_exact = network.prefix_len() == network.max_prefix_len();
+    let mut special = SPECIAL_NETWORKS
+        .iter()
+        .filter(|net| net.contains(&unmap(address)));
+    let holds_nothing_else = |special: &IpNet| special.contains(network);
+    is_exact || (!is_own && special.all(holds_nothing_else))
+}
+
+/// The address that is reached behind a translation.
+fn unmap(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(six) = address else {
+        return address;
+    };
+    let (bits, low) = (six.to_bits(), u128::from(u32::MAX));
+    let translated = NAT64_PREFIXES.contains(&(bits & !low));
+    let four = u32::try_from(bits & low).ok().filter(|_| translated);
+    four.map_or(address, |four| IpAddr::V4(four.into()))
+}
+
+/// The addresses of this host's interfaces, but for loopback, which is special anyhow.
+pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
+    static OWN: Mutex<Option<(Instant, Arc<BTreeSet<IpAddr>>)>> = Mutex::new(None);
+    let mut known = OWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, own)) = known
+        .as_ref()
+        .filter(|(since, _)| since.elapsed() < CACHE_TTL)
+    {
+        return own.clone();
+    }
+    let own = match getifaddrs() {
+        Ok(all) => Arc::new(all.filter_map(|each| own_address(&each)).collect()),
+        Err(error) => {
+            tracing::warn!(%error, "the addresses of this host cannot be listed: those known before hold on for fronts with direct");
+            known.take().map(|(_, own)| own).unwrap_or_default()
+        }
+    };
+    *known = Some((Instant::now(), own.clone()));
+    own
+}
+
+fn own_address(interface: &InterfaceAddress) -> Option<IpAddr> {
+    if SERVICE_INTERFACES.contains(&interface.interface_name.as_str()) {
+        return None;
+    }
+    let address = interface.address.as_ref()?;
+    let four = address
+        .as_sockaddr_in()
+        .map(|address| IpAddr::V4(address.ip()));
+    let six = || {
+        address
+            .as_sockaddr_in6()
+            .map(|address| IpAddr::V6(address.ip()))
+    };
+    four.or_else(six).filter(|address| !address.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wide_network_does_not_mean_the_gateways_own_host_nor_metadata() {
+        let all = "0.0.0.0/0,::/0,10.0.0.0/8,127.0.0.0/8,127.0.0.1,169.254.0.0/16,::1,100.64.0.0/10,\
+                   fd00::/8,10.0.0.7/32,64:ff9b::/96,64:ff9b::a9fe:a9fe,fd00:ec2::/32";
+        let own: [IpAddr; 2] = ["10.0.0.7", "2001:db8::7"].map(|text| text.parse().unwrap());
+        for (address, meant) in [
+            ("10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
+            ("::ffff:10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
+            ("127.0.0.1", "127.0.0.0/8,127.0.0.1"),
+            ("::ffff:127.0.0.1", "127.0.0.0/8,127.0.0.1"),
+            ("169.254.169.254", "169.254.0.0/16"),
+            ("::1", "::1"),
+            ("fe80::1", ""),
+            ("2001:db8::1", "::/0"),
+            // This host's own.
+            ("10.0.0.7", "10.0.0.7/32"),
+            ("::ffff:10.0.0.7", "10.0.0.7/32"),
+            ("2001:db8::7", ""),
+            ("10.0.0.8", "0.0.0.0/0,10.0.0.0/8"),
+            // No machine's.
+            ("0.0.0.0", ""),
+            ("0.1.2.3", ""),
+            ("::", ""),
+            ("224.0.0.1", ""),
+            ("255.255.255.255", ""),
+            ("ff02::1", ""),
+            // Metadata, and the same behind NAT64.
+            ("100.100.100.200", ""),
+            ("100.100.100.201", "0.0.0.0/0,100.64.0.0/10"),
+            ("168.63.129.16", ""),
+            ("192.0.0.192", ""),
+            ("fd00:ec2::254", "fd00:ec2::/32"),
+            ("fd00:ec3::254", "::/0,fd00::/8"),
+            ("64:ff9b::a9fe:a9fe", "64:ff9b::a9fe:a9fe"),
+            ("64:ff9b:1::7f00:1", ""),
+            ("64:ff9b::a01:203", "::/0,64:ff9b::/96"),
+        ] {
+            let networks = all.split(',').map(str::trim).filter(|text| {
+                let net = text
+                    .parse::<IpNet>()
+                    .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+                let address: IpAddr = address.parse().unwrap();
+                let is_own = own.contains(&address.to_canonical());
+                is_allowed_in(address, &net.unwrap(), is_own)
+            });
+            let found: Vec<_> = networks.collect();
+            assert_eq!(found.join(","), meant, "{address}");
+        }
+        assert_eq!(SPECIAL_NETWORKS.len(), 13, "each of them is a network");
+    }
+
+    #[test]
+    fn a_hosts_own_addresses_are_those_of_its_interfaces_but_for_loopback() {
+        let own = own_addresses();
+        assert!(!own.contains(&IpAddr::from([127, 0, 0, 1])));
+        // The address from which this host would send, if it can.
+        let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
+        if socket.connect("192.0.2.1:9").is_ok() {
+            let from = socket.local_addr().unwrap().ip();
+            assert!(from.is_loopback() || own.contains(&from), "{from} {own:?}");
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Failures as bytes: the only place that turns an [`Error`] into an answer.
+//!
+//! Three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and the
+//! same word in metrics and log through the record. Who asked by CONNECT has the sentence in the reason
+//! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
+//! 502 with plain text, the only form that kubectl shows in every case; but an upgrade with a `Status` of Kubernetes: what
+//! comes back of one kubectl reads as YAML, and of a text that happens to be some, such as `what: why`, it shows nothing.
+//! gRPC clients get `grpc-status` and `grpc-message` in a response of the kind "Trailers-Only", on any front.
+
+use crate::{
+    config::{ErrorFormat, ListenerProtocol},
+    error::{Error, Reason},
+    proxy::{access_log::AccessRecord, listener::Listener, response_body::ResponseBody},
+};
+use causeway_tunnel::headers;
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode,
+    header::{CONTENT_TYPE, RETRY_AFTER, UPGRADE, WWW_AUTHENTICATE},
+};
+use hyper::ext::ReasonPhrase;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use serde::Serialize;
+use serde_json::json;
+
+const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
+const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
+/// Characters of an error's sentence in a field: clients bound the size of a head.
+const MOST_CHARACTERS: usize = 512;
+
+/// Protocol in which a client expects errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorProtocol {
+    /// HTTP itself.
+    Http,
+    /// An upgrade of HTTP/1.1.
+    Upgrade,
+    /// gRPC.
+    Grpc,
+}
+
+impl ErrorProtocol {
+    /// Returns the protocol of a request.
+    pub fn of<B>(request: &Request<B>) -> Self {
+        let fields = request.headers();
+        if headers::is_grpc(fields) && request.method() != Method::CONNECT {
+            Self::Grpc
+        } else if fields.contains_key(UPGRADE) {
+            Self::Upgrade
+        } else {
+            Self::Http
+        }
+    }
+}
+
+/// A problem (RFC 9457 §3), with this gateway's extension members.
+#[derive(Debug, Serialize)]
+struct ProblemDetails<'a> {
+    r#type: String,
+    title: &'static str,
+    status: u16,
+    detail: &'a str,
+    reason: &'static str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    trace: &'a str,
+}
+
+/// The answer that says why there is no other, to a request of this protocol.
+pub fn of(
+    front: &Listener,
+    record: &AccessRecord,
+    (protocol, error): (ErrorProtocol, &Error),
+) -> Response<ResponseBody> {
+    record.failed(error);
+    if protocol == ErrorProtocol::Grpc {
+        record.answered(StatusCode::OK);
+        let mut response = Response::new(ResponseBody::empty());
+        grpc_fields(response.headers_mut(), error);
+        return response;
+    }
+    let status = match front.errors {
+        ErrorFormat::Problem => error.reason.status(),
+        ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
+    };
+    record.answered(status);
+    let (kind, text) = match front.errors {
+        ErrorFormat::Problem => ("application/problem+json", problem(error, record)),
+        ErrorFormat::Kubernetes if protocol == ErrorProtocol::Upgrade => {
+            ("application/json", of_kubernetes(error))
+        }
+        ErrorFormat::Kubernetes => ("text/plain; charset=utf-8", format!("{error}\n")),
+    };
+    let mut response = Response::new(ResponseBody::text(text));
+    *response.status_mut() = status;
+    fields(response.headers_mut(), front, error);
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    // On a `connect` front whatever was asked; and an egress selector that leads to a front of another kind is told so.
+    if (front.kind == ListenerProtocol::Connect || record.is_of_connect())
+        && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
+    {
+        response.extensions_mut().insert(phrase);
+    }
+    response
+}
+
+/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed for this reason.
+pub(super) fn unparsed(form: ErrorFormat, reason: Reason) -> Vec<u8> {
+    let detail = unparsed_detail(reason);
+    let (status, kind, text) = match form {
+        ErrorFormat::Problem => {
+            let problem = problem_of(reason, detail, "");
+            (reason.status(), "application/problem+json", problem)
+        }
+        ErrorFormat::Kubernetes => {
+            let text = format!("{detail}\n");
+            (StatusCode::BAD_GATEWAY, "text/plain; charset=utf-8", text)
+        }
+    };
+    let (word, error) = (reason.word(), reason.proxy_status());
+    let phrase = status.canonical_reason().unwrap_or_default();
+    format!(
+        "HTTP/1.1 {} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\
+         Proxy-Status: causeway; error={error}; details=\"{word}: {detail}\"\r\n\r\n{text}",
+        status.as_u16(),
+        text.len(),
+    )
+    .into_bytes()
+}
+
+/// The sentence for a head that cannot be parsed for this reason.
+pub(super) fn unparsed_detail(reason: Reason) -> &'static str {
+    match reason {
+        Reason::UriTooLong => "the target of the request is longer than can be parsed",
+        Reason::HeaderTooLarge => {
+            "the head of the request is larger than can be parsed: it has more than twice limits.header_bytes or limits.headers"
+        }
+        Reason::VersionNotSupported => {
+            "the request line names a version of HTTP other than 1; without HTTP/2's preface HTTP/1.1 is served"
+        }
+        _ => "the head of the request is not HTTP/1.1",
+    }
+}
+
+fn problem(error: &Error, record: &AccessRecord) -> String {
+    problem_of(error.reason, &error.detail, record.trace().as_str())
+}
+
+fn problem_of(reason: Reason, detail: &str, trace: &str) -> String {
+    let word = reason.word();
+    let problem = ProblemDetails {
+        r#type: format!("urn:causeway:problem:{word}"),
+        title: reason.title(),
+        status: reason.status().as_u16(),
+        detail,
+        reason: word,
+        trace,
+    };
+    serde_json::to_string(&problem).unwrap_or_default()
+}
+
+/// A `Status` of Kubernetes' API.
+fn of_kubernetes(error: &Error) -> String {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {},
+        "status": "Failure", "message": error.detail, "code": StatusCode::BAD_GATEWAY.as_u16(),
+    });
+    status.to_string()
+}
+
+/// Sets the fields of a "Trailers-Only" response, whose HTTP status is always 200.
+fn grpc_fields(headers: &mut HeaderMap, error: &Error) {
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    let status = error.reason.grpc_status();
+    headers.insert(GRPC_STATUS, HeaderValue::from(u16::from(status)));
+    let message: String = error.detail.chars().take(MOST_CHARACTERS).collect();
+    let message = utf8_percent_encode(&message, GRPC_ENCODED).to_string();
+    if let Ok(message) = HeaderValue::try_from(message) {
+        headers.insert(GRPC_MESSAGE, message);
+    }
+    proxy_status(headers, error);
+}
+
+fn proxy_status(headers: &mut HeaderMap, error: &Error) {
+    let detail = visible(&error.detail)
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"");
+    let kind = error.reason.proxy_status();
+    let status = format!(
+        "causeway; error={kind}; details=\"{}: {detail}\"",
+        error.reason.word()
+    );
+    if let Ok(status) = HeaderValue::try_from(status) {
+        headers.insert(PROXY_STATUS, status);
+    }
+}
+
+fn fields(headers: &mut HeaderMap, front: &Listener, error: &Error) {
+    proxy_status(headers, error);
+    if front.errors == ErrorFormat::Kubernetes {
+        return;
+    }
+    if let Some(after) = error.reason.retry_after() {
+        headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
+    }
+    if error.reason == Reason::Unauthenticated && front.authentication.takes_bearers() {
+        // RFC 6750 §3: no code where no token was tried.
+        let challenge = if error.of_token {
+            "Bearer realm=\"causeway\", error=\"invalid_token\""
+        } else {
+            "Bearer realm=\"causeway\""
+        };
+        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+    }
+    if error.reason == Reason::MethodNotAllowed {
+        let allow = if front.kind == ListenerProtocol::Connect {
+            "CONNECT"
+        } else {
+            "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+        };
+        headers.insert(http::header::ALLOW, HeaderValue::from_static(allow));
+    }
+}
+
+/// Visible ASCII and spaces: what a status line and a quoted string can hold.
+fn visible(text: &str) -> String {
+    let seen = |each: char| {
+        if each.is_ascii_graphic() || each == ' ' {
+            each
+        } else {
+            '?'
+        }
+    };
+    text.chars().map(seen).take(MOST_CHARACTERS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_take_the_form_of_the_requests_protocol() {
+        let protocol = |method: &str, name: HeaderName, value: &str| {
+            let request = Request::builder().method(method).header(name, value);
+            ErrorProtocol::of(&request.body(()).unwrap())
+        };
+        let grpc = "application/grpc";
+        assert_eq!(protocol("POST", CONTENT_TYPE, grpc), ErrorProtocol::Grpc);
+        assert_eq!(protocol("CONNECT", CONTENT_TYPE, grpc), ErrorProtocol::Http);
+        assert_eq!(
+            protocol("GET", UPGRADE, "websocket"),
+            ErrorProtocol::Upgrade
+        );
+        assert_eq!(ErrorProtocol::of(&Request::new(())), ErrorProtocol::Http);
+    }
+
+    #[test]
+    fn a_grpc_message_is_percent_encoded_and_bounded() {
+        for (detail, message) in [
+            ("port 1: a/b \"c\"", "port 1: a/b \"c\""),
+            ("100% of\r\nedge", "100%25 of%0D%0Aedge"),
+            ("jürgen", "j%C3%BCrgen"),
+        ] {
+            let mut fields = HeaderMap::new();
+            grpc_fields(&mut fields, &Reason::TargetRefused.error(detail));
+            assert_eq!(fields[GRPC_STATUS], "14");
+            assert_eq!(fields[GRPC_MESSAGE], message);
+        }
+        let mut fields = HeaderMap::new();
+        grpc_fields(&mut fields, &Reason::EdgePolicy.error("x".repeat(70_000)));
+        assert_eq!(fields[GRPC_STATUS], "7");
+        assert_eq!(fields[GRPC_MESSAGE].len(), MOST_CHARACTERS);
+    }
+
+    #[test]
+    fn grpc_statuses_are_envoys() {
+        for reason in Reason::ALL {
+            let expected = match reason {
+                Reason::Malformed => 13,
+                Reason::Unauthenticated => 16,
+                Reason::Forbidden | Reason::EdgePolicy => 7,
+                Reason::Misdirected
+                | Reason::UriTooLong
+                | Reason::VersionNotSupported
+                | Reason::HeaderTooLarge
+                | Reason::ContentTooLarge
+                | Reason::MethodNotAllowed
+                | Reason::ClientClosed => 2,
+                _ => 14,
+            };
+            assert_eq!(reason.grpc_status(), expected, "{}", reason.word());
+        }
+    }
+}

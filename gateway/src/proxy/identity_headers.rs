@@ -1,0 +1,228 @@
+//! Who calls, as the app is told it: fields that this gateway alone sets.
+//!
+//! Fields of these names that a caller sends are removed, and so are those of the whole family (`X-Remote-Extra-…`), from
+//! heads and trailers, in any spelling that an app may take for the same name (`X_Remote_User` reaches CGI as
+//! `X-Remote-User` does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value is
+//! what a field can hold of a name: all else is percent-encoded, and so are `%` and the comma, by which apps join and
+//! split like-named fields.
+
+use crate::{
+    config::{
+        IdentityHeaders,
+        identity_headers::{field, fold_byte, is_taken},
+    },
+    proxy::authn::{AuthMethod, ClientIdentity},
+};
+use http::{HeaderMap, HeaderName, HeaderValue};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use std::sync::Arc;
+
+/// What no value has as it is, besides all that is not ASCII.
+const ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b',');
+
+/// The fields by which a front tells apps who calls. A cheap clone.
+#[derive(Clone, Debug, Default)]
+pub struct IdentityHeaderFields(Option<Arc<HeaderNames>>);
+
+#[derive(Debug)]
+struct HeaderNames {
+    user: Option<HeaderName>,
+    groups: Option<HeaderName>,
+    /// Folded prefixes of the names that clients may not use.
+    families: Vec<String>,
+}
+
+impl IdentityHeaderFields {
+    /// By fields of these names.
+    ///
+    /// # Errors
+    /// If a name is none that this gateway could set.
+    pub fn of(names: &IdentityHeaders) -> Result<Self, String> {
+        let parsed = |name: &Option<String>| name.as_deref().map(field).transpose();
+        let (user, groups) = (parsed(&names.user)?, parsed(&names.groups)?);
+        let families = names.families();
+        let any = user.is_some() || groups.is_some() || !families.is_empty();
+        let names = HeaderNames {
+            user,
+            groups,
+            families,
+        };
+        Ok(Self(any.then(|| Arc::new(names))))
+    }
+
+    /// Takes away what a caller says in these fields.
+    pub fn strip(&self, fields: &mut HeaderMap) {
+        let Some(names) = &self.0 else { return };
+        let ours = |name: &HeaderName| {
+            let own = [&names.user, &names.groups].into_iter().flatten();
+            let mut families = names.families.iter();
+            own.map(HeaderName::as_str)
+                .any(|own| alike(own, name.as_str()))
+                || (families.any(|family| begins_alike(family, name.as_str()))
+                    && !is_taken(name.as_str()))
+        };
+        let theirs: Vec<_> = fields.keys().filter(|name| ours(name)).cloned().collect();
+        for name in theirs {
+            fields.remove(name);
+        }
+    }
+
+    /// Says who calls, and takes away what the caller says. Nobody in particular has no name.
+    pub fn put(&self, fields: &mut HeaderMap, caller: &ClientIdentity) {
+        self.strip(fields);
+        let Some(names) = &self.0 else { return };
+        if caller.method == AuthMethod::Anonymous {
+            return;
+        }
+        if let Some(name) = &names.user {
+            add(fields, name, &caller.name);
+        }
+        if let Some(name) = &names.groups {
+            for group in &*caller.groups {
+                add(fields, name, group);
+            }
+        }
+    }
+}
+
+fn add(fields: &mut HeaderMap, name: &HeaderName, word: &str) {
+    // Nothing but visible ASCII is left, so this cannot fail.
+    if let Ok(value) = HeaderValue::try_from(utf8_percent_encode(word, ENCODED).to_string()) {
+        fields.append(name.clone(), value);
+    }
+}
+
+/// Whether an application may read one name as the other.
+pub(super) fn alike(one: &str, other: &str) -> bool {
+    one.len() == other.len() && begins_alike(one, other)
+}
+
+/// Whether an application may read the name as one that begins with the prefix.
+fn begins_alike(prefix: &str, name: &str) -> bool {
+    let (prefix, name) = (prefix.as_bytes(), name.as_bytes());
+    name.get(..prefix.len()).is_some_and(|begin| {
+        let fold = |byte: &u8| fold_byte(*byte);
+        begin.iter().map(fold).eq(prefix.iter().map(fold))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told() -> IdentityHeaderFields {
+        IdentityHeaderFields::of(&IdentityHeaders {
+            user: Some("X-Remote-User".into()),
+            groups: Some("X-Remote-Group".into()),
+            strip_prefixes: None,
+        })
+        .unwrap()
+    }
+
+    fn forged() -> HeaderMap {
+        let mut fields = HeaderMap::new();
+        for name in [
+            "x-remote-user",
+            "x_remote_user",
+            "x.remote.user",
+            "x~remote!user",
+            "x-remote_group",
+            "x-remote-group",
+            // As Kubernetes' aggregator says it.
+            "x-remote-uid",
+            "x-remote-extra-scopes",
+            "x_remote.extra-scopes",
+            "x-other",
+        ] {
+            fields.append(name, "root".parse().unwrap());
+            fields.append(name, "admin".parse().unwrap());
+        }
+        fields
+    }
+
+    fn all<'a>(fields: &'a HeaderMap, name: &str) -> Vec<&'a str> {
+        let values = fields.get_all(name).iter();
+        values.map(|value| value.to_str().unwrap()).collect()
+    }
+
+    #[test]
+    fn an_app_is_told_who_calls_and_nothing_that_a_caller_says_of_it() {
+        let mut fields = forged();
+        let mut caller = ClientIdentity::for_test("ann");
+        caller.groups = ["ops".to_owned(), "dev".to_owned()].into();
+        told().put(&mut fields, &caller);
+        assert_eq!(all(&fields, "x-remote-user"), ["ann"]);
+        assert_eq!(all(&fields, "x-remote-group"), ["ops", "dev"]);
+        assert_eq!(fields.keys_len(), 3, "{fields:?}");
+
+        let mut fields = forged();
+        caller.method = AuthMethod::Anonymous;
+        told().put(&mut fields, &caller);
+        assert_eq!(fields.keys_len(), 1, "nobody has no name: {fields:?}");
+        let mut fields = forged();
+        told().strip(&mut fields);
+        assert_eq!(all(&fields, "x-other"), ["root", "admin"]);
+        assert_eq!(fields.keys_len(), 1);
+        let mut fields = forged();
+        IdentityHeaderFields::default().put(&mut fields, &caller);
+        assert_eq!(fields, forged(), "where nobody is told, nothing is touched");
+    }
+
+    #[test]
+    fn the_family_is_configured_and_never_takes_a_field_of_another_meaning() {
+        let told = IdentityHeaderFields::of(&IdentityHeaders {
+            user: Some("X-Forwarded-User".into()),
+            groups: None,
+            strip_prefixes: Some(vec!["X-Forwarded-".into(), "X-Auth-".into()]),
+        });
+        let mut fields = HeaderMap::new();
+        for name in [
+            "x-forwarded-for",
+            "x-forwarded-email",
+            "x-auth-request-email",
+            "x_auth_request_email",
+            "x-remote-uid",
+        ] {
+            fields.append(name, "root".parse().unwrap());
+        }
+        told.unwrap()
+            .put(&mut fields, &ClientIdentity::for_test("ann"));
+        assert_eq!(all(&fields, "x-forwarded-user"), ["ann"]);
+        assert_eq!(all(&fields, "x-forwarded-for"), ["root"]);
+        assert_eq!(all(&fields, "x-remote-uid"), ["root"]);
+        assert_eq!(fields.keys_len(), 3, "{fields:?}");
+
+        let prefixes = IdentityHeaders {
+            strip_prefixes: Some(vec!["X-Remote-".into()]),
+            ..IdentityHeaders::default()
+        };
+        let mut fields = forged();
+        IdentityHeaderFields::of(&prefixes)
+            .unwrap()
+            .strip(&mut fields);
+        assert_eq!(fields.keys_len(), 1, "prefixes alone do: {fields:?}");
+    }
+
+    #[test]
+    fn a_name_that_no_field_can_hold_is_percent_encoded() {
+        for (name, value) in [
+            ("ann@example.com", "ann@example.com"),
+            (
+                "spiffe://example.org/ns/prom",
+                "spiffe://example.org/ns/prom",
+            ),
+            ("Ann Onym", "Ann%20Onym"),
+            ("jürgen", "j%C3%BCrgen"),
+            ("x,admin", "x%2Cadmin"),
+            ("100%", "100%25"),
+            (
+                "a\r\nX-Remote-Group: admin",
+                "a%0D%0AX-Remote-Group:%20admin",
+            ),
+        ] {
+            let mut fields = HeaderMap::new();
+            told().put(&mut fields, &ClientIdentity::for_test(name));
+            assert_eq!(all(&fields, "x-remote-user"), [value]);
+        }
+    }
+}

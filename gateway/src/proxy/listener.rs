@@ -1,0 +1,314 @@
+//! Step 1: fronts accept callers and know their connections.
+//!
+//! Each core accepts from its own clone of a front's socket. Whatever names the node before HTTP is spoken (the
+//! ClientHello, the original destination, a fixed node) also names the core, and the socket moves there
+//! once, before it is served. Handshakes run in tasks of their own, each within a bound.
+
+mod accept;
+pub mod conn_io;
+mod header_timeout;
+pub mod idle_timer;
+pub mod proxy_protocol;
+mod request_line;
+pub use request_line::LongTarget;
+
+pub mod https;
+
+pub mod http;
+pub mod tcp;
+
+use crate::{
+    config::{ErrorFormat, ListenerProtocol, Serial},
+    log_throttle::LogThrottle,
+    metrics::{ConnectionGuard, ListenerMetrics},
+    proxy::{
+        Proxy, ProxyState,
+        authn::{AuthMethod, Authenticator, ClientIdentity, TokenCache},
+        forwarding_headers::{ForwardingHeaders, LastValues},
+        identity_headers::IdentityHeaderFields,
+        route::RouteInput,
+    },
+    state::{Nodes, nodes::AddressMatch},
+};
+use accept::ListenerConfig;
+pub use accept::ListenerSocket;
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Fingerprint, NodeName, SniCertResolver,
+    verify::{PeerRejected, TrustStore},
+};
+use causeway_rt::{connection_limit::Slot, listener::RemoteAddr};
+use causeway_tunnel::informational::InformationalResponses;
+use conn_io::ConnState;
+use idle_timer::IdleTimer;
+use ipnet::IpNet;
+use rustls::ServerConfig;
+use rustls_pki_types::CertificateDer;
+use std::{
+    collections::BTreeSet,
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// How long streams may still begin on a connection whose front has become another: its caller hears of that within a
+/// second and a round trip, unless it does not listen.
+const LAST_ORDERS: Duration = Duration::from_secs(3);
+
+/// A cloud-facing listener, as configured.
+#[derive(Debug)]
+pub struct Listener {
+    /// Its name in configuration and log.
+    pub name: String,
+    /// What it speaks.
+    pub kind: ListenerProtocol,
+    /// The node that it stands for, if it stands for one.
+    pub node: Option<NodeName>,
+    /// The node port that it stands for.
+    pub port: Option<u16>,
+    /// The port that it listens on, which stands for nothing.
+    pub listens: Option<u16>,
+    /// TLS, if it speaks it.
+    pub tls: Option<ArcSwap<ListenerTls>>,
+    /// Who is let in.
+    pub authentication: Authenticator,
+    /// The node ports that are kubelets', at which the cluster's API decides too.
+    pub kubelets: Vec<u16>,
+    /// The client certificates that are revoked.
+    pub revoked: BTreeSet<Serial>,
+    /// Whether streams end when the certificate or JWT of their client expires.
+    pub disconnect_expired: bool,
+    /// Whether the caller's Authorization goes to the app.
+    pub forward_authorization: bool,
+    /// The fields that tell the app who calls.
+    pub told: IdentityHeaderFields,
+    /// The fields that tell the application the client's address, the scheme and the host.
+    pub forwarding: ForwardingHeaders,
+    /// How failures look.
+    pub errors: ErrorFormat,
+    /// Whether DNAT's original destination is asked for.
+    pub original_destination: bool,
+    /// Networks in which a CONNECT to what is at no edge is dialled from here.
+    pub direct: Vec<IpNet>,
+    /// Networks from which a PROXY v2 header says who calls.
+    pub proxy_protocol: Vec<IpNet>,
+    /// What is counted of it.
+    pub metrics: Arc<ListenerMetrics>,
+    /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
+    pub(crate) tls_refusals: LogThrottle,
+    /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
+    /// ports or memory.
+    pub(crate) exhaustions: LogThrottle,
+    /// From when on nothing begins here any more, once this is known.
+    pub(crate) retired: OnceLock<Instant>,
+    /// The front that has taken this one's place, if one has.
+    pub(crate) successor: OnceLock<Arc<Listener>>,
+}
+
+/// What a front shows, and whom it trusts.
+#[derive(Debug)]
+pub struct ListenerTls {
+    /// What it shows.
+    pub config: Arc<ServerConfig>,
+    /// Whom it trusts.
+    pub trust: TrustStore,
+    /// What makes the leaf for an address, where leaves are made here.
+    pub leaves: Option<Arc<SniCertResolver>>,
+}
+
+impl ListenerTls {
+    /// Returns whether no certificate that is made here bears this server name.
+    fn lacks(&self, server_name: &str) -> bool {
+        let leaves = self.leaves.as_ref();
+        leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
+    }
+
+    /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
+    /// that the caller says does.
+    fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
+        let (Some(leaves), Some(original)) = (&self.leaves, original) else {
+            return self.config.clone();
+        };
+        let node = match nodes.by_address(original.ip()) {
+            AddressMatch::Node(node) => Some(node),
+            // The client finds the address in the certificate, and reads in the answer which nodes have it.
+            AddressMatch::Several(nodes) => nodes.into_iter().next(),
+            AddressMatch::Pod(_) | AddressMatch::Nobody => None,
+        };
+        let Some(node) = node else {
+            return self.config.clone();
+        };
+        let mut config = ServerConfig::clone(&self.config);
+        config.cert_resolver = leaves.at(node, original.ip());
+        Arc::new(config)
+    }
+}
+
+impl Listener {
+    /// The certificate that the listener shows under its own names, if it makes that itself.
+    pub(crate) fn made_certificate(&self) -> Option<CertificateDer<'static>> {
+        let tls = self.tls.as_ref()?.load();
+        let shown = tls.leaves.as_ref()?.leaf(None)?;
+        shown.cert.first().cloned()
+    }
+
+    /// Whether who came by this root is believed still.
+    pub(crate) fn believes(&self, root: Option<Fingerprint>) -> bool {
+        match (root, &self.tls) {
+            (Some(root), Some(tls)) => tls.load().trust.knows(root),
+            _ => true,
+        }
+    }
+
+    /// Returns the front that is in this one's place now.
+    pub(crate) fn latest(self: &Arc<Self>) -> Arc<Self> {
+        let mut front = self;
+        while let Some(successor) = front.successor.get() {
+            front = successor;
+        }
+        front.clone()
+    }
+
+    /// Whether what comes from here begins with a PROXY v2 header.
+    fn is_proxied(&self, peer: RemoteAddr) -> bool {
+        let among = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
+        peer.ip().is_some_and(among)
+    }
+
+    /// Others take this front's place. What begins here at once is finished; nothing begins at all where that
+    /// must not `linger`.
+    fn retire(&self, linger: bool) {
+        let rest = if linger { LAST_ORDERS } else { Duration::ZERO };
+        self.retired.get_or_init(|| Instant::now() + rest);
+    }
+
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retired.get().is_some()
+    }
+
+    /// Whether nothing begins here any more.
+    pub(crate) fn is_over(&self) -> bool {
+        self.retired.get().is_some_and(|end| Instant::now() >= *end)
+    }
+
+    /// Shows and trusts otherwise from now on, if it speaks TLS.
+    pub fn turn_to(&self, tls: ListenerTls) {
+        if let Some(own) = &self.tls {
+            own.store(Arc::new(tls));
+        }
+    }
+
+    /// What a stream's connection, this front and the head's `authority` say about where it goes.
+    pub fn asked<'a>(
+        &'a self,
+        connection: &'a ClientConnection,
+        authority: Option<&'a str>,
+    ) -> RouteInput<'a> {
+        RouteInput {
+            sni: connection.sni.as_deref(),
+            original: connection.original,
+            fixed: self.node.as_ref(),
+            port: self.port,
+            authority,
+        }
+    }
+}
+
+/// One connection of a caller, for as long as anything of it is served: upgraded sessions too.
+#[derive(Debug)]
+pub struct ClientConnection {
+    /// The other end of the socket.
+    pub peer: RemoteAddr,
+    /// The server name of the ClientHello.
+    pub sni: Option<String>,
+    /// The destination before DNAT.
+    pub original: Option<SocketAddr>,
+    /// Whether TLS is spoken.
+    pub tls: bool,
+    /// The caller, where the connection says it (certificate, unix socket), or why its certificate does not count.
+    pub caller: Result<Option<ClientIdentity>, PeerRejected>,
+    /// The socket's condition.
+    pub condition: Arc<ConnState>,
+    /// Its requests that are open, where HTTP/2 is spoken.
+    pub idle: Arc<IdleTimer>,
+    /// What each of its streams may hold unread, where HTTP/2 is spoken.
+    pub window: u32,
+    pub(crate) last_token: TokenCache,
+    /// Interim answers to its requests.
+    pub(crate) interims: InformationalResponses,
+    /// Values of the forwarding headers of the last request.
+    pub(crate) forwarded: LastValues,
+    nobody: OnceLock<ClientIdentity>,
+    /// The place of the connection, which each of its streams keeps.
+    pub(crate) room: Slot,
+    _open: ConnectionGuard,
+}
+
+impl ClientConnection {
+    /// The unidentified caller of a front that serves nobody in particular.
+    pub fn nobody(&self, shared: &ProxyState) -> ClientIdentity {
+        let make = || {
+            let name = self
+                .peer
+                .ip()
+                .map_or_else(|| "unix".to_owned(), |ip| ip.to_string());
+            ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, shared)
+        };
+        self.nobody.get_or_init(make).clone()
+    }
+}
+
+/// A caller's socket that was just accepted.
+#[derive(Debug)]
+pub(crate) struct AcceptedSocket {
+    pub(crate) peer: RemoteAddr,
+    pub(crate) original: Option<SocketAddr>,
+    pub(crate) room: Slot,
+}
+
+impl AcceptedSocket {
+    fn connection(
+        self,
+        proxy: &Proxy,
+        sni: Option<String>,
+        tls: bool,
+        caller: Result<Option<ClientIdentity>, PeerRejected>,
+    ) -> ClientConnection {
+        if matches!(caller, Ok(Some(_))) {
+            self.room.settle();
+        }
+        ClientConnection {
+            peer: self.peer,
+            sni,
+            original: self.original,
+            tls,
+            caller,
+            condition: Arc::default(),
+            idle: Arc::default(),
+            last_token: TokenCache::default(),
+            window: http::window(proxy),
+            interims: InformationalResponses::default(),
+            forwarded: LastValues::default(),
+            nobody: OnceLock::new(),
+            room: self.room,
+            _open: proxy.front.metrics.connection(),
+        }
+    }
+}
+
+/// Serves one connection by the front's kind.
+pub(crate) async fn serve(
+    proxy: &Proxy,
+    io: conn_io::ClientIo,
+    connection: Arc<ClientConnection>,
+    stop: CancellationToken,
+) {
+    match proxy.front.kind {
+        ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
+        ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
+            http::serve(proxy, io, connection, stop).await;
+        }
+    }
+}

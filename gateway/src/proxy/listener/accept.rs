@@ -1,0 +1,278 @@
+//! The door of a front: who comes in by its socket, on which core it is served, and what becomes of it when the front is
+//! another.
+//!
+//! An [`Entrance`] is accepted from as long as its socket stands, and leads to the door that is there now. What names
+//! the node before HTTP is spoken names the core; the socket moves there once.
+
+use super::{AcceptedSocket, Listener, conn_io, https, proxy_protocol, serve};
+use crate::{
+    proxy::{
+        Proxy,
+        authn::{AuthMethod, ClientIdentity, UID},
+        route::{self, RouteInput},
+    },
+    worker::{WorkerId, Workers},
+};
+use arc_swap::ArcSwap;
+use causeway_rt::{
+    connection_limit::Slot,
+    listener::{BoundSocket, RemoteAddr, SocketListener, original_destination},
+    socket::{DetachedSocket, Socket},
+};
+use std::{
+    net::SocketAddr,
+    pin::pin,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::debug_span;
+
+/// Enough for the runtime to hear of a connection that the kernel has taken.
+const QUEUED: Duration = Duration::from_millis(2);
+/// A front that closes takes those at most for so long: in a flood the queue never empties.
+const EMPTYING: Duration = Duration::from_secs(1);
+
+/// Where callers of one front come in: its socket is accepted from as long as it stands, and leads to the door that
+/// is there now.
+#[derive(Debug)]
+pub struct ListenerSocket {
+    door: ArcSwap<ListenerConfig>,
+    stop: CancellationToken,
+}
+
+impl ListenerSocket {
+    /// An entrance to these proxies, by core, that closes when `stop` is cancelled.
+    pub fn new(cores: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
+        Arc::new_cyclic(|entrance| {
+            let door = ListenerConfig {
+                cores: cores.clone(),
+                proxies: proxies.into(),
+                stop: stop.child_token(),
+                entrance: entrance.clone(),
+            };
+            Self {
+                door: ArcSwap::from_pointee(door),
+                stop,
+            }
+        })
+    }
+
+    /// Accepts on every core until it is closed. Returns at once.
+    ///
+    /// # Errors
+    /// If the socket cannot be shared with the cores.
+    pub fn open(self: &Arc<Self>, listener: &BoundSocket) -> std::io::Result<()> {
+        let door = self.door.load_full();
+        for core in door.cores.all() {
+            let (entrance, listener) = (self.clone(), listener.try_clone()?);
+            let proxy = &door.proxies[core.0];
+            let span = debug_span!("front", name = proxy.front.name);
+            let runtime = door.cores.runtime(core);
+            proxy.tasks.spawn_on(runtime, span, async move {
+                match listener.attach() {
+                    Ok(listener) => entrance.accept(core, listener).await,
+                    Err(error) => tracing::error!(%error, "a front cannot listen on this core"),
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// What is there now is about to be replaced or closed.
+    pub fn retire(&self, linger: bool) {
+        self.door.load().front().retire(linger);
+    }
+
+    /// Leads whoever comes from now on to these proxies, and whoever is in a handshake. Connections that are there end
+    /// in order: what they have begun is finished, and nothing new begins on them.
+    pub fn replace(&self, proxies: Vec<Proxy>) {
+        let old = self.door.load_full();
+        let door = ListenerConfig {
+            proxies: proxies.into(),
+            stop: self.stop.child_token(),
+            ..ListenerConfig::clone(&old)
+        };
+        self.door.store(Arc::new(door));
+        old.stop.cancel();
+    }
+
+    /// Lets nobody in any more; connections that are there end in order.
+    pub fn close(&self) {
+        self.stop.cancel();
+    }
+
+    async fn accept(self: Arc<Self>, core: WorkerId, listener: SocketListener) {
+        loop {
+            let (socket, peer) = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => break,
+                accepted = listener.accept() => accepted,
+            };
+            self.door.load().dispatch(core, socket, peer);
+        }
+        // Whoever is in the kernel's queue would be reset, with the request: it is emptied first.
+        let end = Instant::now() + EMPTYING;
+        while Instant::now() < end
+            && let Ok((socket, peer)) = timeout(QUEUED, listener.accept()).await
+        {
+            self.door.load().dispatch(core, socket, peer);
+        }
+    }
+}
+
+/// One front as it is configured now: its proxy on each core, and what ends the connections that it has let in.
+#[derive(Clone, Debug)]
+pub(super) struct ListenerConfig {
+    cores: Workers,
+    /// By core.
+    pub(super) proxies: Arc<[Proxy]>,
+    pub(super) stop: CancellationToken,
+    entrance: Weak<ListenerSocket>,
+}
+
+impl ListenerConfig {
+    /// The front, which is one on all cores.
+    fn front(&self) -> &Listener {
+        &self.proxies[0].front
+    }
+
+    /// The door that is there by now, for whoever came in by this one and has begun nothing yet. None where the front is
+    /// gone, or one of another kind.
+    pub(super) fn by_now(self) -> Option<Self> {
+        if !self.front().is_retired() {
+            return Some(self);
+        }
+        let now = self.entrance.upgrade()?.door.load_full();
+        let (old, new) = (self.front(), now.front());
+        let same = old.kind == new.kind && old.tls.is_some() == new.tls.is_some();
+        (same && !new.is_retired()).then(|| Self::clone(&now))
+    }
+
+    fn dispatch(&self, core: WorkerId, socket: Socket, peer: RemoteAddr) {
+        let proxy = &self.proxies[core.0];
+        // Not even TLS is spoken yet: the metric and a line of the log are all that tells why.
+        let Some(room) = proxy.shared.limits.connection(peer) else {
+            return;
+        };
+        let door = self.clone();
+        let span = debug_span!("connection", %peer);
+        proxy.tasks.spawn(span, async move {
+            let place = room.clone();
+            let welcome = pin!(door.welcome(core, socket, peer, room));
+            place.run(welcome).await;
+        });
+    }
+
+    async fn welcome(self, core: WorkerId, mut socket: Socket, peer: RemoteAddr, room: Slot) {
+        let front = &self.proxies[core.0].front;
+        let Some((peer, original)) = self.told(core, &mut socket, peer).await else {
+            return;
+        };
+        let arrival = AcceptedSocket {
+            peer,
+            original,
+            room,
+        };
+        if front.tls.is_some() {
+            return https::accept_tls(self, core, socket, arrival).await;
+        }
+        let home = self.home(core, None, original);
+        self.hand_over((core, home), socket, move |door, socket| async move {
+            let Some(door) = door.by_now() else {
+                return;
+            };
+            let proxy = door.proxies[home.0].clone();
+            let caller = match peer {
+                RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
+                    &format!("{UID}{uid}"),
+                    Vec::new(),
+                    AuthMethod::Unix,
+                    &proxy.shared,
+                )),
+                RemoteAddr::Tcp(_) => None,
+            };
+            let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(caller)));
+            let place = connection.room.clone();
+            let serving = pin!(serve(
+                &proxy,
+                conn_io::ClientIo::plain(socket, &connection.condition, proxy.form()),
+                connection,
+                door.stop.clone(),
+            ));
+            place.run(serving).await;
+        });
+    }
+
+    /// From whom a connection is, and where it was going if the front asks for that; by a PROXY header where one is due,
+    /// else by the kernel.
+    async fn told(
+        &self,
+        core: WorkerId,
+        socket: &mut Socket,
+        peer: RemoteAddr,
+    ) -> Option<(RemoteAddr, Option<SocketAddr>)> {
+        let proxy = &self.proxies[core.0];
+        let front = &proxy.front;
+        let asked = |original| front.original_destination.then_some(original).flatten();
+        if !front.is_proxied(peer) {
+            return Some((peer, asked(original_destination(socket))));
+        }
+        let read = timeout(proxy.shared.timeouts.tls, proxy_protocol::read(socket)).await;
+        match read.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
+            Ok(Some(told)) => Some((RemoteAddr::Tcp(told.source), asked(Some(told.destination)))),
+            Ok(None) => Some((peer, None)),
+            Err(error) => {
+                let kind = front.kind.as_str();
+                proxy.shared.metrics.handshake_failed(kind, "proxy");
+                tracing::debug!(front = front.name, %error, "no PROXY header that can be used");
+                None
+            }
+        }
+    }
+
+    /// The core that owns what the connection names; where it names nothing, the one that accepted it.
+    pub(super) fn home(
+        &self,
+        here: WorkerId,
+        sni: Option<&str>,
+        original: Option<SocketAddr>,
+    ) -> WorkerId {
+        let proxy = &self.proxies[here.0];
+        let asked = RouteInput {
+            sni,
+            original,
+            fixed: proxy.front.node.as_ref(),
+            ..RouteInput::default()
+        };
+        route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.cores.of(&node))
+    }
+
+    /// Serves the socket on its home core: here if that is here, else it moves.
+    pub(super) fn hand_over<F>(
+        self,
+        (here, home): (WorkerId, WorkerId),
+        socket: Socket,
+        serve: impl FnOnce(Self, Socket) -> F + Send + 'static,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let tasks = self.proxies[home.0].tasks.clone();
+        let span = tracing::Span::current();
+        if here == home {
+            return tasks.spawn(span, serve(self, socket));
+        }
+        let runtime = self.cores.runtime(home).clone();
+        let detached = match socket.detach() {
+            Ok(detached) => detached,
+            Err(error) => return tracing::warn!(%error, "a connection could not change cores"),
+        };
+        tasks.spawn_on(&runtime, span, async move {
+            match DetachedSocket::attach(detached) {
+                Ok(socket) => serve(self, socket).await,
+                Err(error) => tracing::warn!(%error, "a connection could not change cores"),
+            }
+        });
+    }
+}

@@ -1,0 +1,620 @@
+//! A caller's socket below HTTP, and its condition.
+//!
+//! The body of an answer and the socket know of each other here: a body that breaks waits until what came before
+//! it is flushed, and the socket is then dropped with a reset and without `close_notify`. The condition
+//! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
+//! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
+
+use super::{
+    header_timeout::HeaderBlockTracker,
+    request_line::{LongTarget, RequestLine},
+};
+use crate::{config::ErrorFormat, error::Reason, proxy::error_response};
+use causeway_rt::socket::{ResetOnClose, Socket};
+use causeway_tunnel::{eviction::Eviction, wire};
+use futures_util::task::AtomicWaker;
+use std::{
+    future::{Future, poll_fn},
+    io,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
+    time::{Instant, Sleep, sleep, sleep_until},
+};
+use tokio_rustls::server::TlsStream;
+
+/// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
+const STUCK: Duration = Duration::from_secs(2);
+
+/// What a socket and the bodies above it know of each other.
+#[derive(Debug)]
+pub struct ConnState {
+    began: Instant,
+    /// The close is to be a reset.
+    broken: AtomicBool,
+    /// A broken body waits for a flush.
+    flushing: AtomicBool,
+    flushed: AtomicWaker,
+    /// The next byte read is of a new head.
+    expecting: AtomicBool,
+    /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
+    head: AtomicU64,
+    /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
+    eviction: Mutex<Option<Eviction>>,
+    /// Since when the socket takes nothing, in milliseconds after `began`, plus one; 0 is none.
+    blocked: AtomicU64,
+    /// A stream was evicted, where HTTP/2 is spoken.
+    lost: Notify,
+    /// The body of the request has not come to its end, where HTTP/1.1 is spoken.
+    body: AtomicBool,
+    /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
+    ahead: AtomicBool,
+    /// The part of the request's target that the engine has not seen.
+    beyond: Mutex<Option<LongTarget>>,
+    /// Reason that was answered for a head which the engine cannot parse.
+    unparsed: Mutex<Option<Reason>>,
+}
+
+impl Default for ConnState {
+    fn default() -> Self {
+        Self {
+            began: Instant::now(),
+            broken: AtomicBool::new(false),
+            flushing: AtomicBool::new(false),
+            flushed: AtomicWaker::new(),
+            // The first head is due from the start, whether a byte of it has come or not.
+            expecting: AtomicBool::new(false),
+            head: AtomicU64::new(1),
+            eviction: Mutex::default(),
+            blocked: AtomicU64::new(0),
+            lost: Notify::new(),
+            body: AtomicBool::new(false),
+            ahead: AtomicBool::new(false),
+            beyond: Mutex::default(),
+            unparsed: Mutex::default(),
+        }
+    }
+}
+
+impl ConnState {
+    /// Breaks the connection: ready once what was written before is flushed.
+    pub fn poll_flushed(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.broken.swap(true, Relaxed) {
+            if !self.flushing.load(Relaxed) {
+                return Poll::Ready(());
+            }
+        } else {
+            self.flushing.store(true, Relaxed);
+        }
+        self.flushed.register(cx.waker());
+        if self.flushing.load(Relaxed) {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
+    }
+
+    /// Whether a head is on its way: nothing that is written is an answer of the service.
+    fn reads_head(&self) -> bool {
+        self.head.load(Relaxed) > 0
+    }
+
+    /// A request's head is complete. For HTTP/2 the socket itself says so.
+    pub fn asked(&self) {
+        self.head.store(0, Relaxed);
+    }
+
+    /// A request of HTTP/1.1 begins, which has a body or not. Returns what the engine has not seen of its target.
+    pub fn begins(&self, has_body: bool) -> Option<LongTarget> {
+        self.asked();
+        self.body.store(has_body, Relaxed);
+        locked(&self.beyond).take()
+    }
+
+    /// The body of the request has come to its end.
+    pub fn body_ended(&self) {
+        self.body.store(false, Relaxed);
+    }
+
+    /// Returns the reason that was answered for a head which the engine cannot parse.
+    pub fn unparsed(&self) -> Option<Reason> {
+        *locked(&self.unparsed)
+    }
+
+    /// An answer is complete: the next bytes are of a new head.
+    pub fn answered(&self) {
+        self.expecting.store(true, Relaxed);
+    }
+
+    /// From now on the connection ends when the stream that brings its answer is evicted.
+    pub fn evictable(&self, eviction: Option<Eviction>) {
+        *locked(&self.eviction) = eviction;
+    }
+
+    /// Waits until the stream that brings the answer is evicted. Has to be polled after what the stream is read by.
+    pub async fn evicted(&self) {
+        poll_fn(|cx| match locked(&self.eviction).as_ref() {
+            Some(eviction) => eviction.poll_evicted(cx),
+            None => Poll::Pending,
+        })
+        .await;
+    }
+
+    /// Notes that a stream was evicted.
+    pub fn lost_stream(&self) {
+        self.lost.notify_one();
+    }
+
+    /// Waits until the socket takes nothing after a stream was evicted: what HTTP/2 has queued for the stream is freed with
+    /// the connection only.
+    pub async fn stuck(&self) {
+        loop {
+            self.lost.notified().await;
+            while self.blocked.load(Relaxed) > 0 {
+                if self.blocked_for() >= STUCK {
+                    return;
+                }
+                sleep(STUCK / 2).await;
+            }
+        }
+    }
+
+    fn blocked_for(&self) -> Duration {
+        let since = self.blocked.load(Relaxed).checked_sub(1);
+        let since = since.map(|since| self.began + Duration::from_millis(since));
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Handles the outcome of a write to the socket.
+    fn wrote<T>(&self, polled: &Poll<T>) {
+        let blocked = self.blocked.load(Relaxed) > 0;
+        if polled.is_pending() == blocked {
+            return;
+        }
+        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.blocked
+            .store(if blocked { 0 } else { age + 1 }, Relaxed);
+    }
+
+    /// Waits until a head has been on its way for longer than `bound`.
+    pub async fn slow_head(&self, bound: Duration) {
+        let mut due = Instant::now();
+        loop {
+            sleep_until(due).await;
+            let now = Instant::now();
+            let began = self.head.load(Relaxed).checked_sub(1);
+            let began = began.map(|began| self.began + Duration::from_millis(began));
+            // A head that begins from now on is not late before the next look: nobody has to tell of it.
+            due = began.unwrap_or(now) + bound;
+            if due <= now {
+                return;
+            }
+        }
+    }
+
+    /// Bytes were read. Returns whether they are the beginning of a head, as far as that is known.
+    fn read(&self) -> bool {
+        let has_body = self.body.load(Relaxed);
+        if self.expecting.swap(false, Relaxed) {
+            self.began_head();
+            return !self.ahead.swap(false, Relaxed) && !has_body;
+        }
+        if !has_body && !self.reads_head() {
+            self.ahead.store(true, Relaxed);
+        }
+        false
+    }
+
+    fn began_head(&self) {
+        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.head.store(age + 1, Relaxed);
+    }
+
+    /// What a read has changed for the field lists of a caller that speaks HTTP/2, see [`Blocks::pass`].
+    fn passed(&self, open: Option<bool>) {
+        match open {
+            // The first head is on its way from the start.
+            Some(true) if self.head.load(Relaxed) == 1 => {}
+            Some(true) => self.began_head(),
+            Some(false) => self.asked(),
+            None => {}
+        }
+    }
+
+    fn wrote_all(&self) {
+        if self.flushing.swap(false, Relaxed) {
+            self.flushed.wake();
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ResetOnClose for ConnState {
+    fn abort(&self) {
+        self.broken.store(true, Relaxed);
+    }
+}
+
+/// A caller's connection, plain or in TLS.
+#[derive(Debug)]
+pub struct ClientIo {
+    transport: Transport,
+    condition: Arc<ConnState>,
+    blocks: HeaderBlockTracker,
+    agreed: Agreed,
+    line: RequestLine,
+    unparsed: Unparsed,
+    watch: DisconnectWatch,
+    /// Our half was ended in order.
+    ended: bool,
+    /// Bytes that were discarded behind that, and the time that is left for it.
+    discarded: usize,
+    lingers: Option<Pin<Box<Sleep>>>,
+}
+
+/// The answer to a head that the engine cannot parse, in place of its own, which has no text.
+///
+/// The engine answers such a head by itself before it returns the error. Its answer is known by its status, by the length of
+/// its body, and by the lack of the fields that all answers of a gateway have.
+#[derive(Debug)]
+struct Unparsed {
+    form: ErrorFormat,
+    text: Vec<u8>,
+    written: usize,
+}
+
+impl Unparsed {
+    fn new(form: ErrorFormat) -> Self {
+        Self {
+            form,
+            text: Vec::new(),
+            written: 0,
+        }
+    }
+
+    /// Prepares the answer if these bytes are one of the engine's own. Returns the reason, if there is one.
+    fn replaces(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
+        let status = bytes.strip_prefix(b"HTTP/1.1 4")?;
+        let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
+        let is_of_engine =
+            head.contains("\r\ncontent-length: 0\r\n") && !head.contains("\r\nvia: ");
+        if !self.text.is_empty() || !bytes.ends_with(b"\r\n\r\n") || !is_of_engine {
+            return None;
+        }
+        let reason = match status.first_chunk() {
+            _ if line.is_of_other_version() => Reason::VersionNotSupported,
+            Some(b"00") => Reason::Malformed,
+            Some(b"31") if !line.is_target_too_long() => Reason::HeaderTooLarge,
+            _ => Reason::UriTooLong,
+        };
+        self.text = error_response::unparsed(self.form, reason);
+        Some(reason)
+    }
+
+    fn is_pending(&self) -> bool {
+        !self.text.is_empty()
+    }
+}
+
+/// Version of HTTP that the handshake agreed on, which binds both ends (RFC 7301, section 3.2).
+#[derive(Clone, Copy, Debug)]
+enum Agreed {
+    /// The client offered no protocol, or speaks no TLS: its first bytes decide.
+    Nothing,
+    Http1,
+    Http2,
+}
+
+impl Agreed {
+    fn of(stream: &TlsStream<Socket>) -> Self {
+        match stream.get_ref().1.alpn_protocol() {
+            None => Self::Nothing,
+            Some(wire::ALPN_H2) => Self::Http2,
+            Some(_) => Self::Http1,
+        }
+    }
+
+    /// Checks what is spoken.
+    fn check(self, blocks: &HeaderBlockTracker) -> io::Result<()> {
+        let breaks = match self {
+            Self::Nothing => false,
+            Self::Http1 => blocks.is_http2(),
+            Self::Http2 => blocks.is_other(),
+        };
+        if breaks {
+            let why = "the client speaks another version of HTTP than ALPN has agreed on";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+enum Transport {
+    Plain(Socket),
+    Tls(Box<TlsStream<Socket>>),
+}
+
+impl ClientIo {
+    /// A connection without TLS, to a listener with this form of errors and this limit of targets.
+    pub fn plain(socket: Socket, condition: &Arc<ConnState>, of: (ErrorFormat, usize)) -> Self {
+        Self::new(Transport::Plain(socket), Agreed::Nothing, condition, of)
+    }
+
+    /// A connection whose TLS is done.
+    pub fn tls(
+        stream: TlsStream<Socket>,
+        condition: &Arc<ConnState>,
+        of: (ErrorFormat, usize),
+    ) -> Self {
+        let agreed = Agreed::of(&stream);
+        Self::new(Transport::Tls(Box::new(stream)), agreed, condition, of)
+    }
+
+    fn new(
+        transport: Transport,
+        agreed: Agreed,
+        condition: &Arc<ConnState>,
+        (form, most_target): (ErrorFormat, usize),
+    ) -> Self {
+        Self {
+            transport,
+            condition: condition.clone(),
+            blocks: HeaderBlockTracker::default(),
+            agreed,
+            line: RequestLine::new(most_target),
+            unparsed: Unparsed::new(form),
+            watch: DisconnectWatch::default(),
+            ended: false,
+            discarded: 0,
+            lingers: None,
+        }
+    }
+}
+
+impl Transport {
+    fn poll_read(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
+            Self::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
+        }
+    }
+
+    fn poll_write(&mut self, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+}
+
+impl ClientIo {
+    /// Writes the answer to a head that the engine cannot parse, if `bytes` are the engine's own.
+    fn poll_unparsed(
+        &mut self,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Option<Poll<io::Result<usize>>> {
+        if !self.condition.reads_head() {
+            return None;
+        }
+        if let Some(reason) = self.unparsed.replaces(bytes, &self.line) {
+            *locked(&self.condition.unparsed) = Some(reason);
+        }
+        let length = bytes.len();
+        let is_pending = self.unparsed.is_pending();
+        is_pending.then(|| self.poll_write_unparsed(cx).map_ok(|()| length))
+    }
+
+    fn poll_write_unparsed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let unparsed = &mut self.unparsed;
+        while let Some(rest @ [_, ..]) = unparsed.text.get(unparsed.written..) {
+            unparsed.written += ready!(self.transport.poll_write(cx, rest))?;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Whether bytes of the client may wait that nobody has read: closed over them, the connection would be reset, and the
+    /// client would lose the answer (RFC 9112, section 9.6).
+    fn is_unread(&self) -> bool {
+        !self.watch.reads && !self.condition.broken.load(Relaxed)
+    }
+
+    /// Discards what still comes; ready once the client has hung up, or had its time.
+    fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let lingers = self.lingers.get_or_insert_with(|| Box::pin(sleep(LINGER)));
+        if lingers.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        let mut scratch = [0; 8192];
+        while self.discarded < MOST_DISCARDED {
+            let mut buf = ReadBuf::new(&mut scratch);
+            let read = ready!(self.transport.poll_read(cx, &mut buf));
+            if read.is_err() || buf.filled().is_empty() {
+                break;
+            }
+            self.discarded += buf.filled().len();
+        }
+        Poll::Ready(())
+    }
+}
+
+/// Time for which the bytes of a client are discarded behind the last answer.
+const LINGER: Duration = Duration::from_secs(2);
+/// Bytes that are discarded: more than a head which is refused for its size.
+const MOST_DISCARDED: usize = 4 << 20;
+
+/// How often a caller whose bytes nobody asks for is looked after.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Hears that a caller is gone while nothing is read from it.
+///
+/// The system tells whoever reads, and a body that waits for its app is not read. The system's keepalive turns a
+/// caller that is gone into an error of the socket; this looks for that error, which TLS may have met already.
+#[derive(Debug, Default)]
+struct DisconnectWatch {
+    /// Somebody waits for bytes, and would hear it.
+    reads: bool,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl DisconnectWatch {
+    fn poll(&mut self, cx: &mut Context<'_>, socket: &Socket) -> io::Result<()> {
+        if self.reads {
+            if self.timer.as_ref().is_some_and(|timer| timer.is_elapsed()) {
+                self.timer = None;
+            }
+            return Ok(());
+        }
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(LOOK)));
+        while timer.as_mut().poll(cx).is_ready() {
+            socket.unbroken()?;
+            timer.as_mut().reset(Instant::now() + LOOK);
+        }
+        Ok(())
+    }
+}
+
+impl ResetOnClose for ClientIo {
+    fn abort(&self) {
+        self.condition.abort();
+    }
+}
+
+impl Drop for ClientIo {
+    /// What is dropped before its end, as a drain does with what is left, was broken off.
+    fn drop(&mut self) {
+        if !self.ended || self.condition.broken.load(Relaxed) {
+            match &self.transport {
+                Transport::Plain(socket) => socket.abort(),
+                Transport::Tls(stream) => stream.get_ref().0.abort(),
+            }
+        }
+    }
+}
+
+impl AsyncRead for ClientIo {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        loop {
+            let polled = this.transport.poll_read(cx, buf);
+            this.watch.reads = polled.is_pending();
+            let Some(new @ [_, ..]) = buf.filled_mut().get_mut(before..) else {
+                return polled;
+            };
+            if this.condition.read() {
+                this.line.begin();
+            }
+            this.condition.passed(this.blocks.pass(new));
+            this.agreed.check(&this.blocks)?;
+            let kept = this.line.rewrite(new);
+            if let Some(beyond) = this.line.take_overflow() {
+                *locked(&this.condition.beyond) = Some(beyond);
+            }
+            buf.set_filled(before + kept);
+            if kept > 0 {
+                return polled;
+            }
+        }
+    }
+}
+
+/// A peer that goes without `close_notify` is an ordinary disconnect (trap 6).
+fn quiet(polled: Poll<io::Result<()>>) -> Poll<io::Result<()>> {
+    match polled {
+        Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Poll::Ready(Ok(()))
+        }
+        other => other,
+    }
+}
+
+impl AsyncWrite for ClientIo {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if let Some(written) = this.poll_unparsed(cx, buf) {
+            return written;
+        }
+        let polled = this.transport.poll_write(cx, buf);
+        this.condition.wrote(&polled);
+        polled
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_flush(cx),
+            Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        };
+        if polled.is_ready() {
+            this.condition.wrote_all();
+        }
+        let socket = match &this.transport {
+            Transport::Plain(socket) => socket,
+            Transport::Tls(stream) => stream.get_ref().0,
+        };
+        this.watch.poll(cx, socket)?;
+        polled
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.ended {
+            ready!(match &mut this.transport {
+                Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+                Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+            })?;
+            this.ended = true;
+        }
+        if this.is_unread() {
+            ready!(this.poll_discard(cx));
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if let [buf] = bufs
+            && let Some(written) = this.poll_unparsed(cx, buf)
+        {
+            return written;
+        }
+        let polled = match &mut this.transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
+            Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        };
+        this.condition.wrote(&polled);
+        polled
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.transport {
+            Transport::Plain(socket) => socket.is_write_vectored(),
+            Transport::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Where a caller's field lists begin and end, in what it sends over HTTP/2.
+//!
+//! The engine bounds how large a list is and in how many frames it may come, not how long that takes, and no
+//! other frame may come in between (RFC 9113 §6.10). Only the heads of frames are looked at, as they pass
+//! between TLS and the engine; what does not begin as HTTP/2 does is not looked at.
+
+use causeway_tunnel::frame_parser::{
+    CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameHeader, HEADERS,
+};
+
+/// Where the caller stands between its field lists.
+#[derive(Debug, Default)]
+pub(super) struct HeaderBlockTracker {
+    frames: ClientFrames,
+    list: HeaderBlock,
+}
+
+#[derive(Debug, Default)]
+struct HeaderBlock {
+    /// One has begun.
+    open: bool,
+    /// This frame is its last.
+    last: bool,
+}
+
+impl HeaderBlockTracker {
+    /// Takes the next bytes. True where a list has begun in them and goes on behind them, false where one has ended
+    /// and none goes on.
+    pub(super) fn pass(&mut self, bytes: &[u8]) -> Option<bool> {
+        let mut changed = None;
+        self.frames.pass(bytes, |part| {
+            let change = match part {
+                FrameEvent::Head(head) => self.list.begins(head),
+                FrameEvent::Payload { left, .. } => self.list.ends(left),
+            };
+            changed = change.or(changed);
+        });
+        changed
+    }
+}
+
+impl HeaderBlockTracker {
+    /// Whether HTTP/2 is spoken, as far as is known.
+    pub(super) fn is_http2(&self) -> bool {
+        self.frames.is_http2()
+    }
+
+    /// Whether something else than HTTP/2 is spoken, as far as is known.
+    pub(super) fn is_other(&self) -> bool {
+        self.frames.is_other()
+    }
+}
+
+impl HeaderBlock {
+    /// A frame begins. True where a list begins with it.
+    fn begins(&mut self, head: FrameHeader) -> Option<bool> {
+        if !matches!(head.kind, HEADERS | CONTINUATION) {
+            return None;
+        }
+        self.last = head.flags & END_HEADERS != 0;
+        let begins = !std::mem::replace(&mut self.open, true);
+        begins.then_some(true)
+    }
+
+    /// So much is left of a frame. False where a list ends with it.
+    fn ends(&mut self, left: u32) -> Option<bool> {
+        let ends = left == 0 && self.open && self.last;
+        self.open &= !ends;
+        ends.then_some(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_tunnel::frame_parser::PREFACE;
+
+    fn frame(kind: u8, flags: u8, length: u8) -> Vec<u8> {
+        let mut bytes = vec![0, 0, length, kind, flags, 0, 0, 0, 1];
+        bytes.extend(vec![0xff; usize::from(length)]);
+        bytes
+    }
+
+    #[test]
+    fn a_list_is_open_from_its_first_frame_to_the_end_of_its_last_however_it_is_cut() {
+        let mut bytes = PREFACE.to_vec();
+        let mut opened = Vec::new();
+        for (kind, flags, length, open) in [
+            (4, 0, 6, false),
+            (HEADERS, 0, 3, true),
+            (CONTINUATION, 0, 0, true),
+            (CONTINUATION, END_HEADERS, 2, false),
+            (0, END_HEADERS, 5, false),
+            (HEADERS, END_HEADERS, 0, false),
+            (HEADERS, END_HEADERS | 1, 7, false),
+            (HEADERS, 0, 1, true),
+        ] {
+            bytes.extend(frame(kind, flags, length));
+            opened.push((bytes.len(), open));
+        }
+        for cut in 1..=bytes.len() {
+            let (mut blocks, mut open, mut at) = (HeaderBlockTracker::default(), false, 0);
+            for part in bytes.chunks(cut) {
+                open = blocks.pass(part).unwrap_or(open);
+                at += part.len();
+                assert_eq!(open, blocks.list.open, "cut to {cut}, at {at}");
+                let known = opened.iter().find(|(end, _)| *end == at);
+                assert!(known.is_none_or(|(_, known)| *known == open), "{cut} {at}");
+            }
+            assert!(open, "{cut}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_http2_is_not_looked_at() {
+        let mut blocks = HeaderBlockTracker::default();
+        for _ in 0..3 {
+            let mut text = b"PRINT / HTTP/1.1\r\n".to_vec();
+            text.extend(frame(HEADERS, 0, 3));
+            assert_eq!(blocks.pass(&text), None);
+        }
+        assert!(!blocks.list.open);
+    }
+}

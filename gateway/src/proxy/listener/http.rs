@@ -1,0 +1,391 @@
+//! HTTP of a front: one connection, HTTP/1.1 or HTTP/2, until it ends or the front drains.
+//!
+//! What ALPN agreed on decides; without ALPN the first bytes do. A head that is longer on its way than its bound
+//! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
+//! on a public front they are the protection. Control frames have a budget below hyper, see [`ControlFrameLimiter`].
+
+use super::{ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer};
+use crate::{
+    config::ErrorFormat,
+    error::Reason,
+    proxy::{Proxy, access_log::AccessRecord, error_response, response_body::ResponseBody},
+};
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::{
+    control_frame_limit::ControlFrameLimiter,
+    eviction::Eviction,
+    informational::{ExchangeId, InformationalIo},
+    request_target::MAX_URI_BYTES,
+};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header::CONNECTION};
+use hyper::{
+    body::{Body as _, Incoming},
+    ext::ReasonPhrase,
+    service::service_fn,
+};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::conn::auto,
+};
+use pin_project_lite::pin_project;
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::{Pin, pin},
+    sync::{Arc, OnceLock},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{task::futures::TaskLocalFuture, time::sleep};
+use tokio_util::sync::CancellationToken;
+
+/// Runs hyper's tasks under our owner.
+#[derive(Clone, Debug)]
+struct TaskExecutor(Arc<TaskGroup>);
+
+impl<F> hyper::rt::Executor<F> for TaskExecutor
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        self.0
+            .spawn(tracing::Span::current(), UntilEvicted::new(task));
+    }
+}
+
+type EvictionSlot = Arc<OnceLock<(Eviction, Arc<ClientConnection>)>>;
+
+tokio::task_local! {
+    /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
+    static EVICTION: EvictionSlot;
+}
+
+pin_project! {
+    /// The task of one stream, until it ends or the stream that brings its answer is evicted. Dropping the task resets the
+    /// stream.
+    struct UntilEvicted<F> {
+        #[pin]
+        task: TaskLocalFuture<EvictionSlot, F>,
+        slot: EvictionSlot,
+    }
+}
+
+impl<F: Future<Output = ()>> UntilEvicted<F> {
+    fn new(task: F) -> Self {
+        let slot = EvictionSlot::default();
+        Self {
+            task: EVICTION.scope(EvictionSlot::clone(&slot), task),
+            slot,
+        }
+    }
+}
+
+impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.project();
+        if this.task.poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        let Some((eviction, connection)) = this.slot.get() else {
+            return Poll::Pending;
+        };
+        ready!(eviction.poll_evicted(cx));
+        connection.condition.lost_stream();
+        Poll::Ready(())
+    }
+}
+
+/// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
+/// stream whose app does not read may hold as much.
+const WINDOW: u32 = 256 << 10;
+/// The same while too much is unread: what RFC 9113 §6.9.2 begins with.
+const SMALL: u32 = (64 << 10) - 1;
+/// Bytes of an answer that wait for a caller's socket, where HTTP/2 is spoken. hyper's default is 400 KiB.
+const QUEUED: usize = 128 << 10;
+/// Streams on one HTTP/2 connection: what Go's server allows; its client opens a second connection beyond.
+const STREAMS: u32 = 250;
+/// A dead HTTP/2 caller is noticed within twice this.
+const PING: Duration = Duration::from_secs(30);
+
+/// Time for one more request of HTTP/1.1, which is told that the connection ends: closed without that, it would lose a request
+/// that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+const LAST_REQUEST: Duration = Duration::from_secs(1);
+
+/// Serves one connection until it ends; after `stop` it finishes what it has begun.
+pub(super) async fn serve(
+    proxy: &Proxy,
+    io: ClientIo,
+    connection: Arc<ClientConnection>,
+    stop: CancellationToken,
+) {
+    let builder = builder(proxy, connection.window);
+    let service = service_fn(|request: Request<Incoming>| {
+        let (proxy, connection) = (proxy.clone(), connection.clone());
+        // Here and not below: the engine hands streams over in their order.
+        let exchange = exchange(&connection, request.version());
+        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
+    });
+    let io = below_engine(proxy, io, &connection);
+    let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
+    let condition = connection.condition.clone();
+    let mut events = events(proxy, &connection, &stop);
+    loop {
+        tokio::select! {
+            biased;
+            ended = served.as_mut() => {
+                if let Err(error) = ended {
+                    tracing::debug!(%error, "a caller's connection ended");
+                    unparsed(proxy, &connection, error.downcast_ref());
+                }
+                return;
+            }
+            () = condition.evicted() => return,
+            Some(event) = events.next() => match event {
+                Event::Stuck => {
+                    tracing::debug!("a caller reads nothing, and lost a stream");
+                    return;
+                }
+                Event::SlowHead => {
+                    tracing::debug!("a caller's head was too slow");
+                    proxy.shared.metrics.limit("slow_head");
+                    return;
+                }
+                Event::Idle => {
+                    served.as_mut().graceful_shutdown();
+                    let idle = connection.idle.idle(proxy.shared.timeouts.header);
+                    events.push(idle.map(|()| Event::StillIdle).boxed());
+                }
+                Event::StillIdle => {
+                    tracing::debug!("an idle caller did not take its leave");
+                    return;
+                }
+                Event::Stop => served.as_mut().graceful_shutdown(),
+            }
+        }
+    }
+}
+
+/// Event of a connection beside its requests. Such events are rare, so their futures are polled only when they are woken, and
+/// not with each request: the wait for a drain takes a lock that all connections share.
+enum Event {
+    /// The client reads nothing, and has lost a stream.
+    Stuck,
+    /// The head of a request is too slow.
+    SlowHead,
+    /// There was no request for long.
+    Idle,
+    /// The client has been told, and does not go.
+    StillIdle,
+    /// The listener closes, or has another configuration.
+    Stop,
+}
+
+/// Returns what waits for the events of a connection.
+fn events<'a>(
+    proxy: &'a Proxy,
+    connection: &'a ClientConnection,
+    stop: &'a CancellationToken,
+) -> FuturesUnordered<BoxFuture<'a, Event>> {
+    let (timeouts, drain) = (&proxy.shared.timeouts, proxy.shared.registry.closed());
+    let (condition, idle) = (&connection.condition, &connection.idle);
+    let slow = condition.slow_head(timeouts.header);
+    [
+        slow.map(|()| Event::SlowHead).boxed(),
+        condition.stuck().map(|()| Event::Stuck).boxed(),
+        (idle.idle(timeouts.idle_keepalive).map(|()| Event::Idle)).boxed(),
+        (last_orders(drain, stop, idle).map(|()| Event::Stop)).boxed(),
+    ]
+    .into_iter()
+    .collect()
+}
+
+/// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
+/// there is one, or else since `stop`; it has time for one at least.
+async fn last_orders(drain: impl Future<Output = ()>, stop: &CancellationToken, idle: &IdleTimer) {
+    tokio::select! {
+        () = drain => {}
+        () = stop.cancelled() => {}
+    }
+    if !idle.has_begun() {
+        sleep(LAST_REQUEST).await;
+    }
+    stop.cancelled().await;
+}
+
+/// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
+fn closes(proxy: &Proxy) -> bool {
+    proxy.shared.registry.is_closed() || proxy.front.is_retired()
+}
+
+/// Announces that the connection of HTTP/1.1 ends behind this response, which the engine then sees to (RFC 9112, section
+/// 9.6). A connection that becomes a session ends with that.
+fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
+    let status = response.status();
+    let is_session = status == StatusCode::SWITCHING_PROTOCOLS
+        || (method == Method::CONNECT && status.is_success());
+    if !is_session {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
+    }
+}
+
+/// Records a request whose head cannot be parsed: no other part of the gateway has seen it.
+fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hyper::Error>) {
+    if let Some(error) = error.filter(|error| error.is_parse()) {
+        let guess = if error.is_parse_too_large() {
+            Reason::HeaderTooLarge
+        } else {
+            Reason::Malformed
+        };
+        let reason = connection.condition.unparsed().unwrap_or(guess);
+        let detail = error_response::unparsed_detail(reason);
+        let record = AccessRecord::unparsed(proxy, connection);
+        record.failed(&reason.with_source(detail, error.to_string()));
+        record.answered(match proxy.front.errors {
+            ErrorFormat::Problem => reason.status(),
+            ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
+        });
+    }
+}
+
+/// Returns the connection as the engine sees it.
+fn below_engine(
+    proxy: &Proxy,
+    io: ClientIo,
+    connection: &ClientConnection,
+) -> InformationalIo<ControlFrameLimiter<ClientIo, impl Fn() + use<>>> {
+    let metrics = proxy.shared.metrics.clone();
+    let io = ControlFrameLimiter::new(io, move || {
+        tracing::debug!("a client flooded its connection with control frames");
+        metrics.limit("control_frames");
+    });
+    InformationalIo::new(io, connection.interims.clone())
+}
+
+/// Returns what interim answers to the request are for that the engine hands over now.
+fn exchange(connection: &ClientConnection, version: Version) -> ExchangeId {
+    match version {
+        Version::HTTP_2 => connection.interims.accepted(),
+        Version::HTTP_11 => ExchangeId::Http1,
+        _ => ExchangeId::None,
+    }
+}
+
+async fn answer(
+    proxy: &Proxy,
+    connection: &Arc<ClientConnection>,
+    mut request: Request<Incoming>,
+    exchange: ExchangeId,
+) -> Response<ResponseBody> {
+    if request.version() == Version::HTTP_2 {
+        let busy = connection.idle.busy();
+        let response = proxy.handle(connection, request, exchange).await;
+        if let Some(eviction) = response.body().eviction() {
+            // Not within a task of the executor's, nobody waits for it.
+            let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
+        }
+        return response.map(|body| body.keeping(busy));
+    }
+    let condition = &connection.condition;
+    match condition.begins(!request.body().is_end_stream()) {
+        None => {}
+        Some(LongTarget::Rest(rest)) => drop(request.extensions_mut().insert(rest)),
+        Some(LongTarget::Refused(reason)) => drop(request.extensions_mut().insert(reason)),
+    }
+    condition.evictable(None);
+    let method = request.method().clone();
+    let mut response = proxy.handle(connection, request, exchange).await;
+    if closes(proxy) {
+        announce_close(&method, &mut response);
+    }
+    if response.status().canonical_reason().is_none() {
+        // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
+        let extensions = response.extensions_mut();
+        extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
+    }
+    connection.condition.evictable(response.body().eviction());
+    response.map(|body| body.over(Some(connection.condition.clone())))
+}
+
+/// The stream window of a connection that begins now.
+pub(super) fn window(proxy: &Proxy) -> u32 {
+    if proxy.shared.limits.pressure().is_high() {
+        SMALL
+    } else {
+        WINDOW
+    }
+}
+
+fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
+    let mut builder = auto::Builder::new(TaskExecutor(proxy.tasks.clone()));
+    let bytes = proxy.shared.header_bytes;
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .title_case_headers(true)
+        .half_close(false)
+        .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
+        .max_headers(proxy.shared.max_headers * 2)
+        // A target and fields at their limits. Fields beyond theirs are refused by us as far as they fit, and else by hyper.
+        // A body that waits takes as much.
+        .max_buf_size((MAX_URI_BYTES + bytes).max(bytes * 2));
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(window)
+        // All streams at once: one whose body is not taken holds up itself only.
+        .initial_connection_window_size(window * STREAMS)
+        .max_concurrent_streams(STREAMS)
+        .max_send_buf_size(QUEUED)
+        .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
+        .max_header_list_size(u32::try_from(MAX_URI_BYTES + bytes * 2).unwrap_or(u32::MAX))
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PING);
+    builder
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use tokio::time::Instant;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_of_http1_ends_after_time_for_one_more_request() {
+        let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
+        let idle = Arc::new(IdleTimer::default());
+        let ends = |after: Duration| {
+            let (drain, stop, idle) = (drain.clone(), stop.clone(), idle.clone());
+            async move {
+                let began = Instant::now();
+                last_orders(drain.cancelled(), &stop, &idle).await;
+                assert_eq!(began.elapsed(), after);
+            }
+        };
+        assert!(ends(LAST_REQUEST).now_or_never().is_none());
+        // A listener has another configuration.
+        stop.cancel();
+        ends(LAST_REQUEST).await;
+        // Requests are counted where HTTP/2 is spoken.
+        drop(idle.busy());
+        ends(Duration::ZERO).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_time_since_the_drain_began_counts() {
+        let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
+        let idle = Arc::new(IdleTimer::default());
+        drain.cancel();
+        let began = Instant::now();
+        let ending = last_orders(drain.cancelled(), &stop, &idle);
+        let closing = async {
+            sleep(3 * LAST_REQUEST).await;
+            stop.cancel();
+        };
+        tokio::join!(ending, closing);
+        assert_eq!(began.elapsed(), 3 * LAST_REQUEST);
+    }
+}

@@ -1,0 +1,276 @@
+//! TLS of a front: the ClientHello names the core, the handshake ends there, and the peer is checked.
+//!
+//! After every handshake, resumed or not, a certificate that was shown is judged again: presence of what the
+//! front demands, dates, purpose, whose CA made it. An edge's certificate is no caller's.
+
+use super::{AcceptedSocket, ListenerConfig, ListenerTls, conn_io::ClientIo, serve};
+use crate::{
+    audit,
+    config::{ListenerProtocol, Serial},
+    proxy::{
+        Proxy,
+        authn::{AuthMethod, ClientIdentity, Shown, UID, Validity},
+    },
+    worker::WorkerId,
+};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Identity,
+    verify::{PeerRejected, Purpose, none_revoked, verify_peer},
+};
+use causeway_rt::{lingering_close, socket::Socket};
+use causeway_tunnel::wire;
+use rustls::{
+    AlertDescription,
+    server::{Accepted, Acceptor},
+};
+use rustls_pki_types::UnixTime;
+use std::{pin::pin, sync::Arc, time::Duration};
+use tokio::io::AsyncWriteExt;
+use tokio::time::{Instant, timeout_at};
+use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
+
+/// A fatal alert `unrecognized_name` as a record: before the keys are agreed on, alerts are plaintext (RFC 8446, section 5.1).
+const UNRECOGNIZED_NAME: [u8; 7] = [21, 3, 3, 0, 2, 2, 112];
+/// The answer to a request without TLS.
+const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
+    Content-Type: text/plain; charset=utf-8\r\n\
+    Content-Length: 62\r\n\
+    Connection: close\r\n\
+    Proxy-Status: causeway; error=http_request_error; details=\"malformed: this listener speaks TLS\"\r\n\r\n\
+    This listener speaks TLS: the URL has to begin with https://.\n";
+/// Time between two log lines of refusals at one listener.
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
+
+/// Reads the ClientHello, moves the socket to the core that it names, and serves it there.
+pub(super) async fn accept_tls(
+    door: ListenerConfig,
+    core: WorkerId,
+    socket: Socket,
+    arrival: AcceptedSocket,
+) {
+    let proxy = &door.proxies[core.0];
+    let deadline = Instant::now() + proxy.shared.timeouts.tls;
+    let first = timeout_at(deadline, first_byte(&socket)).await;
+    if proxy.front.kind != ListenerProtocol::Tcp
+        && let Ok(Some(b'A'..=b'Z')) = first
+    {
+        failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
+        return refuse_plaintext(socket).await;
+    }
+    let hello = timeout_at(
+        deadline,
+        LazyConfigAcceptor::new(Acceptor::default(), socket),
+    )
+    .await;
+    let start = match hello {
+        Ok(Ok(start)) => start,
+        Ok(Err(error)) => return failed(proxy, "hello", &error),
+        Err(_) => return failed(proxy, "slow", &"no ClientHello in time"),
+    };
+    let hello = start.client_hello();
+    let server_name = hello.server_name();
+    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, &arrival)) {
+        failed(proxy, "unrecognized_name", &"no node has this server name");
+        log_refusal(
+            proxy,
+            &arrival,
+            (Some(name), "UnrecognisedName"),
+            "no certificate is made for the server name that a client asks for: no node has this name",
+        );
+        return refuse_name(start.io).await;
+    }
+    let home = door.home(core, server_name, arrival.original);
+    let accepted = start.accepted;
+    door.hand_over((core, home), start.io, move |door, socket| async move {
+        let proxy = door.proxies[home.0].clone();
+        let place = arrival.room.clone();
+        let serving = pin!(async {
+            let shaken = finish_handshake(&proxy, accepted, (socket, &arrival), deadline).await;
+            if let Some(stream) = shaken {
+                serve_connection(stream, arrival, door, home).await;
+            }
+        });
+        place.run(serving).await;
+    });
+}
+
+/// Returns whether the server name alone says which node a client means, and no node has it. A fixed node, the original
+/// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the
+/// client is told so over HTTP.
+fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &AcceptedSocket) -> bool {
+    let front = &proxy.front;
+    let by_name = matches!(front.kind, ListenerProtocol::Https | ListenerProtocol::Tcp)
+        && front.node.is_none()
+        && arrival.original.is_none();
+    let lacks = |tls: &ArcSwap<ListenerTls>| tls.load().lacks(server_name);
+    by_name && proxy.shared.nodes.pending().is_none() && front.tls.as_ref().is_some_and(lacks)
+}
+
+/// Returns the first byte that a client sends over TCP, and leaves it to be read.
+async fn first_byte(socket: &Socket) -> Option<u8> {
+    let mut first = [0];
+    let length = socket.tcp()?.peek(&mut first).await.ok()?;
+    (length > 0).then_some(first[0])
+}
+
+/// Answers a client that speaks HTTP where TLS is spoken: its user sees a sentence instead of the bytes of an alert.
+async fn refuse_plaintext(mut socket: Socket) {
+    if socket.write_all(PLAINTEXT_REFUSED.as_bytes()).await.is_ok() {
+        lingering_close::close(socket).await;
+    }
+}
+
+/// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls sends `access_denied` where it has no
+/// certificate to show.
+async fn refuse_name(mut socket: Socket) {
+    if socket.write_all(&UNRECOGNIZED_NAME).await.is_ok() {
+        lingering_close::close(socket).await;
+    }
+}
+
+async fn finish_handshake(
+    proxy: &Proxy,
+    accepted: Accepted,
+    (socket, arrival): (Socket, &AcceptedSocket),
+    deadline: Instant,
+) -> Option<TlsStream<Socket>> {
+    let tls = proxy.front.tls.as_ref()?.load();
+    let config = tls.shown(arrival.original, &proxy.shared.nodes);
+    drop(tls);
+    let server_name = accepted.client_hello().server_name().map(str::to_owned);
+    let start = StartHandshake::from_parts(accepted, socket);
+    match timeout_at(deadline, start.into_stream(config).into_fallible()).await {
+        Ok(Ok(mut stream)) => {
+            stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+            Some(stream)
+        }
+        Ok(Err((error, socket))) => {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            if let Some(rustls::Error::InvalidCertificate(_)) = inner {
+                audit::log_rejected_client(&proxy.front.name, arrival.peer, &error);
+            }
+            if let Some(rustls::Error::AlertReceived(alert)) = inner
+                && is_about_certificate(*alert)
+            {
+                log_refusal(
+                    proxy,
+                    arrival,
+                    (server_name.as_deref(), alert.as_str().unwrap_or("unknown")),
+                    "a client refuses the certificate of this listener: it trusts another CA, calls by a name that the certificate does not bear, or its clock is wrong",
+                );
+            }
+            failed(proxy, "handshake", &error);
+            lingering_close::close(socket).await;
+            None
+        }
+        Err(_) => {
+            failed(proxy, "slow", &"the handshake took too long");
+            None
+        }
+    }
+}
+
+async fn serve_connection(
+    stream: TlsStream<Socket>,
+    arrival: AcceptedSocket,
+    door: ListenerConfig,
+    home: WorkerId,
+) {
+    // The front may have become another during the handshake: then whoever comes is judged by that one.
+    let Some(door) = door.by_now() else {
+        return;
+    };
+    let proxy = &door.proxies[home.0];
+    let (_, session) = stream.get_ref();
+    let sni = session.server_name().map(str::to_owned);
+    // Whoever speaks HTTP is told why in words; the record of what is refused then says it too.
+    let caller = caller(proxy, session).inspect_err(|refused| {
+        failed(proxy, "certificate", refused);
+    });
+    let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
+    let io = ClientIo::tls(stream, &connection.condition, proxy.form());
+    serve(proxy, io, connection, door.stop.clone()).await;
+}
+
+/// The caller that the certificate names, if one was shown.
+fn caller(
+    proxy: &Proxy,
+    session: &rustls::ServerConnection,
+) -> Result<Option<ClientIdentity>, PeerRejected> {
+    let (Some(tls), Some(chain)) = (&proxy.front.tls, session.peer_certificates()) else {
+        return Ok(None);
+    };
+    let tls = tls.load();
+    let trust = &tls.trust;
+    let proven = verify_peer(
+        Some(chain),
+        Purpose::Caller,
+        UnixTime::now(),
+        trust,
+        &none_revoked,
+    )?;
+    let (name, groups, uris) = match proven.identity {
+        Identity::Caller { name, groups } => {
+            let uri = trust.caller_uri(&name);
+            (name, groups, vec![uri])
+        }
+        Identity::Foreign {
+            common_name,
+            organizations,
+            mut uris,
+        } => {
+            // Names of ours are given by our own root, and uids by the kernel.
+            uris.retain(|uri| !trust.is_own_uri(uri));
+            let name = uris.first().cloned().or(common_name);
+            let name = name.filter(|name| !name.starts_with(UID));
+            let name = name.unwrap_or_else(|| "unnamed".to_owned());
+            (name, organizations, uris)
+        }
+        // `check_peer` lets neither through for this purpose.
+        Identity::Edge(_) | Identity::Gateway => return Ok(None),
+    };
+    let caller = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared);
+    Ok(Some(ClientIdentity {
+        root: proven.root,
+        certificate: Serial::try_from(proven.serial).ok().map(|serial| {
+            Arc::new(Shown {
+                serial,
+                chain: chain.to_vec(),
+                not_after: proven.not_after,
+            })
+        }),
+        validity: Some(Validity::until(proven.not_after)),
+        ..caller.with_uris(uris)
+    }))
+}
+
+/// Returns whether a client sends this alert because of the certificate that it was shown.
+fn is_about_certificate(alert: AlertDescription) -> bool {
+    use AlertDescription::{BadCertificate, CertificateExpired, CertificateUnknown, UnknownCA};
+    matches!(
+        alert,
+        BadCertificate | CertificateExpired | CertificateUnknown | UnknownCA
+    )
+}
+
+/// Logs why a client gets no connection, for each listener once a minute.
+fn log_refusal(
+    proxy: &Proxy,
+    arrival: &AcceptedSocket,
+    (server_name, alert): (Option<&str>, &str),
+    message: &'static str,
+) {
+    if let Some(count) = proxy.front.tls_refusals.happened_within(LOG_INTERVAL) {
+        let (listener, peer) = (&proxy.front.name, arrival.peer);
+        tracing::info!(listener, %peer, server_name, alert, count, "{message}");
+    }
+}
+
+fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
+    proxy
+        .shared
+        .metrics
+        .handshake_failed(proxy.front.kind.as_str(), why);
+    tracing::debug!(front = proxy.front.name, why, %error, "a caller's TLS handshake failed");
+}

@@ -1,0 +1,144 @@
+//! The node of a pod, where nothing else of a kube-apiserver's request names a node.
+//!
+//! Without `--kubelet-certificate-authority` its upgrades carry no SNI, and its own Host: the path alone says what is
+//! meant, `/exec/NAMESPACE/POD/CONTAINER` and its like (kubelet's API). Which node a pod is on knows somebody else, who is
+//! asked and awaited within a bound: one of the two waits that the way of a request permits. Only callers that are known
+//! are answered so, and only at fronts for kube-apiservers.
+
+use super::{
+    Proxy,
+    authn::{AuthMethod, ClientIdentity},
+    request::StreamKind,
+    route::Route,
+};
+use crate::{
+    config::ErrorFormat,
+    error::{Error, Reason},
+};
+use causeway_certs::NodeName;
+use causeway_tunnel::Target;
+use futures_util::future::BoxFuture;
+use http::Request;
+use std::{borrow::Cow, fmt::Debug};
+
+/// Who knows on which node a pod is.
+pub trait PodLookup: Debug + Send + Sync + 'static {
+    /// The node of the pod with this namespace and name, or why it is not known.
+    fn node(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>>;
+}
+
+/// What was `routed`, or the route by the pod that the path means.
+///
+/// # Errors
+/// Why there is none.
+pub(super) async fn or_route<B>(
+    proxy: &Proxy,
+    (caller, kind): (&ClientIdentity, &StreamKind),
+    request: &Request<B>,
+    routed: Result<Route, Error>,
+) -> Result<Route, Error> {
+    match routed {
+        Ok(route) => Ok(route),
+        Err(none) => route(proxy, (caller, kind), request.uri().path(), none).await,
+    }
+}
+
+async fn route(
+    proxy: &Proxy,
+    (caller, kind): (&ClientIdentity, &StreamKind),
+    path: &str,
+    error: Error,
+) -> Result<Route, Error> {
+    let front = &proxy.front;
+    let asks = front.errors == ErrorFormat::Kubernetes
+        && caller.method != AuthMethod::Anonymous
+        && !matches!(kind, StreamKind::Connect)
+        && error.reason == Reason::NodeUnknown;
+    let pods = proxy.shared.pods.as_ref().filter(|_| asks);
+    let (Some(pods), Some((namespace, name))) = (pods, meant(path)) else {
+        return Err(error);
+    };
+    let bound = proxy.shared.timeouts.authorize;
+    let node = match tokio::time::timeout(bound, pods.node(namespace, name)).await {
+        Ok(Ok(found)) => found,
+        Ok(Err(why)) => {
+            let detail = format!("the node of pod {namespace}/{name} is not known: {why}");
+            return Err(Reason::NodeUnknown.error(detail));
+        }
+        Err(_) => {
+            let detail =
+                format!("the node of pod {namespace}/{name} was not found within {bound:?}");
+            return Err(Reason::Undecided.error(detail));
+        }
+    };
+    // One in the cloud has no tunnel, and never will.
+    let Some(node) = proxy.shared.nodes.by_name(node.as_str()) else {
+        let detail = format!("pod {namespace}/{name} is on {node}, which is at no edge");
+        return Err(Reason::NodeUnknown.error(detail));
+    };
+    let port = front.port.ok_or(error)?;
+    let target = Target::new(node.as_str(), port);
+    Ok(Route { node, target })
+}
+
+/// Namespace and name of the pod that a path of kubelet's API means.
+fn meant(path: &str) -> Option<(&str, &str)> {
+    let mut parts = path.strip_prefix('/')?.split('/');
+    let api = parts.next()?;
+    if !["exec", "attach", "portForward", "containerLogs"].contains(&api) {
+        return None;
+    }
+    let (namespace, name) = (parts.next()?, parts.next()?);
+    (is_name(namespace) && is_name(name)).then_some((namespace, name))
+}
+
+/// RFC 1123, as Kubernetes names pods: nothing that means something else in a path.
+fn is_name(text: &str) -> bool {
+    let plain =
+        |each: u8| each.is_ascii_lowercase() || each.is_ascii_digit() || b"-.".contains(&each);
+    let ends = |each: Option<&u8>| each.is_some_and(u8::is_ascii_alphanumeric);
+    let bytes = text.as_bytes();
+    bytes.len() <= 253
+        && bytes.iter().copied().all(plain)
+        && ends(bytes.first())
+        && ends(bytes.last())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_of_kubelets_api_means_a_pod_and_no_other_path_does() {
+        for path in [
+            "/exec/default/web-1/app",
+            "/attach/default/web-1/app",
+            "/portForward/default/web-1",
+            "/containerLogs/default/web-1/app",
+            "/exec/default/web-1/0f3c/app",
+        ] {
+            assert_eq!(meant(path), Some(("default", "web-1")), "{path}");
+        }
+        for path in [
+            "/",
+            "/pods",
+            "/exec",
+            "/exec/default",
+            "/exec//web-1",
+            "/exec/default/",
+            "/exec/../web-1",
+            "/exec/default/..",
+            "/exec/default/%2e%2e/x",
+            "/exec/default/Web",
+            "/run/default/web-1/app",
+            "/execs/default/web-1",
+            "exec/default/web-1",
+        ] {
+            assert_eq!(meant(path), None, "{path}");
+        }
+    }
+}

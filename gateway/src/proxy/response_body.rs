@@ -1,0 +1,332 @@
+//! The body of an answer on its way to the caller.
+//!
+//! A stream that breaks must not look like an end. On HTTP/2 the error's code goes on. On HTTP/1.1 what was
+//! received is flushed first, then the body fails and the socket is dropped with a reset: without the
+//! flush the last bytes would be lost, without the reset a close-delimited answer would seem whole (trap 3).
+
+use crate::{
+    error::Error,
+    proxy::{
+        access_log::AccessRecord,
+        listener::{conn_io::ConnState, idle_timer::ActiveRequest},
+        recheck,
+        upstream::UpstreamResponseBody,
+    },
+};
+use bytes::Bytes;
+use causeway_certs::NodeName;
+use causeway_tunnel::{StreamError, StreamReceiver, StreamSender, eviction::Eviction};
+use http::{HeaderMap, header::CONTENT_LENGTH};
+use http_body::{Body, Frame, SizeHint};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::time::Sleep;
+use tokio_util::sync::DropGuard;
+
+/// How long a caller that does not read may hold up the end of a broken answer.
+const FLUSH: Duration = Duration::from_secs(5);
+
+/// An answer's body.
+#[derive(Debug)]
+pub struct ResponseBody {
+    inner: Inner,
+    /// Where the caller speaks HTTP/1.1: its socket, whose next head is waited for after this body.
+    socket: Option<Arc<ConnState>>,
+    /// Where the caller speaks HTTP/2: its connection is not idle meanwhile.
+    busy: Option<ActiveRequest>,
+}
+
+#[derive(Debug)]
+enum Inner {
+    Empty,
+    /// A text of our own.
+    Text(Option<Bytes>),
+    /// What a tunnel brings.
+    Stream(Box<TunnelBody>),
+}
+
+/// Who brings a body.
+#[derive(Debug)]
+enum BodySource {
+    /// A stream of a tunnel.
+    Tunnel(StreamReceiver),
+    /// An app that is asked through one.
+    App(Box<UpstreamResponseBody>),
+}
+
+/// A body from a tunnel.
+#[derive(Debug)]
+struct TunnelBody {
+    source: BodySource,
+    node: NodeName,
+    record: Arc<AccessRecord>,
+    broken: Option<(StreamError, Pin<Box<Sleep>>)>,
+    /// Where the caller speaks HTTP/2: its connection had a turn to take what came before the break.
+    yielded: bool,
+    /// Bytes that the answer's Content-Length leaves, where it has one.
+    left: Option<u64>,
+    /// The request's body, which ends with an answer that is given up.
+    upload: Option<DropGuard>,
+    eviction: Option<Eviction>,
+}
+
+impl ResponseBody {
+    /// No body. `record` ends with the head.
+    pub fn empty() -> Self {
+        Self::of(Inner::Empty)
+    }
+
+    /// A text of our own.
+    pub fn text(text: impl Into<Bytes>) -> Self {
+        Self::of(Inner::Text(Some(text.into())))
+    }
+
+    /// A body from a tunnel.
+    pub fn stream(receive: StreamReceiver, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
+        Self::streamed(BodySource::Tunnel(receive), node, record)
+    }
+
+    /// A body from an app that is asked through a tunnel.
+    pub(super) fn app(
+        body: UpstreamResponseBody,
+        node: &NodeName,
+        record: &Arc<AccessRecord>,
+    ) -> Self {
+        Self::streamed(BodySource::App(Box::new(body)), node, record)
+    }
+
+    fn streamed(source: BodySource, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
+        let eviction = source.eviction();
+        if let Some(eviction) = &eviction {
+            eviction.answer();
+            record.evictable(eviction.clone());
+        }
+        let streamed = TunnelBody {
+            eviction,
+            source,
+            node: node.clone(),
+            record: record.clone(),
+            broken: None,
+            yielded: false,
+            left: None,
+            upload: None,
+        };
+        Self::of(Inner::Stream(Box::new(streamed)))
+    }
+
+    fn of(inner: Inner) -> Self {
+        Self {
+            inner,
+            socket: None,
+            busy: None,
+        }
+    }
+
+    /// Notes the Content-Length, behind whose bytes nobody may ask for the body's end.
+    #[must_use]
+    pub(super) fn sized(mut self, fields: &HeaderMap) -> Self {
+        if let Inner::Stream(streamed) = &mut self.inner {
+            let length = fields.get(CONTENT_LENGTH);
+            let length = length.and_then(|length| length.to_str().ok());
+            streamed.left = length.and_then(|length| length.parse().ok());
+        }
+        self
+    }
+
+    /// Ties the request's body to this one: it may go on behind an answer that is whole, not behind one that
+    /// nobody takes.
+    #[must_use]
+    pub fn with_upload(mut self, upload: Option<DropGuard>) -> Self {
+        if let Inner::Stream(streamed) = &mut self.inner {
+            streamed.upload = upload;
+        }
+        self
+    }
+
+    /// Ties the request's half of the stream to this one: where the edge gives the stream up, a caller that reads nothing loses it.
+    #[must_use]
+    pub fn with_request(self, send: Option<StreamSender>) -> Self {
+        if let (Some(eviction), Some(send)) = (self.eviction(), send) {
+            eviction.attach_sender(send);
+        }
+        self
+    }
+
+    /// Keeps the connection of a caller that speaks HTTP/2.
+    #[must_use]
+    pub fn keeping(mut self, busy: ActiveRequest) -> Self {
+        self.busy = Some(busy);
+        self
+    }
+
+    /// Handle by which the connection learns that the stream is evicted; none if no tunnel brings the body.
+    pub(super) fn eviction(&self) -> Option<Eviction> {
+        match &self.inner {
+            Inner::Stream(streamed) => streamed.eviction.clone(),
+            Inner::Empty | Inner::Text(_) => None,
+        }
+    }
+
+    /// Ties the body to the socket of a caller that speaks HTTP/1.1.
+    #[must_use]
+    pub fn over(mut self, socket: Option<Arc<ConnState>>) -> Self {
+        self.socket = socket;
+        self
+    }
+}
+
+impl Drop for ResponseBody {
+    fn drop(&mut self) {
+        if let Some(socket) = &self.socket {
+            socket.answered();
+        }
+    }
+}
+
+impl Drop for TunnelBody {
+    fn drop(&mut self) {
+        if (self.eviction.as_ref()).is_some_and(Eviction::is_evicted) {
+            let evicted = Error::of_stream(self.node.as_str(), &StreamError::Evicted);
+            self.record.failed(&evicted);
+        }
+        if let Some(eviction) = &self.eviction {
+            eviction.release();
+        }
+        if !self.source.is_end() && self.left != Some(0) && !self.record.is_bodiless() {
+            let detail = "the client left before the end of its answer";
+            self.record.abandoned(detail);
+        }
+        if self.source.is_end()
+            && let Some(upload) = self.upload.take()
+        {
+            upload.disarm();
+        }
+    }
+}
+
+impl BodySource {
+    fn eviction(&self) -> Option<Eviction> {
+        match self {
+            Self::Tunnel(receive) => receive.eviction(),
+            Self::App(body) => body.eviction(),
+        }
+    }
+
+    fn is_end(&self) -> bool {
+        match self {
+            Self::Tunnel(receive) => receive.is_end(),
+            Self::App(body) => body.is_end(),
+        }
+    }
+}
+
+impl TunnelBody {
+    /// The next frame of the source; why there is none goes into the record.
+    fn poll_source(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        match &mut self.source {
+            BodySource::Tunnel(receive) => {
+                let polled = ready!(Pin::new(receive).poll_frame(cx));
+                if let Some(Err(error)) = &polled {
+                    self.record
+                        .failed(&Error::of_stream(self.node.as_str(), error));
+                }
+                // That code is the edge's word to this gateway.
+                Poll::Ready(polled.map(|frame| {
+                    frame.map_err(|error| match error {
+                        error if error.is_withdrawn() => StreamError::cancelled(),
+                        error => error,
+                    })
+                }))
+            }
+            BodySource::App(body) => match ready!(body.poll_frame(cx)) {
+                Some(Err((why, error))) => {
+                    self.record.failed(&why);
+                    Poll::Ready(Some(Err(error)))
+                }
+                Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
+                None => Poll::Ready(None),
+            },
+        }
+    }
+
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: Option<&Arc<ConnState>>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        if self.broken.is_none() && self.record.poll_ended(cx).is_ready() {
+            let ended = StreamError::cancelled();
+            self.broken = Some((ended, Box::pin(tokio::time::sleep(recheck::FLUSH_TIMEOUT))));
+        }
+        if self.broken.is_none() {
+            match ready!(self.poll_source(cx)) {
+                Some(Err(error)) => {
+                    self.broken = Some((error, Box::pin(tokio::time::sleep(FLUSH))));
+                }
+                Some(Ok(frame)) => {
+                    if let Some(chunk) = frame.data_ref() {
+                        let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
+                        self.record.passed.down.fetch_add(length, Relaxed);
+                        self.left = self.left.map(|left| left.saturating_sub(length));
+                    }
+                    return Poll::Ready(Some(Ok(frame)));
+                }
+                None => return Poll::Ready(None),
+            }
+        }
+        if let (Some(socket), Some((_, bound))) = (socket, &mut self.broken) {
+            let flushed = socket.poll_flushed(cx);
+            if flushed.is_pending() {
+                ready!(bound.as_mut().poll(cx));
+            }
+        } else if !std::mem::replace(&mut self.yielded, true) {
+            // A reset clears what the engine has queued for the stream.
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(self.broken.take().map(|(error, _)| Err(error)))
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = StreamError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        let this = self.get_mut();
+        match &mut this.inner {
+            Inner::Empty => Poll::Ready(None),
+            Inner::Text(text) => Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            Inner::Stream(streamed) => streamed.poll(cx, this.socket.as_ref()),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            Inner::Empty => true,
+            Inner::Text(text) => text.is_none(),
+            Inner::Stream(streamed) => streamed.broken.is_none() && streamed.source.is_end(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            Inner::Empty | Inner::Text(None) => SizeHint::with_exact(0),
+            Inner::Text(Some(text)) => {
+                SizeHint::with_exact(u64::try_from(text.len()).unwrap_or(u64::MAX))
+            }
+            Inner::Stream(_) => SizeHint::default(),
+        }
+    }
+}

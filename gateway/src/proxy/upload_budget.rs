@@ -1,0 +1,155 @@
+//! What callers have sent that waits here for a tunnel: a part of what the process leaves unread.
+//!
+//! The engine keeps up to a window of a body that nobody asks for, and does not say how much. So the most that
+//! it can be counts, from the first look at which nobody asks for more until somebody does. A work that is
+//! polled and does not ask its body waits for something else, which is the tunnel. However the work ends,
+//! the part goes with it.
+
+use causeway_tunnel::buffered::{BudgetShare, MemoryBudget, SAMPLE_INTERVAL};
+use std::{
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+    task::Poll,
+};
+use tokio::time::{Instant, sleep};
+
+/// What one body brings and may hold, told by whoever reads it. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub(super) struct BufferedBody(Arc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// The last chunk, and what may lie behind it.
+    held: AtomicUsize,
+    /// Since the last poll began, a chunk was handed out.
+    handed: AtomicBool,
+    /// Since the last poll began, somebody asked in vain, and nothing was handed out after it.
+    asks: AtomicBool,
+}
+
+impl BufferedBody {
+    /// The body was asked and brings nothing yet.
+    pub(super) fn none(&self) {
+        self.0.asks.store(true, Relaxed);
+    }
+
+    /// The body brings a chunk. It and what may lie behind it are so many bytes; after its end that is none.
+    pub(super) fn some(&self, bytes: usize) {
+        self.0.held.store(bytes, Relaxed);
+        self.0.asks.store(false, Relaxed);
+        self.0.handed.store(true, Relaxed);
+    }
+
+    /// Whether something waits that whoever is asked last does not ask for.
+    pub(super) fn waits(&self) -> bool {
+        self.0.held.load(Relaxed) > 0 && !self.0.asks.load(Relaxed)
+    }
+
+    fn begin(&self) {
+        self.0.asks.store(false, Relaxed);
+        self.0.handed.store(false, Relaxed);
+    }
+}
+
+/// Does `work`, which reads a body and hands it on; what waits is a part of the pressure meanwhile.
+pub(super) async fn track_buffered<F: Future>(
+    pressure: &Arc<MemoryBudget>,
+    waiting: &BufferedBody,
+    mut work: Pin<&mut F>,
+) -> F::Output {
+    let mut part = BudgetShare::new(pressure.clone());
+    let mut look = pin!(sleep(SAMPLE_INTERVAL));
+    let mut looks = false;
+    poll_fn(|cx| {
+        waiting.begin();
+        let polled = work.as_mut().poll(cx);
+        if polled.is_ready() {
+            return polled;
+        }
+        let held = waiting.0.held.load(Relaxed);
+        let handed = waiting.0.handed.load(Relaxed);
+        if waiting.0.asks.load(Relaxed) {
+            part.set(0);
+            // It may have asked in order to join chunks, and wait now: the next look says.
+            looks = false;
+            if !handed {
+                return Poll::Pending;
+            }
+        } else if held == 0 || part.bytes() > 0 {
+            looks = false;
+            part.set(held);
+            return Poll::Pending;
+        }
+        if !std::mem::replace(&mut looks, true) {
+            look.as_mut().reset(Instant::now() + SAMPLE_INTERVAL);
+        }
+        if look.as_mut().poll(cx).is_ready() {
+            part.set(held);
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::sync::{Semaphore, mpsc};
+
+    const LITTLE: Duration = Duration::from_millis(10);
+    const LONG: Duration = Duration::from_millis(200);
+
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_counts_after_a_while_and_no_longer_than_it_waits() {
+        let (pressure, waiting) = (Arc::new(MemoryBudget::new(100)), BufferedBody::default());
+        let (say, mut said) = mpsc::channel(8);
+        let room = Semaphore::new(0);
+        let work = async {
+            loop {
+                let asked = poll_fn(|cx| {
+                    let polled = said.poll_recv(cx);
+                    match polled {
+                        Poll::Ready(bytes) => waiting.some(bytes.unwrap_or(0)),
+                        Poll::Pending => waiting.none(),
+                    }
+                    polled
+                });
+                asked.await;
+                // As whoever joins chunks: it asks once more, and waits all the same.
+                if said.is_empty() {
+                    waiting.none();
+                }
+                room.acquire().await.unwrap().forget();
+            }
+        };
+        let seen = async {
+            let after = async |wait| {
+                sleep(wait).await;
+                pressure.bytes()
+            };
+            assert_eq!(after(LONG).await, 0, "nothing has come");
+            say.send(70).await.unwrap();
+            assert_eq!(after(LITTLE).await, 0, "it is young");
+            assert_eq!(after(LONG).await, 70);
+            room.add_permits(1);
+            assert_eq!(after(LITTLE).await, 0, "it went");
+            assert_eq!(after(LONG).await, 0, "and more is asked for");
+            say.send(70).await.unwrap();
+            say.send(30).await.unwrap();
+            assert_eq!(after(LONG).await, 70);
+            room.add_permits(1);
+            assert_eq!(after(LONG).await, 30, "the next one waits");
+        };
+        let work = pin!(work);
+        tokio::select! {
+            () = track_buffered(&pressure, &waiting, work) => unreachable!("it never ends"),
+            () = seen => {}
+        }
+        assert_eq!(pressure.bytes(), 0, "it goes with the work");
+    }
+}

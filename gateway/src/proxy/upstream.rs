@@ -1,0 +1,131 @@
+//! Step 6e: an app to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
+//!
+//! Where the port is one of `apps`, the edge passes bytes and sees neither the request nor the key that it is asked with.
+//! In the order of a request: `forward` or `upgrade` asks, on a line that is kept (`kept`) or new (`line`: CONNECT, TLS
+//! by `tls`, which may go by a key that is noted, `pin`; HTTP/1.1), and `body` brings the answer. A CONNECT of the caller's own stays bytes from end to end.
+//! A line is reset, and not used again, unless its last answer came to its end.
+
+mod body;
+mod connect;
+mod error;
+mod forward;
+mod http1;
+mod http2;
+mod http2_request;
+mod pin;
+mod pool;
+mod tls;
+mod upgrade;
+
+pub(crate) use body::UpstreamResponseBody;
+pub(super) use forward::run as forward;
+pub(crate) use pool::ConnectionPool;
+pub(crate) use tls::{ServerTrust, UpstreamTls, UpstreamTlsSource};
+pub(super) use upgrade::run as upgrade;
+
+use super::route::Route;
+use crate::state::Pins;
+use arc_swap::ArcSwap;
+use causeway_certs::LeafCertificate;
+use rustls_pki_types::CertificateDer;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// The apps by node port, and the lines to them that are kept.
+#[derive(Debug)]
+pub struct UpstreamTlsPorts {
+    by_port: ArcSwap<ByPort>,
+    kept: Arc<ConnectionPool>,
+    pins: Pins,
+}
+
+/// Use of a certificate of an app.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shown {
+    /// The gateway shows it to the app.
+    Client,
+    /// It signs what apps show.
+    Ca,
+}
+
+/// The apps of a configuration, by node port.
+pub(crate) type ByPort = BTreeMap<u16, Arc<UpstreamTls>>;
+
+impl UpstreamTlsPorts {
+    pub(crate) fn new(by_port: ByPort, kept: ConnectionPool, pins: Pins) -> Self {
+        Self {
+            by_port: ArcSwap::from_pointee(by_port),
+            kept: Arc::new(kept),
+            pins,
+        }
+    }
+
+    /// The keys by which apps are known that are to be believed by their own.
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    pub(super) fn kept(&self) -> &Arc<ConnectionPool> {
+        &self.kept
+    }
+
+    /// The app that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
+    pub(super) fn of(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
+        let by_port = self.by_port.load();
+        if by_port.is_empty() || route.target.host != route.node.as_str() {
+            return None;
+        }
+        by_port.get(&route.target.port).cloned()
+    }
+
+    /// The app of a port as it is now, if it is made of this.
+    pub(crate) fn made_of(
+        &self,
+        port: u16,
+        material: &UpstreamTlsSource,
+    ) -> Option<Arc<UpstreamTls>> {
+        let by_port = self.by_port.load();
+        let app = by_port.get(&port)?;
+        (app.material() == material).then(|| app.clone())
+    }
+
+    /// The client certificate that is shown to the app of this port.
+    pub(crate) fn leaf(&self, port: u16) -> Option<LeafCertificate> {
+        self.by_port.load().get(&port)?.material().leaf.clone()
+    }
+
+    /// The client certificates and the CA certificates of all apps, by port.
+    pub(crate) fn certificates(&self) -> Vec<(u16, Shown, CertificateDer<'static>)> {
+        let of = |(port, app): (&u16, &Arc<UpstreamTls>)| {
+            let material = app.material();
+            let leaf = material.leaf.as_ref().and_then(|leaf| leaf.chain().first());
+            let leaf = leaf.map(|leaf| (*port, Shown::Client, leaf.clone()));
+            let roots = match &material.believed {
+                ServerTrust::Signed(roots) => roots.as_slice(),
+                ServerTrust::Pinned | ServerTrust::Any => &[],
+            };
+            let roots = roots.iter().map(|root| (*port, Shown::Ca, root.clone()));
+            leaf.into_iter().chain(roots).collect::<Vec<_>>()
+        };
+        self.by_port.load().iter().flat_map(of).collect()
+    }
+
+    /// Puts others into force. Lines to those that are gone end when they come to rest. Whether anything changed.
+    pub(crate) fn replace(&self, by_port: ByPort) -> bool {
+        let same = |(port, old): (&u16, &Arc<UpstreamTls>), new: &ByPort| {
+            new.get(port).is_some_and(|app| Arc::ptr_eq(app, old))
+        };
+        let old = self.by_port.load_full();
+        let unchanged = old.len() == by_port.len() && old.iter().all(|each| same(each, &by_port));
+        if unchanged {
+            return false;
+        }
+        self.by_port.store(Arc::new(by_port));
+        let now = self.by_port.load();
+        for (port, app) in old.iter() {
+            if !same((port, app), &now) {
+                app.retire();
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,169 @@
+//! Why an app was not asked, or did not answer: a row of the error table and a sentence.
+//!
+//! Each sentence names the port and the node. What the tunnel below says of a stream comes before what HTTP or TLS
+//! make of its end.
+
+use super::pin::KeyMismatch;
+use crate::{
+    error::{Error, Reason},
+    proxy::{StreamContext, route::Route},
+};
+use causeway_tunnel::StreamError;
+use rustls::CertificateError;
+use std::{
+    error::Error as StdError,
+    io::{self, ErrorKind::UnexpectedEof},
+};
+use tokio_util::sync::CancellationToken;
+
+/// The app broke the protocol, or off.
+pub(super) fn broken(route: &Route, what: &str) -> Error {
+    Reason::TargetBroken.error(sentence(route, what))
+}
+
+/// The app took too long.
+pub(super) fn slow(route: &Route, what: &str) -> Error {
+    Reason::TargetTimeout.error(sentence(route, what))
+}
+
+/// "port 10250 of edge-1 did something".
+pub(super) fn sentence(route: &Route, what: &str) -> String {
+    format!("port {} of {} {what}", route.target.port, route.node)
+}
+
+/// TLS was not begun.
+pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
+    if let Some(stream) = find::<StreamError>(error) {
+        return of_below(route, stream, "in mid TLS handshake");
+    }
+    match find::<rustls::Error>(error) {
+        Some(error) => match KeyMismatch::of(error) {
+            Some(changed) => changed.at(route),
+            None => broken(route, &of_peer(error)),
+        },
+        None if error.kind() == UnexpectedEof => {
+            broken(route, "closed the connection in mid TLS handshake")
+        }
+        None => broken(route, &format!("failed TLS: {error}")),
+    }
+}
+
+/// What TLS says of the app.
+fn of_peer(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidCertificate(why) => of_certificate(why),
+        rustls::Error::AlertReceived(alert) => {
+            format!("refused TLS, or the client certificate that apps shows it: {alert:?}")
+        }
+        rustls::Error::InvalidMessage(_) => "does not speak TLS".to_owned(),
+        other => format!("failed TLS: {other}"),
+    }
+}
+
+fn of_certificate(why: &CertificateError) -> String {
+    match why {
+        // The latter where another CA has the same name: a cluster that was made anew.
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+            "shows a certificate that none of the CAs of apps has signed".to_owned()
+        }
+        CertificateError::NotValidForNameContext {
+            expected,
+            presented,
+        } => {
+            let names = match presented.as_slice() {
+                [] => "no name at all".to_owned(),
+                names => names
+                    .iter()
+                    .map(|name| plain(name))
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            };
+            format!(
+                "shows a certificate of {names}, and neither of {} nor of a confirmed address of it",
+                expected.to_str()
+            )
+        }
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            format!("shows a certificate that has expired: {why}")
+        }
+        why => format!("shows a certificate that is not believed: {why}"),
+    }
+}
+
+/// A name without what rustls puts around it: `DnsName("edge-1")`.
+fn plain(name: &str) -> &str {
+    let inner = name.split_once('(').map_or(name, |(_, inner)| inner);
+    inner.trim_end_matches(')').trim_matches('"')
+}
+
+/// There was no answer, or no more of it.
+pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
+    // The stream may have been given up because of what the caller sent.
+    if let Some(known) = way.record.failure() {
+        return known;
+    }
+    of_answer(way.route, error, "before it had answered")
+}
+
+/// The app did not answer to the end, which is `when`.
+pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Error {
+    if let Some(stream) = find::<StreamError>(error) {
+        return of_below(route, stream, when);
+    }
+    if let Some(error) = find::<rustls::Error>(error) {
+        return broken(route, &of_peer(error));
+    }
+    if error.is_parse_too_large() {
+        let what = "answered with more fields than limits.headers of this gateway allows, or with a head of more than 256 KiB";
+        return broken(route, what);
+    }
+    if error.is_parse() {
+        return broken(route, &format!("answered what is not HTTP: {error}"));
+    }
+    // Many apps end without a close_notify.
+    let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
+    if cut || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
+        return broken(route, &format!("closed the connection {when}"));
+    }
+    let cause = error
+        .source()
+        .map_or_else(|| error.to_string(), ToString::to_string);
+    broken(route, &format!("broke the connection {when}: {cause}"))
+}
+
+/// The tunnel's stream below the app's connection broke, which is `when`. What resets one is its app: an edge says why it
+/// refuses, and what it leaves behind is lost.
+fn of_below(route: &Route, error: &StreamError, when: &str) -> Error {
+    match error {
+        StreamError::Reset { .. } => broken(route, &format!("reset the connection {when}")),
+        error => Error::of_stream(route.node.as_str(), error),
+    }
+}
+
+/// A stream that an app's connection carries broke, which is `when`; perhaps because the tunnel below that goes.
+pub(super) fn of_stream(
+    route: &Route,
+    leaving: &CancellationToken,
+    (error, when): (&StreamError, &str),
+) -> Error {
+    match error {
+        StreamError::Reset { .. } => broken(route, &format!("reset the request {when}")),
+        StreamError::Lost { .. } if !leaving.is_cancelled() => {
+            broken(route, &format!("closed the connection {when}"))
+        }
+        error => Error::of_stream(route.node.as_str(), error),
+    }
+}
+
+/// An error of this type among the causes. An `io::Error` does not show the one that it holds as its source.
+pub(super) fn find<'a, T: StdError + 'static>(
+    error: &'a (dyn StdError + 'static),
+) -> Option<&'a T> {
+    if let Some(found) = error.downcast_ref::<T>() {
+        return Some(found);
+    }
+    if let Some(io) = error.downcast_ref::<io::Error>() {
+        return find(io.get_ref()?);
+    }
+    find(error.source()?)
+}

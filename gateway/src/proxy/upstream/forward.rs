@@ -1,0 +1,312 @@
+//! A plain request to an app that the gateway itself asks.
+//!
+//! By HTTP/2 where the app chose it (`stream`), else by HTTP/1.1.
+//! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
+//! ways; an answer that comes before the request's body has been read passes at once. A request is sent once more, on a new
+//! line, if the one that was kept did not take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the
+//! app closed the kept line without a byte of an answer: a reset or garbage may be what the request has done to the app.
+
+use super::{
+    body::{UpstreamRequestBody, UpstreamResponseBody},
+    connect::UpstreamConnection,
+    error,
+    http1::{Http1Connection, InUse},
+    http2::UpstreamStreamPermit,
+    http2_request, pin,
+    pool::ConnectionPoolKey,
+    tls::{Alpn, UpstreamTls},
+};
+use crate::{
+    error::Error,
+    proxy::{
+        StreamContext, counted_body::CountedRequestBody, forward, request,
+        request_body::RequestBody, response_body::ResponseBody,
+    },
+};
+use causeway_tunnel::{headers, http2_pool::Checkout, request_target::TargetOverflow, wire};
+use http::{
+    HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
+    header::{CONNECTION, CONTENT_LENGTH, EXPECT, TE, TRANSFER_ENCODING},
+    uri::PathAndQuery,
+};
+use http_body::Body;
+use hyper::body::Incoming;
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+use tokio::sync::oneshot;
+
+/// What a request brings behind its head.
+pub(super) struct RequestParts {
+    pub(super) body: RequestBody,
+    /// The caller's.
+    pub(super) version: Version,
+    /// It waits for a 100.
+    pub(super) expects: bool,
+}
+
+/// On what an app is asked. True with it: it was used before.
+pub(super) enum ConnectionChoice {
+    /// A line of HTTP/1.1.
+    Line(InUse, bool),
+    /// A stream of HTTP/2.
+    Stream(UpstreamStreamPermit, bool),
+}
+
+/// Forwards a plain request.
+///
+/// # Errors
+/// If there is no connection to the app, or it breaks before the answer's head.
+pub(in crate::proxy) async fn run(
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    request: Request<RequestBody>,
+) -> Result<Response<ResponseBody>, Error> {
+    let (parts, body) = request.into_parts();
+    let content = RequestParts {
+        body,
+        version: parts.version,
+        expects: headers::lists(&parts.headers, &EXPECT, "100-continue"),
+    };
+    let mut head = forward::head(way, parts)?;
+    app.alone(head.headers_mut());
+    if let Some(rest) = head.extensions().get::<TargetOverflow>().cloned() {
+        let line = Box::pin(Http1Connection::open(way, app, Some(rest))).await?;
+        return by_line(way, app, (head, content), (line.asking(), false)).await;
+    }
+    match choose(way, app, 0).await? {
+        ConnectionChoice::Line(asking, reused) => {
+            by_line(way, app, (head, content), (asking, reused)).await
+        }
+        ConnectionChoice::Stream(stream, reused) => {
+            http2_request::run(way, app, (head, content), (stream, reused)).await
+        }
+    }
+}
+
+/// A kept line, a stream of a connection that is there, or whichever a new connection brings. With `after` none will do but
+/// what was dialled later than this shared one.
+pub(super) async fn choose(
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    after: u64,
+) -> Result<ConnectionChoice, Error> {
+    let (kept, key) = (
+        way.proxy.shared.apps.kept(),
+        ConnectionPoolKey::of(way, app),
+    );
+    while after == 0
+        && let Some(line) = kept.take(&key)
+    {
+        let believed = pin::holds(app, way.route, line.life.key);
+        // Dropped, it is reset: its app is to be met anew.
+        let asking = line.asking();
+        if believed {
+            return Ok(ConnectionChoice::Line(asking, true));
+        }
+    }
+    let shared = kept.shared(&key);
+    let _turn = match shared.turn(way, app, after).await? {
+        Checkout::Open(stream) => return Ok(ConnectionChoice::Stream(stream, true)),
+        Checkout::Http1 => None,
+        Checkout::Dial(turn) => Some(turn),
+    };
+    // Allocated, since most requests find a connection and the future is moved with each.
+    Box::pin(async {
+        let dialled = UpstreamConnection::to(way, app, Alpn::Any).await?;
+        if dialled.chose_http2() {
+            let stream = shared.begin(way, app, dialled).await?;
+            return Ok(ConnectionChoice::Stream(stream, false));
+        }
+        shared.chose_http1();
+        let line = Http1Connection::begin(way, app, dialled, None).await?;
+        Ok(ConnectionChoice::Line(line.asking(), false))
+    })
+    .await
+}
+
+/// Asks on a line, and once more on a new one if it was used before.
+pub(super) async fn by_line(
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    (mut head, content): (Request<()>, RequestParts),
+    (mut asking, reused): (InUse, bool),
+) -> Result<Response<ResponseBody>, Error> {
+    let RequestParts {
+        body,
+        version,
+        expects,
+    } = content;
+    let has_body = !body.is_end_stream();
+    prepare(way, &mut head, has_body);
+    let again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
+    let (go, gone) = oneshot::channel();
+    let body = match asking.life() {
+        Some(life) if has_body => {
+            let upload = CountedRequestBody::new(way, (body, version), life.waiting.clone());
+            let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
+            UpstreamRequestBody::new((upload, busy), life, expects.then_some(gone))
+        }
+        _ => UpstreamRequestBody::default(),
+    };
+    let mut request = head.map(|()| body);
+    listen(way, &mut request, &asking, Some(go));
+    let mut error = match asking.ask(request).await {
+        Ok(answer) => return answered(way, asking, answer),
+        Err(error) => error,
+    };
+    let unsent = error.take_message().filter(|_| reused);
+    let again = again.filter(|_| asking.closed_unanswered(error.error()));
+    let Some(request) = unsent.or(again) else {
+        return Err(unanswered(way, &asking, error.error()));
+    };
+    drop(asking);
+    let line = Box::pin(Http1Connection::open(way, app, None)).await?;
+    let mut request = request.map(|body| body.moved(&line.life));
+    let mut asking = line.asking();
+    // A body that waits for a 100 waits for it no longer than its bound.
+    listen(way, &mut request, &asking, None);
+    match asking.ask(request).await {
+        Ok(answer) => answered(way, asking, answer),
+        Err(error) => Err(unanswered(way, &asking, error.error())),
+    }
+}
+
+/// Passes interim answers on: a 100 lets the body go, too many end the line.
+pub(super) fn listen(
+    way: StreamContext<'_>,
+    request: &mut Request<UpstreamRequestBody>,
+    asking: &InUse,
+    go: Option<oneshot::Sender<()>>,
+) {
+    let Some(life) = asking.life() else { return };
+    let (end, came) = (life.end.clone(), AtomicUsize::new(0));
+    let (connection, exchange) = (way.connection.clone(), way.exchange);
+    let go = Mutex::new(go);
+    hyper::ext::on_informational(request, move |answer| {
+        // What is given up has its answer already.
+        if !end.is_cancelled() {
+            forward::pass_interim(&connection, exchange, answer.status(), answer.headers());
+        }
+        if answer.status() == StatusCode::CONTINUE
+            && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            // A body that is gone needs no leave.
+            let _ = go.send(());
+        }
+        if came.fetch_add(1, Relaxed) >= wire::MOST_INTERIMS {
+            end.cancel();
+        }
+    });
+}
+
+/// Puts the head into HTTP/1.1's form.
+fn prepare(way: StreamContext<'_>, head: &mut Request<()>, has_body: bool) {
+    to_origin(way, head);
+    let fields = head.headers_mut();
+    if has_body && !fields.contains_key(CONTENT_LENGTH) {
+        // Said outright, since the engine takes it for granted that a GET has no body.
+        fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
+    if fields.contains_key(TE) {
+        // RFC 9110 §10.1.4.
+        fields.insert(CONNECTION, HeaderValue::from_static("TE"));
+    }
+}
+
+/// Path, Host and cookies as HTTP/1.1 has them.
+pub(super) fn to_origin(way: StreamContext<'_>, head: &mut Request<()>) {
+    let path = head.uri().path_and_query().cloned();
+    let authority = head.uri().authority().cloned();
+    *head.version_mut() = Version::HTTP_11;
+    *head.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
+    let fields: &mut HeaderMap = head.headers_mut();
+    headers::join_cookies(fields);
+    if let Some(authority) = authority {
+        headers::put_host(fields, &authority);
+    } else if let Ok(host) = HeaderValue::try_from(way.route.target.text()) {
+        headers::set_host(fields, host);
+    }
+}
+
+/// Whether a request can be repeated.
+pub(super) fn is_idempotent(head: &Request<()>) -> bool {
+    matches!(
+        *head.method(),
+        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
+    )
+}
+
+fn copy(head: &Request<()>) -> Request<UpstreamRequestBody> {
+    let mut copy = Request::new(UpstreamRequestBody::default());
+    *copy.method_mut() = head.method().clone();
+    *copy.uri_mut() = head.uri().clone();
+    *copy.version_mut() = head.version();
+    *copy.headers_mut() = head.headers().clone();
+    copy
+}
+
+fn answered(
+    way: StreamContext<'_>,
+    asking: InUse,
+    answer: Response<Incoming>,
+) -> Result<Response<ResponseBody>, Error> {
+    if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
+        let what = "switched protocols, which nobody had asked for";
+        return Err(error::broken(way.route, what));
+    }
+    respond_by(way, asking, answer)
+}
+
+/// The answer that a line brings, whole.
+pub(super) fn respond_by(
+    way: StreamContext<'_>,
+    asking: InUse,
+    answer: Response<Incoming>,
+) -> Result<Response<ResponseBody>, Error> {
+    let (mut parts, incoming) = answer.into_parts();
+    check(way, &mut parts)?;
+    let body = UpstreamResponseBody::of_line(incoming, asking, way.route);
+    Ok(respond(way, parts, body, Version::HTTP_11))
+}
+
+/// The app's answer, by this version of HTTP.
+pub(super) fn respond(
+    way: StreamContext<'_>,
+    mut parts: http::response::Parts,
+    body: UpstreamResponseBody,
+    version: Version,
+) -> Response<ResponseBody> {
+    request::clean(&mut parts.headers);
+    forward::via(&mut parts.headers, version);
+    parts.version = Version::default();
+    parts.extensions.clear();
+    way.record.answered(parts.status);
+    let body = ResponseBody::app(body, &way.route.node, way.record).sized(&parts.headers);
+    Response::from_parts(parts, body)
+}
+
+/// Frames an answer anew, and refuses one whose head is larger than heads may be anywhere.
+pub(super) fn check(
+    way: StreamContext<'_>,
+    parts: &mut http::response::Parts,
+) -> Result<(), Error> {
+    let framed = headers::reframe_answer(parts.status, &mut parts.headers);
+    framed.map_err(|what| error::broken(way.route, what))?;
+    if headers::size(&parts.headers) > wire::MAX_HEAD {
+        let what = "answered with a head that is too large";
+        return Err(error::broken(way.route, what));
+    }
+    Ok(())
+}
+
+/// Why there was no answer.
+pub(super) fn unanswered(way: StreamContext<'_>, asking: &InUse, error: &hyper::Error) -> Error {
+    if asking.is_stalled() {
+        let patience = humantime::format_duration(way.proxy.shared.timeouts.upload);
+        let what = format!("has taken nothing of the request's body for {patience}");
+        return error::slow(way.route, &what);
+    }
+    error::of_http(way, error)
+}

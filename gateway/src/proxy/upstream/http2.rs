@@ -1,0 +1,219 @@
+//! An app's HTTP/2 connections, which requests share ([`places`](causeway_tunnel::places)): one as a rule.
+//!
+//! A connection is a tunnel within the node's tunnel: the same engine drives it, with the same budget for what is left unread,
+//! the same bounds on floods and the same resets. An app that chose HTTP/1.1 last time makes nobody wait: each dials for
+//! itself.
+
+use super::{
+    connect::UpstreamConnection,
+    error,
+    http1::SHUTDOWN_TIMEOUT,
+    pin,
+    pool::{ConnectionPool, ConnectionPoolKey},
+    tls::UpstreamTls,
+};
+use crate::{error::Error, proxy::StreamContext};
+use causeway_certs::Fingerprint;
+use causeway_rt::socket::CountedIo;
+use causeway_tunnel::{
+    Tunnel,
+    gateway_side::{self, GatewaySideConfig},
+    http2_observer::observe,
+    http2_pool::{self, Checkout, Http2Pool},
+    load::TunnelLoad,
+};
+use std::{
+    pin::pin,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::debug_span;
+
+/// What is known of the HTTP/2 of an app of one tunnel.
+#[derive(Default)]
+pub(super) struct UpstreamHttp2Pool(Http2Pool<Http2Connection>);
+
+/// A connection to an app.
+#[derive(Clone, Debug)]
+pub(super) struct Http2Connection {
+    pub(super) tunnel: Tunnel,
+    /// By which the app was believed, where it is known by its key.
+    key: Option<Fingerprint>,
+}
+
+impl http2_pool::MultiplexedConnection for Http2Connection {
+    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+        // A request's body may go on behind its answer.
+        taken.max(self.tunnel.load().streams()) < allowed
+    }
+}
+
+impl Http2Connection {
+    /// Whether requests may still go there.
+    fn is_alive(&self, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
+        let holds = pin::holds(app, way.route, self.key);
+        if !holds {
+            // Its app is to be met anew.
+            self.tunnel.close();
+        }
+        holds && !self.tunnel.leaving().is_cancelled()
+    }
+}
+
+/// A stream that may be opened.
+pub(super) type UpstreamStreamPermit = http2_pool::StreamSlot<Http2Connection>;
+
+impl UpstreamHttp2Pool {
+    /// A place on a connection with a number above `after`, or the turn to dial one.
+    ///
+    /// # Errors
+    /// If neither comes in time.
+    pub(super) async fn turn(
+        &self,
+        way: StreamContext<'_>,
+        app: &UpstreamTls,
+        after: u64,
+    ) -> Result<Checkout<'_, Http2Connection>, Error> {
+        let bound = way.proxy.shared.timeouts.open;
+        let alive = |connection: &Http2Connection| connection.is_alive(way, app);
+        let turn = timeout(bound, self.0.turn(after, alive)).await;
+        turn.map_err(|_| {
+            let what = if self.0.is_full() {
+                "has as many streams as it allows, and none ended in time"
+            } else {
+                "did not take a connection in time"
+            };
+            error::slow(way.route, what)
+        })
+    }
+
+    /// The app has chosen HTTP/1.1.
+    pub(super) fn chose_http1(&self) {
+        self.0.chose_http1();
+    }
+
+    /// Begins HTTP/2 on a connection, and gives a place on it.
+    ///
+    /// # Errors
+    /// If the app does not begin it in time.
+    pub(super) async fn begin(
+        &self,
+        way: StreamContext<'_>,
+        app: &Arc<UpstreamTls>,
+        UpstreamConnection { guarded, life }: UpstreamConnection,
+    ) -> Result<UpstreamStreamPermit, Error> {
+        let shared = &way.proxy.shared;
+        let deadline = Instant::now() + shared.timeouts.open;
+        let counted = CountedIo::new(guarded);
+        let traffic = counted.traffic();
+        let (heard, mut allowed) = observe(counted);
+        let settings = GatewaySideConfig {
+            max_streams: usize::MAX,
+            round_trip: way.tunnel.round_trip(),
+            ..way.tunnel.within()
+        };
+        let connected = gateway_side::connect(heard, traffic, settings).await;
+        let (tunnel, driver) =
+            connected.map_err(|ended| error::broken(way.route, &format!("failed: {ended}")))?;
+        let kept = shared.apps.kept();
+        let number = self.0.next();
+        let watched = DriverConfig {
+            number,
+            load: tunnel.load().clone(),
+            leaving: [
+                tunnel.leaving().clone(),
+                way.tunnel.leaving().clone(),
+                app.retired().clone(),
+            ],
+            key: ConnectionPoolKey::of(way, app),
+        };
+        let task = drive(driver.run(), watched, Arc::downgrade(kept));
+        kept.spawn(debug_span!("app"), task);
+        // An app's SETTINGS are the first that it says (RFC 9113 §3.4).
+        let takes = allowed.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
+        let settled = timeout_at(deadline, takes).await;
+        if !matches!(settled, Ok(Ok(_))) {
+            tunnel.close();
+            let what = "chose HTTP/2, and did not begin it in time, or takes no request";
+            return Err(error::broken(way.route, what));
+        }
+        drop(settled);
+        let key = life.key;
+        Ok(self.0.add(number, Http2Connection { tunnel, key }, allowed))
+    }
+
+    /// Lets no further stream onto this connection.
+    pub(super) fn forget(&self, number: u64) {
+        self.0.forget(number);
+    }
+
+    /// Whether there is nothing to be known here.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// What the task of a connection goes by. It holds no handle: without one, and without streams, the engine ends in order.
+struct DriverConfig {
+    number: u64,
+    load: Arc<TunnelLoad>,
+    /// Of itself, of the tunnel below, of its credentials.
+    leaving: [CancellationToken; 3],
+    key: ConnectionPoolKey,
+}
+
+/// Drives a connection to its end, which is in order where nothing is under way.
+async fn drive<E: std::fmt::Display>(
+    run: impl Future<Output = E>,
+    watched: DriverConfig,
+    kept: Weak<ConnectionPool>,
+) {
+    let DriverConfig {
+        number,
+        load,
+        leaving: [own, tunnel, retired],
+        key,
+    } = watched;
+    let Some(bound) = kept.upgrade().map(|kept| kept.bound()) else {
+        return;
+    };
+    let forget = || {
+        if let Some(kept) = kept.upgrade() {
+            kept.forget(&key, number);
+        }
+    };
+    let mut run = pin!(run);
+    let unwanted = async {
+        tokio::select! {
+            () = own.cancelled() => {}
+            () = tunnel.cancelled() => {}
+            () = retired.cancelled() => {}
+            () = rests(&load, bound) => {}
+        }
+    };
+    tokio::select! {
+        biased;
+        ended = &mut run => {
+            tracing::debug!(%ended, "a connection to an app ended");
+            return forget();
+        }
+        () = unwanted => forget(),
+    }
+    // What is open goes on; what then does not end is reset.
+    while timeout(SHUTDOWN_TIMEOUT, &mut run).await.is_err() && load.streams() > 0 {}
+}
+
+/// Returns when nothing was asked for `bound`, or for twice that.
+async fn rests(load: &TunnelLoad, bound: Duration) {
+    let mut before = load.opened();
+    loop {
+        sleep(bound).await;
+        let opened = load.opened();
+        if opened == before && load.streams() == 0 {
+            return;
+        }
+        before = opened;
+    }
+}

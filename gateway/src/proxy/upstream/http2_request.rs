@@ -1,0 +1,137 @@
+//! A plain request on an HTTP/2 connection to an app, which others share.
+//!
+//! As over the node's tunnel itself: the head first, the body behind it in a task of its own, and whoever goes away
+//! resets the stream. What the app has not taken is asked once more on a younger connection: whoever closed one may have
+//! closed them all. So is what can be repeated (RFC 9110 §9.2.2) and has no body, if the app closed the connection in order
+//! without an answer.
+
+use super::{
+    body::UpstreamResponseBody,
+    error,
+    forward::{ConnectionChoice, RequestParts, by_line, check, choose, is_idempotent, respond},
+    http2::UpstreamStreamPermit,
+    tls::UpstreamTls,
+};
+use crate::{
+    error::Error,
+    proxy::{StreamContext, counted_body, forward, response_body::ResponseBody},
+};
+use causeway_tunnel::{StreamError, StreamReceiver, headers, http2_pool::StreamPermit};
+use http::{Request, Response, Uri, Version, uri::PathAndQuery};
+use http_body::Body;
+use std::sync::Arc;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Why there is no answer.
+struct RequestError {
+    error: StreamError,
+    /// The app may have taken the request.
+    taken: bool,
+}
+
+/// Asks on this stream. True with it: others have used its connection before.
+///
+/// # Errors
+/// If the app does not take the request, or breaks off before its answer's head.
+pub(super) async fn run(
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    (head, content): (Request<()>, RequestParts),
+    (stream, reused): (UpstreamStreamPermit, bool),
+) -> Result<Response<ResponseBody>, Error> {
+    let (newest, mut content) = (stream.newest, Some(content));
+    let first = ask(way, &head, &mut content, stream).await;
+    let broke = match first {
+        Ok(answered) => return answered,
+        Err(broke) => broke,
+    };
+    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
+    let Some(content) = content.filter(|_| again) else {
+        return Err(unanswered(way, &broke));
+    };
+    match choose(way, app, newest).await? {
+        ConnectionChoice::Line(asking, _) => {
+            Box::pin(by_line(way, app, (head, content), (asking, false))).await
+        }
+        ConnectionChoice::Stream(stream, _) => {
+            let second = ask(way, &head, &mut Some(content), stream).await;
+            second.unwrap_or_else(|broke| Err(unanswered(way, &broke)))
+        }
+    }
+}
+
+fn unanswered(way: StreamContext<'_>, broke: &RequestError) -> Error {
+    // The stream may have been given up because of what the caller sent.
+    way.record.failure().unwrap_or_else(|| {
+        let leaving = way.tunnel.leaving();
+        error::of_stream(way.route, leaving, (&broke.error, "before it had answered"))
+    })
+}
+
+/// Asks. The content is taken once it is on its way, if there is any.
+async fn ask(
+    way: StreamContext<'_>,
+    head: &Request<()>,
+    content: &mut Option<RequestParts>,
+    stream: UpstreamStreamPermit,
+) -> Result<Result<Response<ResponseBody>, Error>, RequestError> {
+    let (tunnel, place) = (stream.connection.tunnel, stream.place);
+    let has_body = |content: &mut RequestParts| !content.body.is_end_stream();
+    let end = !content.as_mut().is_some_and(has_body);
+    let opened = tunnel.ask(to_http2(way, head), end).await;
+    let opened = opened.map_err(|error| {
+        if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
+            // It takes none any more; what is open on it goes on.
+            tunnel.drain();
+        }
+        let taken = false;
+        RequestError { error, taken }
+    })?;
+    let (go, upload) = match content.take_if(has_body) {
+        None => (None, None),
+        Some(content) => {
+            let given_up = CancellationToken::new();
+            let body = (content.body, content.version);
+            let send = (opened.send, given_up.clone());
+            let go = counted_body::start(way, body, send, content.expects);
+            (go, Some(given_up.drop_guard()))
+        }
+    };
+    match forward::wait(way, opened.answer, go).await {
+        Ok(answer) => Ok(answered(way, answer, (place, upload))),
+        Err(error) => Err(RequestError {
+            taken: !error.is_refused(),
+            error,
+        }),
+    }
+}
+
+fn answered(
+    way: StreamContext<'_>,
+    answer: Response<StreamReceiver>,
+    (place, upload): (StreamPermit, Option<DropGuard>),
+) -> Result<Response<ResponseBody>, Error> {
+    let (mut parts, receive) = answer.into_parts();
+    check(way, &mut parts)?;
+    let body = UpstreamResponseBody::of_stream(receive, place, way);
+    let response = respond(way, parts, body, Version::HTTP_2);
+    Ok(response.map(|body| body.with_upload(upload)))
+}
+
+/// The head in HTTP/2's form, whose pseudo-fields are made from an absolute URI.
+fn to_http2(way: StreamContext<'_>, head: &Request<()>) -> Request<()> {
+    let mut sent = Request::new(());
+    *sent.method_mut() = head.method().clone();
+    *sent.version_mut() = Version::HTTP_2;
+    *sent.headers_mut() = head.headers().clone();
+    let path = head.uri().path_and_query().cloned();
+    let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
+    let authority = head.uri().authority().map(ToString::to_string);
+    let uri = Uri::builder()
+        .scheme("https")
+        .authority(authority.unwrap_or_else(|| way.route.target.text()))
+        .path_and_query(path);
+    *sent.uri_mut() = uri.build().unwrap_or_else(|_| head.uri().clone());
+    headers::take_host(sent.headers_mut());
+    sent
+}

@@ -1,0 +1,149 @@
+//! An app that is known by its key: noted when it is first met, and no other believed afterwards.
+//!
+//! 1. In the handshake a key that is not the noted one is refused (`PinVerifier`), before the app is shown anything.
+//! 2. A handshake that is done has proven that the app holds its key. Where none is noted yet, it is noted now.
+//! 3. Nothing is asked before what is noted, on the disk, is this very key (`believed`).
+//!
+//! Neither names nor times of a certificate count, nor who has signed it: kubelets sign their own, for a year.
+
+use super::{error, tls::UpstreamTls};
+use crate::{
+    error::{Error, Reason},
+    proxy::{StreamContext, route::Route},
+    state::Pins,
+};
+use causeway_certs::{Fingerprint, NodeName, Pin, verify::NoServerVerification};
+use causeway_tunnel::stream_io::StreamIo;
+use rustls::{
+    CertificateError, DigitallySignedStruct, OtherError, SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use std::{sync::Arc, time::UNIX_EPOCH};
+use tokio::time::Instant;
+use tokio_rustls::client::TlsStream;
+
+/// An app has shown another key than the one that it is known by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its key is {met}, and not {}", known.key)]
+pub(super) struct KeyMismatch {
+    known: Pin,
+    met: Fingerprint,
+}
+
+impl KeyMismatch {
+    /// For whoever called.
+    pub(super) fn at(self, route: &Route) -> Error {
+        let Self { known, met } = self;
+        let (node, port) = (&route.node, route.target.port);
+        let since = UNIX_EPOCH + std::time::Duration::from_secs(known.since);
+        let since = humantime::format_rfc3339_seconds(since);
+        let what = format!(
+            "has another key than it had: SHA-256 {met}, and since {since} it is known by {}; if it was made anew, `causeway edge unpin {node} {port}` at the gateway forgets that",
+            known.key
+        );
+        Reason::TargetChanged.error(error::sentence(route, &what))
+    }
+
+    /// What TLS says of it.
+    pub(super) fn of(error: &rustls::Error) -> Option<Self> {
+        match error {
+            rustls::Error::InvalidCertificate(CertificateError::Other(other)) => {
+                other.0.downcast_ref().copied()
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Waits until the app that a handshake was done with is known by the key that it has proven to hold. Says which that is,
+/// where it counts.
+///
+/// # Errors
+/// If it is known by another key, or this one cannot be noted until `deadline`.
+pub(super) async fn believed(
+    way: StreamContext<'_>,
+    app: &UpstreamTls,
+    (tls, deadline): (&TlsStream<StreamIo>, Instant),
+) -> Result<Option<Fingerprint>, Error> {
+    let Some(pins) = app.pins() else {
+        return Ok(None);
+    };
+    let chain = tls.get_ref().1.peer_certificates();
+    let met = chain.and_then(|chain| Fingerprint::of_key(chain.first()?));
+    let met = met.ok_or_else(|| error::broken(way.route, "shows no key in its certificate"))?;
+    let place = (&way.route.node, way.route.target.port);
+    let known = if let Some(known) = pins.get(place.0, place.1) {
+        known
+    } else {
+        let bound = deadline.saturating_duration_since(Instant::now());
+        let noted = pins.first(place, met, bound).await;
+        noted.map_err(|why| {
+            let what = "is met for the first time, and its key cannot be noted";
+            Reason::Undecided.with_source(error::sentence(way.route, what), why)
+        })?
+    };
+    if known.key == met {
+        return Ok(Some(met));
+    }
+    Err(KeyMismatch { known, met }.at(way.route))
+}
+
+/// Whether an app that was believed by this key still is.
+pub(super) fn holds(app: &UpstreamTls, route: &Route, key: Option<Fingerprint>) -> bool {
+    app.pins().is_none_or(|pins| {
+        let known = pins.get(&route.node, route.target.port);
+        known.map(|pin| pin.key) == key
+    })
+}
+
+/// The key that is noted of this port, or any where none is.
+#[derive(Debug)]
+pub(super) struct PinVerifier {
+    pub(super) pins: Pins,
+    pub(super) port: u16,
+}
+
+impl ServerCertVerifier for PinVerifier {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let met = Fingerprint::of_key(leaf).ok_or(CertificateError::BadEncoding)?;
+        let node = NodeName::parse(&name.to_str());
+        let node = node.map_err(|_| CertificateError::NotValidForName)?;
+        match self.pins.get(&node, self.port) {
+            Some(known) if known.key != met => {
+                let changed = OtherError(Arc::new(KeyMismatch { known, met }));
+                Err(CertificateError::Other(changed).into())
+            }
+            _ => Ok(ServerCertVerified::assertion()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        NoServerVerification.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        NoServerVerification.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        NoServerVerification.supported_verify_schemes()
+    }
+}

@@ -1,0 +1,232 @@
+//! TLS to apps: who may have signed their certificates, whom these must name, and what is shown to them.
+//!
+//! A certificate must be valid for servers and name the node, or an address that is confirmed to be the node's: which
+//! those are is asked at each handshake, and no session resumes past the question. With `pin: true` its key must be the
+//! one that was met first (`pin`). Only `verify: false` believes any certificate, though the app must hold its key.
+
+use super::pin::PinVerifier;
+use crate::state::{Nodes, Pins};
+use causeway_certs::{
+    LeafCertificate, NodeName,
+    verify::{self, provider},
+};
+use causeway_tunnel::wire;
+use http::{HeaderMap, header::AUTHORIZATION};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
+    client::{
+        Resumption, WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    sign::SingleCertAndKey,
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use std::sync::Arc;
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
+
+/// Which certificates are believed.
+#[derive(Debug, PartialEq)]
+pub(crate) enum ServerTrust {
+    /// What these CAs have signed for the node.
+    Signed(Vec<CertificateDer<'static>>),
+    /// Those with the key that was met first.
+    Pinned,
+    /// Any.
+    Any,
+}
+
+/// What an app's configuration and the files that it names say. Where two are equal, so are the apps.
+#[derive(Debug, PartialEq)]
+pub(crate) struct UpstreamTlsSource {
+    /// Which certificates are believed.
+    pub(crate) believed: ServerTrust,
+    /// What is shown.
+    pub(crate) leaf: Option<LeafCertificate>,
+}
+
+/// Which versions of HTTP a connection may come to speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Alpn {
+    /// HTTP/2 or HTTP/1.1, as the app chooses.
+    Any,
+    /// HTTP/1.1 alone: upgrades.
+    Http1,
+}
+
+/// How to speak TLS to the app of one port.
+#[derive(Debug)]
+pub(crate) struct UpstreamTls {
+    material: UpstreamTlsSource,
+    /// By which versions of HTTP are offered: both, or the one that upgrades need.
+    any: Arc<ClientConfig>,
+    http1: Arc<ClientConfig>,
+    /// Where the app is known by its key.
+    pins: Option<Pins>,
+    retired: CancellationToken,
+}
+
+impl UpstreamTls {
+    /// Of material that is read.
+    ///
+    /// # Errors
+    /// If none of the CAs, or not the client certificate, is of use.
+    pub(crate) fn new(
+        material: UpstreamTlsSource,
+        port: u16,
+        (nodes, pins): (&Nodes, &Pins),
+    ) -> Result<Self, String> {
+        let verifier: Arc<dyn ServerCertVerifier> = match &material.believed {
+            ServerTrust::Any => Arc::new(verify::NoServerVerification),
+            ServerTrust::Pinned => Arc::new(PinVerifier {
+                pins: pins.clone(),
+                port,
+            }),
+            ServerTrust::Signed(given) => {
+                let mut roots = RootCertStore::empty();
+                let (added, _) = roots.add_parsable_certificates(given.iter().cloned());
+                if added == 0 {
+                    return Err("holds no usable CA certificate".to_owned());
+                }
+                let chain =
+                    WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider())
+                        .build()
+                        .map_err(|error| error.to_string())?;
+                Arc::new(NodeNameVerifier {
+                    chain,
+                    nodes: nodes.clone(),
+                })
+            }
+        };
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| error.to_string())?
+            .dangerous()
+            .with_custom_certificate_verifier(verifier);
+        let mut config = match &material.leaf {
+            None => builder.with_no_client_auth(),
+            Some(leaf) => {
+                let shown = SingleCertAndKey::from(leaf.certified_key());
+                builder.with_client_cert_resolver(Arc::new(shown))
+            }
+        };
+        // Kubelets agree on nothing, or on either version of HTTP.
+        config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
+        config.resumption = Resumption::disabled();
+        let http1 = Arc::new(config.clone());
+        config.alpn_protocols.insert(0, wire::ALPN_H2.to_vec());
+        let is_pinned = material.believed == ServerTrust::Pinned;
+        Ok(Self {
+            pins: is_pinned.then(|| pins.clone()),
+            material,
+            any: Arc::new(config),
+            http1,
+            retired: CancellationToken::new(),
+        })
+    }
+
+    /// The keys that count, where the app is known by its own.
+    pub(super) fn pins(&self) -> Option<&Pins> {
+        self.pins.as_ref()
+    }
+
+    pub(super) fn material(&self) -> &UpstreamTlsSource {
+        &self.material
+    }
+
+    /// Takes a caller's credential away where one of this gateway's is shown: an app must not have to choose.
+    pub(super) fn alone(&self, fields: &mut HeaderMap) {
+        if self.material.leaf.is_some() {
+            fields.remove(AUTHORIZATION);
+        }
+    }
+
+    pub(super) fn connector(&self, offer: Alpn) -> TlsConnector {
+        let config = match offer {
+            Alpn::Any => &self.any,
+            Alpn::Http1 => &self.http1,
+        };
+        TlsConnector::from(config.clone())
+    }
+
+    /// Other credentials are in force.
+    pub(super) fn retire(&self) {
+        self.retired.cancel();
+    }
+
+    /// Cancelled when other credentials are in force.
+    pub(super) fn retired(&self) -> &CancellationToken {
+        &self.retired
+    }
+}
+
+/// The name that an app of this node is asked for.
+pub(super) fn name(node: &NodeName) -> Option<ServerName<'static>> {
+    ServerName::try_from(node.to_string()).ok()
+}
+
+/// The node, by its name or one of its confirmed addresses.
+#[derive(Debug)]
+struct NodeNameVerifier {
+    chain: Arc<WebPkiServerVerifier>,
+    nodes: Nodes,
+}
+
+impl ServerCertVerifier for NodeNameVerifier {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        above: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let fits =
+            |name: &ServerName<'_>| self.chain.verify_server_cert(leaf, above, name, ocsp, now);
+        let named = match fits(name) {
+            Err(error) if is_of_name(&error) => error,
+            done => return done,
+        };
+        let Ok(node) = NodeName::parse(&name.to_str()) else {
+            return Err(named);
+        };
+        let addresses = self.nodes.with(&node, |node| node.addresses.clone());
+        let any = addresses
+            .into_iter()
+            .find_map(|address| fits(&ServerName::from(address)).ok());
+        any.ok_or(named)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain
+            .verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain
+            .verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+fn is_of_name(error: &rustls::Error) -> bool {
+    matches!(
+        error,
+        rustls::Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. }
+        )
+    )
+}

@@ -1,0 +1,463 @@
+//! Wiring: from a configuration to a gateway that runs.
+//!
+//! `bind` builds everything that can fail (data directory, certificates, sockets) and names what does; `run` starts
+//! the doors and lives until it is stopped, then drains: ask, wait, end.
+
+mod build;
+mod ca_reload;
+mod certificates;
+mod error;
+mod listeners;
+mod reload;
+mod tunnel_identity;
+mod watchdog;
+
+pub use error::BindError;
+pub use listeners::ListenerDiff;
+use reload::Reloadable;
+pub use reload::{PendingReload, ReloadSummary, Reloader};
+pub use watchdog::Watchdog;
+
+use crate::{
+    config::{Config, ReloadSender},
+    control::{
+        address_conflicts, admin,
+        api_cache::leaders::LeaderAssigner,
+        certificate_expiry::CertificateInventory,
+        dns,
+        drain::{self, Readiness, ReadinessBlock},
+        evict, http,
+        nat::Nat,
+        node_sync::NodeSync,
+        pin_writer::PinWriter,
+        signer::Signer,
+        startup_hold::{self, StartupHold},
+        tunnel_listener::TunnelListener,
+    },
+    metrics::Metrics,
+    proxy::{
+        ProxyState, access_review::ReviewClient, authz::Authorize, pod_route::PodLookup, recheck,
+    },
+    state::{NodesWriter, PolicyReader, YurtHubEndpoints, pins::NewPin},
+    worker::{WorkerId, Workers},
+};
+use axum::Router;
+use causeway_certs::{DirLock, HostName, Store};
+use causeway_pool::WatchCache;
+use causeway_rt::{listener, task::TaskGroup};
+use futures_util::future::OptionFuture;
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, watch},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+/// What the control path gets to say its last words.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// How a gateway is made: a configuration, and what an embedder puts in its own.
+#[derive(Debug)]
+pub struct Gateway {
+    config: Config,
+    cores: Option<Workers>,
+    deciding: AuthorizerSource,
+    reloads: ReloadSender,
+    pods: Option<Arc<dyn PodLookup>>,
+    reviews: Option<(Arc<dyn ReviewClient>, Handle)>,
+}
+
+/// Who decides who may do what.
+#[derive(Debug)]
+enum AuthorizerSource {
+    By(Arc<dyn Authorize>),
+    Policy(PolicyReader),
+}
+
+/// Reads the files of certificates, keys and tokens that a configuration names, as a gateway that starts does.
+///
+/// # Errors
+/// If one cannot be used.
+pub fn check(config: &Config) -> Result<(), BindError> {
+    config
+        .fronts
+        .iter()
+        .try_for_each(build::listener::ListenerSource::check)?;
+    build::upstream_tls::check(&config.apps)?;
+    tunnel_identity::check(config)
+}
+
+impl Gateway {
+    /// A gateway of this configuration, which has been validated.
+    pub fn new(config: Config) -> Self {
+        Self {
+            config,
+            cores: None,
+            // Without rules: whoever a front lets in may do everything.
+            deciding: AuthorizerSource::Policy(PolicyReader::default()),
+            reloads: ReloadSender::default(),
+            pods: None,
+            reviews: None,
+        }
+    }
+
+    /// Decides by `authorizer` who may do what.
+    #[must_use]
+    pub fn authorizer(mut self, authorizer: Arc<dyn Authorize>) -> Self {
+        self.deciding = AuthorizerSource::By(authorizer);
+        self
+    }
+
+    /// Decides by these rules, which may be replaced at any time, who may do what.
+    #[must_use]
+    pub fn policy(mut self, policy: PolicyReader) -> Self {
+        self.deciding = AuthorizerSource::Policy(policy);
+        self
+    }
+
+    /// Passes on to `reloads` what the admin listener is asked to read anew.
+    #[must_use]
+    pub fn reloads(mut self, reloads: ReloadSender) -> Self {
+        self.reloads = reloads;
+        self
+    }
+
+    /// Asks `pods` where a pod is, for kube-apiservers whose requests name nothing else.
+    #[must_use]
+    pub fn pods(mut self, pods: Arc<dyn PodLookup>) -> Self {
+        self.pods = Some(pods);
+        self
+    }
+
+    /// Asks `reviews`, on the runtime where this is called, who a token is and who may do what at a kubelet, for fronts
+    /// that want to know. Outside of a runtime it panics.
+    #[must_use]
+    pub fn reviews(mut self, reviews: Arc<dyn ReviewClient>) -> Self {
+        self.reviews = Some((reviews, Handle::current()));
+        self
+    }
+
+    /// Runs on these cores instead of starting its own threads.
+    #[must_use]
+    pub fn cores(mut self, cores: Workers) -> Self {
+        self.cores = Some(cores);
+        self
+    }
+
+    /// Opens the data directory and binds all listeners.
+    ///
+    /// # Errors
+    /// Whatever is missing, malformed or taken, by name.
+    pub fn bind(self) -> Result<Bound, BindError> {
+        build::bound(self)
+    }
+}
+
+/// The names under which edges reach a gateway of this configuration: those of its certificate.
+///
+/// # Errors
+/// If an address has no name.
+pub fn names(config: &Config) -> Result<Vec<HostName>, BindError> {
+    tunnel_identity::names(&config.tunnel.advertise, config.tunnel.listen.ip())
+}
+
+/// A gateway whose listeners are bound.
+#[derive(Debug)]
+pub struct Bound {
+    config: Config,
+    store: Store,
+    /// Who notes by which key an app is known, and what is to be noted.
+    pins: (PinWriter, mpsc::Receiver<NewPin>),
+    /// Another gateway on this directory would issue under the same CA and write the same files.
+    claim: DirLock,
+    cores: Workers,
+    threads: OwnedWorkers,
+    shared: Arc<ProxyState>,
+    tasks: Arc<TaskGroup>,
+    admission: TunnelListener,
+    tunnel: listener::BoundSocket,
+    admin: AdminListeners,
+    /// For commands, which need no place among the connections of the admin listener.
+    admin_socket: Option<listener::BoundSocket>,
+    admin_app: admin::AdminState,
+    dns: Option<dns::BoundSockets>,
+    reloader: Reloader,
+    nat: Option<Nat>,
+    readiness: Readiness,
+    /// Asks fronts and connections to finish.
+    ending: CancellationToken,
+}
+
+/// The cores that this gateway started itself, which end with it.
+#[derive(Debug)]
+struct OwnedWorkers(Option<Workers>);
+
+impl Drop for OwnedWorkers {
+    fn drop(&mut self) {
+        if let Some(cores) = &self.0 {
+            cores.end();
+        }
+    }
+}
+
+/// What is bound where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BoundAddresses {
+    /// The tunnel port.
+    pub tunnel: SocketAddr,
+    /// The admin listener.
+    pub admin: SocketAddr,
+    /// The DNS server, if there is one.
+    pub dns: Option<SocketAddr>,
+    /// The fronts by name; unix sockets have no address.
+    pub fronts: Vec<(String, Option<SocketAddr>)>,
+}
+
+impl BoundAddresses {
+    /// The address of a front, if it has one.
+    pub fn front(&self, name: &str) -> Option<SocketAddr> {
+        self.fronts.iter().find(|(known, _)| known == name)?.1
+    }
+}
+
+/// Evicts streams that stand still.
+fn evicting(config: Config, shared: &ProxyState) -> impl Future<Output = ()> + use<> {
+    let pressure = shared.limits.pressure().clone();
+    evict::run(config, pressure, shared.metrics.clone())
+}
+
+impl Bound {
+    /// Where the gateway listens, with the ports that the system chose.
+    ///
+    /// # Panics
+    /// Never: a bound TCP socket has an address.
+    pub fn addresses(&self) -> BoundAddresses {
+        let tcp = |bound: &listener::BoundSocket| {
+            bound
+                .local_addr()
+                .expect("a bound TCP socket has an address")
+        };
+        BoundAddresses {
+            tunnel: tcp(&self.tunnel),
+            admin: tcp(&self.admin.pages),
+            dns: self.dns.as_ref().and_then(dns::BoundSockets::local_addr),
+            fronts: self.reloader.parts().fronts.addresses(),
+        }
+    }
+
+    /// The data directory.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// The table of nodes, for whoever knows more of them.
+    pub fn nodes(&self) -> NodesWriter {
+        self.reloader.parts().authority.roll.nodes.clone()
+    }
+
+    /// The nodes and pinned keys on the disk and in their tables, for whoever shares them with other gateways.
+    pub fn roll(&self) -> NodeSync {
+        self.reloader.parts().authority.roll.clone()
+    }
+
+    /// Who signs for edges of a cluster, for whoever knows what they ask it.
+    pub fn signer(&self) -> Signer {
+        let authority = &self.reloader.parts().authority;
+        Signer {
+            ca: authority.ca.clone(),
+            nodes: authority.roll.nodes.reader(),
+            ledger: authority.ledger.clone(),
+            lifetime: self.config.tunnel.edge_certificate_lifetime,
+        }
+    }
+
+    /// What edges read, if they may read anything: for whoever fills it.
+    pub fn pool(&self) -> Option<Arc<WatchCache>> {
+        let reading = self.admission.reading.as_ref()?;
+        Some(reading.pool().clone())
+    }
+
+    /// Where hubs of each pool read, and each change of that, if edges may read anything: for whoever tells hubs.
+    pub fn hubs(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
+        Some(self.admission.reading.as_ref()?.hubs())
+    }
+
+    /// The roots that edges are to believe, as PEM, and each change of them.
+    pub fn roots(&self) -> watch::Receiver<String> {
+        self.reloader.parts().authority.roots.subscribe()
+    }
+
+    /// What the gateway counts.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        self.shared.metrics.clone()
+    }
+
+    /// Holds callers off (`/readyz`) until what is returned is dropped.
+    pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
+        self.readiness.hold(why)
+    }
+
+    /// By which to say what `/readyz` says.
+    pub fn readiness(&self) -> Readiness {
+        self.readiness.clone()
+    }
+
+    /// By which to tell whether the gateway lives, at any time from now on.
+    pub fn pulse(&self) -> Watchdog {
+        Watchdog {
+            cores: self.cores.clone(),
+            registry: self.shared.registry.clone(),
+            readiness: self.readiness.clone(),
+        }
+    }
+
+    /// By which to give the gateway another configuration, at any time from now on.
+    pub fn reloader(&self) -> Reloader {
+        self.reloader.clone()
+    }
+
+    /// Begins the work for whose end nobody waits.
+    fn beside(&self) -> TaskGroup {
+        let (tasks, runtime) = (TaskGroup::default(), self.cores.runtime(WorkerId(0)));
+        watch(
+            (&tasks, runtime),
+            self.reloader.parts(),
+            &self.shared.metrics,
+            self.admin_app.certificates.clone(),
+        );
+        let evicting = evicting(self.config.clone(), &self.shared);
+        tasks.spawn_on(runtime, info_span!("evict"), evicting);
+        let wait = self.config.timeouts.edges;
+        if !wait.is_zero() {
+            let arrivals = StartupHold {
+                store: self.store.clone(),
+                registry: self.shared.registry.clone(),
+                nodes: self.reloader.parts().authority.roll.nodes.reader(),
+                bound: wait,
+            };
+            let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
+            tasks.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
+        }
+        for core in self.cores.all() {
+            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
+            tasks.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
+        }
+        tasks
+    }
+
+    /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
+    pub async fn run(self, stop: CancellationToken) {
+        let addresses = self.addresses();
+        let grace = self.config.timeouts.drain;
+        // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.
+        let begun = self.beside();
+        let (_threads, _claim, beside) = (self.threads, self.claim, begun);
+        let _end = self.tasks.guard();
+        let (control, closing) = (TaskGroup::default(), CancellationToken::new());
+        let leaving = CancellationToken::new();
+        let runtime = self.cores.runtime(WorkerId(0));
+        self.reloader.parts().fronts.open();
+        if let Some(reading) = &self.admission.reading {
+            let nodes = &self.reloader.parts().authority.roll.nodes;
+            let leaders =
+                LeaderAssigner::new(reading, &self.shared.registry, nodes).run(leaving.clone());
+            control.spawn_on(runtime, info_span!("leaders"), leaders);
+        }
+        let admission = self.admission.run(self.tunnel, leaving.clone());
+        control.spawn_on(runtime, info_span!("admission"), admission);
+        let ends = http::Stop {
+            announced: leaving.clone(),
+            end: closing.clone(),
+        };
+        let admin = (self.admin, self.admin_socket);
+        let metrics = self.shared.metrics.clone();
+        let admin = serve_admin(admin, self.admin_app, metrics, ends);
+        control.spawn_on(runtime, info_span!("admin"), admin);
+        if let Some((bound, address)) = self.dns.zip(addresses.dns) {
+            let names = self.reloader.parts().names.clone();
+            let answering = dns::run(bound, names, closing.clone());
+            control.spawn_on(runtime, info_span!("dns"), answering);
+            tracing::info!(%address, "names of nodes are answered");
+        }
+        let (keeper, meetings) = self.pins;
+        beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
+        if let Some(nat) = self.nat {
+            control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
+        }
+        self.readiness.ready();
+        tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
+
+        stop.cancelled().await;
+        // What was asked to connect elsewhere must not come back here.
+        leaving.cancel();
+        startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
+        let callers = || self.shared.limits.connections();
+        let edges = drain::drain(
+            &self.shared.registry,
+            &self.shared.metrics,
+            &self.readiness,
+            drain::DrainListeners {
+                close: &self.ending,
+                callers: &callers,
+            },
+            grace,
+        );
+        let retire = self.reloader.parts().fronts.retire();
+        // Before streams are cut, so that their records say why.
+        let streams = self.tasks.drain_and(grace, || self.shared.registry.end());
+        let (left, (), ()) = tokio::join!(streams, edges, retire);
+        closing.cancel();
+        let stuck = control.drain(FAREWELL).await;
+        tracing::info!(cut = left, stuck, "gateway stopped");
+    }
+}
+
+/// The listeners of the section `admin`.
+#[derive(Debug)]
+struct AdminListeners {
+    pages: listener::BoundSocket,
+    /// For scrapers elsewhere, who see nothing but metrics.
+    metrics: Option<listener::BoundSocket>,
+}
+
+/// Serves the admin listener, that of metrics, and the socket for commands if there is one, which have connections of their own.
+async fn serve_admin(
+    (listeners, socket): (AdminListeners, Option<listener::BoundSocket>),
+    app: admin::AdminState,
+    metrics: Arc<Metrics>,
+    stop: http::Stop,
+) {
+    let (pages, scraped) = (admin::router(app.clone()), admin::metrics_router(app));
+    let serve = |name, bound, router: &Router| {
+        let limit = metrics.connection_limit(name, http::CONNECTIONS);
+        http::run(bound, router.clone(), limit, stop.clone())
+    };
+    let socket = socket.map(|socket| serve("admin_socket_connections", socket, &pages));
+    let further = listeners
+        .metrics
+        .map(|bound| serve("metrics_connections", bound, &scraped));
+    tokio::join!(
+        serve("admin_connections", listeners.pages, &pages),
+        OptionFuture::from(socket),
+        OptionFuture::from(further),
+    );
+}
+
+/// Starts the tasks that renew the tunnel port's certificate, that end tunnels of nodes that are not at the edge any more, and
+/// that report addresses of several nodes and certificates that expire.
+fn watch(
+    (tasks, runtime): (&TaskGroup, &Handle),
+    parts: &Reloadable,
+    metrics: &Arc<Metrics>,
+    certificates: CertificateInventory,
+) {
+    let renewal = parts.identity.clone().renew();
+    tasks.spawn_on(runtime, info_span!("identity"), renewal);
+    let roll = parts.authority.roll.clone();
+    tasks.spawn_on(runtime, info_span!("expel"), roll.follow_cluster());
+    let nodes = parts.authority.roll.nodes.clone();
+    let conflicts = address_conflicts::run(nodes, metrics.clone());
+    tasks.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
+    tasks.spawn_on(runtime, info_span!("certificates"), certificates.watch());
+}

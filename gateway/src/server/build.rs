@@ -1,0 +1,417 @@
+//! Builds a gateway: data directory, tables, certificates, sockets, fronts, in this order.
+//!
+//! Everything that can fail fails here, before anything is served, and says what it is.
+
+pub(super) mod listener;
+mod tunnel_listener;
+pub(super) mod upstream_tls;
+
+use super::{
+    AdminListeners, AuthorizerSource, BindError, Bound, Gateway, OwnedWorkers,
+    ca_reload::CaReload,
+    certificates,
+    listeners::Listeners,
+    reload::{Reloadable, Reloader},
+    tunnel_identity::{ExternalIdentity, TunnelIdentity},
+};
+use crate::{
+    config::{self, Config, ListenAddr, ReloadSender},
+    control::{
+        admin,
+        ca_rotation::CaReloadFn,
+        certificate_expiry::CertificateInventory,
+        dns::{self, NodeNames, Zones},
+        drain::Readiness,
+        nat::{Nat, PortMap},
+        node_sync::{self, NodeSync},
+        pin_writer::PinWriter,
+        tunnel_listener::TunnelListener,
+    },
+    metrics::Metrics,
+    proxy::{
+        ProxyState,
+        access_review::{ReviewCache, ReviewClient},
+        authz::{Authorize, PolicyAuthorizer},
+        limits::{Counter, Limits},
+        pod_route::PodLookup,
+        recheck::OpenStreams,
+        upstream::{ConnectionPool, UpstreamTlsPorts},
+    },
+    state::{
+        AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints, NodesWriter, Pins, Registry,
+        pins::{NewPin, pins},
+    },
+    worker::{WorkerId, Workers},
+};
+use causeway_certs::{Ca, LiveCa, OpenMode, Store, StoreError};
+use causeway_rt::{listener::BoundSocket, task::TaskGroup};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, watch},
+};
+use tokio_util::sync::CancellationToken;
+use tunnel_listener::admission;
+
+/// Reason for refusals until the cluster's nodes are known.
+const NODES_PENDING: &str = "the nodes of the cluster are not known yet";
+
+/// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
+struct DataDirState {
+    store: Store,
+    ca: LiveCa,
+    nodes: NodesWriter,
+    pins: Pins,
+    keeper: PinWriter,
+    meetings: mpsc::Receiver<NewPin>,
+    given: Option<ExternalIdentity>,
+}
+
+impl DataDirState {
+    fn open(config: &Config) -> Result<Self, BindError> {
+        let given = config.tunnel.identity.as_ref().map(ExternalIdentity::read);
+        let given = given.transpose()?;
+        let no_ca = || BindError::NoCa(config.data_dir.clone());
+        // Where edges bring certificates there may be no CA, and so nothing to begin with.
+        let access = given
+            .as_ref()
+            .map_or(OpenMode::Existing, |_| OpenMode::Create);
+        let there = config.data_dir.exists();
+        let store = match Store::open(&config.data_dir, access) {
+            Err(StoreError::Missing { .. }) => return Err(no_ca()),
+            opened => opened?,
+        };
+        let ca = match (store.ca()?, &given) {
+            (Some(ca), Some(given)) if *ca.trust_domain() != given.domain => {
+                let (own, given) = (ca.trust_domain(), &given.domain);
+                return Err(BindError::Name(format!(
+                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one; take that CA's ca.json away, or make one by `causeway ca init --trust-domain {given}`",
+                    config.data_dir.display()
+                )));
+            }
+            (Some(ca), _) => ca,
+            (None, Some(given)) => Ca::unbelieved(&given.domain)?,
+            (None, None) => return Err(no_ca()),
+        };
+        if !there {
+            let data_dir = config.data_dir.display();
+            tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
+        }
+        let nodes = known(config, &store)?;
+        let (pins, writer, meetings) = pins(store.pins().all()?);
+        let keeper = PinWriter {
+            store: store.clone(),
+            nodes: nodes.reader(),
+            cluster: config.kubernetes.is_some(),
+            writer,
+        };
+        Ok(Self {
+            nodes,
+            pins,
+            keeper,
+            meetings,
+            ca: LiveCa::new(ca),
+            store,
+            given,
+        })
+    }
+}
+
+pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
+    let Gateway {
+        config,
+        cores,
+        deciding,
+        reloads,
+        pods,
+        reviews,
+    } = gateway;
+    let base = DataDirState::open(&config)?;
+    let authorizer = authorizer(deciding, &config, &base)?;
+    let (cores, threads) = started(cores, &config)?;
+    let tunnel = bind("the tunnel port", &ListenAddr::Tcp(config.tunnel.listen))?;
+    let admin = admin_listeners(&config)?;
+    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
+    let (dns, names) = dns(&config, &shared)?;
+    let port = (&config, base.given.clone());
+    let identity = TunnelIdentity::new(&base.ca, &base.store, port)?;
+    let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
+    let fronts = Arc::new(Listeners::new(&base.ca, &shared, &cores, (&tasks, &ending)));
+    fronts.plan(&config.fronts)?.apply(None::<fn()>);
+    // From here on the directory may be written to.
+    let claim = base.store.claim()?;
+    let address = tunnel.local_addr();
+    let to_edges = to_edges(&config, address);
+    let admission = admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
+    let (ports, nat) = redirected(&config, &base, &fronts)?;
+    let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
+    let reloader = Reloader::new(Reloadable {
+        authority,
+        began: config.clone(),
+        tunnel: address,
+        fronts,
+        identity,
+        to_edges,
+        nodes: base.nodes.clone(),
+        names,
+        ports,
+        shared: shared.clone(),
+    });
+    let readiness = Readiness::default();
+    let admin_app = admin_app(&base, &shared, ((&readiness, &admin, reloads), &reloader));
+    Ok(Bound {
+        config,
+        claim,
+        admin_socket: admin_socket(&base.store),
+        store: base.store,
+        pins: (base.keeper, base.meetings),
+        cores,
+        threads,
+        shared,
+        tasks,
+        admission,
+        tunnel,
+        admin,
+        admin_app,
+        dns,
+        reloader,
+        nat,
+        readiness,
+        ending,
+    })
+}
+
+/// The cores that there are, or those of the configuration, whose threads then end with the gateway.
+fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWorkers), BindError> {
+    if let Some(cores) = cores {
+        return Ok((cores, OwnedWorkers(None)));
+    }
+    let cores = Workers::start(config.cores).map_err(BindError::Cores)?;
+    Ok((cores.clone(), OwnedWorkers(Some(cores))))
+}
+
+/// What is redirected, for reloads to say anew, and what keeps to it.
+fn redirected(
+    config: &Config,
+    base: &DataDirState,
+    fronts: &Listeners,
+) -> Result<(watch::Sender<PortMap>, Option<Nat>), BindError> {
+    let Some(redirect) = &config.redirect else {
+        return Ok((watch::Sender::default(), None));
+    };
+    let ports = PortMap::new(redirect, &config.fronts, &fronts.addresses());
+    let (ports, told) = watch::channel(ports);
+    let nat = Nat::install(&redirect.table, &base.nodes, told)?;
+    Ok((ports, Some(nat)))
+}
+
+fn authority(
+    base: &DataDirState,
+    admission: &TunnelListener,
+    (identity, fronts): (&TunnelIdentity, &Arc<Listeners>),
+) -> CaReload {
+    CaReload {
+        store: base.store.clone(),
+        ca: base.ca.clone(),
+        tls: admission.tls.clone(),
+        identity: identity.clone(),
+        fronts: fronts.clone(),
+        registry: admission.registry.clone(),
+        ledger: admission.ledger.clone(),
+        roots: watch::Sender::new(base.ca.get().bundle_pem()),
+        roll: NodeSync {
+            store: base.store.clone(),
+            nodes: base.nodes.clone(),
+            keeper: base.keeper.clone(),
+            tls: admission.tls.clone(),
+            registry: admission.registry.clone(),
+            reading: admission.reading.clone(),
+            tasks: Arc::default(),
+            runtime: admission.cores.runtime(WorkerId(0)).clone(),
+        },
+        changing: Mutex::default(),
+    }
+}
+
+/// Binds the admin listener, and that of metrics if there is one.
+fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
+    let listen = ListenAddr::Tcp(config.admin.listen);
+    let metrics = config.admin.metrics_listen.as_ref();
+    Ok(AdminListeners {
+        pages: bind("the admin listener", &listen)?,
+        metrics: metrics
+            .map(|listen| bind("admin.metrics_listen", listen))
+            .transpose()?,
+    })
+}
+
+/// Binds the socket for commands. The caller has the claim on the directory, so that a socket there is a dead process's.
+fn admin_socket(store: &Store) -> Option<BoundSocket> {
+    let bound = BoundSocket::unix_instead(&store.admin_socket());
+    bound
+        .inspect_err(|error| {
+            tracing::warn!(%error, "no unix socket for commands: they use the admin listener");
+        })
+        .ok()
+}
+
+fn admin_app(
+    base: &DataDirState,
+    shared: &ProxyState,
+    ((readiness, bound, reloads), reloader): (
+        (&Readiness, &AdminListeners, ReloadSender),
+        &Reloader,
+    ),
+) -> admin::AdminState {
+    let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
+    let listens = reloader.parts().began.admin.listen;
+    let certificates = {
+        let reloader = reloader.clone();
+        CertificateInventory(Arc::new(move || {
+            certificates::certificates_in_use(reloader.parts())
+        }))
+    };
+    let take_up = move || {
+        let authority = &reloader.parts().authority;
+        authority.take_up().map_err(|error| error.to_string())
+    };
+    admin::AdminState {
+        nodes: shared.nodes.clone(),
+        registry: shared.registry.clone(),
+        metrics: shared.metrics.clone(),
+        pressure: shared.limits.pressure().clone(),
+        readiness: readiness.clone(),
+        address: bound.pages.local_addr().unwrap_or(listens),
+        reloads,
+        ca: base.ca.clone(),
+        certificates,
+        take_up: CaReloadFn(Arc::new(take_up)),
+        roll,
+    }
+}
+
+fn authorizer(
+    deciding: AuthorizerSource,
+    config: &Config,
+    base: &DataDirState,
+) -> Result<Arc<dyn Authorize>, BindError> {
+    match (deciding, &config.policy.0) {
+        (AuthorizerSource::By(authorizer), _) => Ok(authorizer),
+        // Never open because somebody forgot to read it.
+        (AuthorizerSource::Policy(policy), Some(path)) if policy.is_open() => {
+            Err(BindError::File {
+                what: "policy".to_owned(),
+                path: path.clone(),
+                why: "its rules were not given to this gateway (Gateway::policy)".to_owned(),
+            })
+        }
+        (AuthorizerSource::Policy(policy), _) => Ok(Arc::new(PolicyAuthorizer {
+            policy,
+            nodes: base.nodes.reader(),
+        })),
+    }
+}
+
+/// Who decides and who knows, beside the tables.
+type Deciders = (
+    Arc<dyn Authorize>,
+    Option<Arc<dyn PodLookup>>,
+    Option<(Arc<dyn ReviewClient>, Handle)>,
+);
+
+fn shared(
+    config: &Config,
+    base: &DataDirState,
+    cores: &Workers,
+    (authorizer, pods, reviews): Deciders,
+) -> Result<ProxyState, BindError> {
+    let known = (&base.nodes.reader(), &base.pins);
+    let by_port = upstream_tls::read_all(&config.apps, known, None)?;
+    let kept = ConnectionPool::new(cores.all().count(), config.timeouts.idle_keepalive);
+    let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
+    let kubernetes = config.kubernetes.clone().unwrap_or_default();
+    let answers = |asked| ReviewCache::new(asked, &kubernetes, bound, &metrics);
+    Ok(ProxyState {
+        reviews: reviews.map(answers),
+        nodes: base.nodes.reader(),
+        registry: Registry::new(cores),
+        limits: Limits::new(config.limits.clone(), &metrics),
+        direct: Counter::default(),
+        streams: OpenStreams::new(cores.all().count()),
+        authorizer,
+        apps: UpstreamTlsPorts::new(by_port, kept, base.pins.clone()),
+        pods,
+        metrics,
+        timeouts: config.timeouts.clone(),
+        access_log: config.access_log,
+        uri_bytes: config.limits.uri_bytes,
+        kubernetes_uri_bytes: config.limits.kubernetes_uri_bytes,
+        header_bytes: config.limits.header_bytes,
+        max_headers: config.limits.headers,
+    })
+}
+
+/// What edges are told: this gateway's addresses (without any, where it listens), its siblings', and how many they are.
+pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> GatewayEndpoints {
+    let mut all = config.advertise.clone();
+    if all.is_empty() {
+        let listens = listens.filter(|address| !address.ip().is_unspecified());
+        all.extend(listens.map(|address| address.to_string()));
+    }
+    all.extend_from_slice(&config.gateways);
+    GatewayEndpoints {
+        gateways: all,
+        replicas: config.replicas,
+    }
+}
+
+fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
+    let nodes = NodesWriter::default();
+    nodes.replace(node_sync::records(store)?);
+    nodes.zones(&config.zones());
+    nodes.revoke(config.tunnel.unwelcome());
+    if config.kubernetes.is_some() {
+        nodes.pending(NODES_PENDING);
+    }
+    Ok(nodes)
+}
+
+pub(super) fn bind(what: &str, listen: &ListenAddr) -> Result<BoundSocket, BindError> {
+    let bound = match listen {
+        ListenAddr::Tcp(address) => BoundSocket::tcp(*address),
+        ListenAddr::Unix(path) => BoundSocket::unix(path),
+    };
+    bound.map_err(|cause| BindError::Listen {
+        what: what.to_owned(),
+        listen: listen.to_string(),
+        cause,
+    })
+}
+
+fn dns(
+    config: &Config,
+    shared: &ProxyState,
+) -> Result<(Option<dns::BoundSockets>, NodeNames), BindError> {
+    let bound = config.dns.0.as_ref().map(|dns| {
+        dns::BoundSockets::at(dns.listen).map_err(|cause| BindError::Listen {
+            what: "the DNS server".to_owned(),
+            listen: dns.listen.to_string(),
+            cause,
+        })
+    });
+    let zones = Zones::of(config).map_err(BindError::Name)?;
+    let names = NodeNames::new(zones, shared.nodes.clone(), shared.metrics.clone());
+    Ok((bound.transpose()?, names))
+}
+
+/// What edges are told.
+fn to_edges(
+    config: &Config,
+    address: Option<SocketAddr>,
+) -> (AdvertisedGateways, AnnouncedPortsCell) {
+    let advertised = AdvertisedGateways::new(advertised(&config.tunnel, address));
+    (advertised, AnnouncedPortsCell::new(config.listed.clone()))
+}

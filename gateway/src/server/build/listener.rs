@@ -1,0 +1,367 @@
+//! Builds one front: whom it trusts, what it shows, who is let in.
+//!
+//! Reads the files that its configuration names; each fault says which front and which file.
+
+use crate::{
+    config::{self, Jwks, ListenAddr, ListenerProtocol},
+    control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers},
+    log_throttle::LogThrottle,
+    proxy::{
+        ProxyState,
+        authn::{
+            Authenticator,
+            jwt::{ClaimMappings, Issuer, JwtAuthenticator},
+            token_review::TokenReview,
+        },
+        forwarding_headers::ForwardingHeaders,
+        identity_headers::IdentityHeaderFields,
+        listener::{Listener, ListenerTls},
+    },
+    server::{BindError, tunnel_identity::names},
+    state::{JwksCache, KeySet, Nodes},
+};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Ca, LeafCertificate, ListenerClientTrust, LiveCa, NodeName, Role, SniCertResolver,
+    StaticTokens, TrustStore, verify,
+};
+use causeway_tunnel::wire;
+use rustls::{
+    pki_types::{CertificateDer, UnixTime, pem::PemObject},
+    server::ResolvesServerCert,
+};
+use std::{
+    net::{IpAddr, Ipv4Addr},
+    path::Path,
+    sync::{Arc, OnceLock},
+};
+
+/// What a front is made of: its configuration, and what the files that it names say.
+/// Where two are equal, a front of the one does what a front of the other does.
+#[derive(Debug, PartialEq)]
+pub(crate) struct ListenerSource {
+    pub(crate) front: config::Listener,
+    client_roots: Vec<CertificateDer<'static>>,
+    /// The file's text, which has hashes only.
+    tokens: Option<String>,
+    /// In the order of the configuration.
+    issuers: Vec<JwtIssuerFiles>,
+    leaf: Option<LeafCertificate>,
+}
+
+/// What the files of an issuer of JWTs say.
+#[derive(Debug, PartialEq)]
+struct JwtIssuerFiles {
+    keys: Option<KeySet>,
+    /// CAs for the URL of its keys.
+    roots: Option<String>,
+}
+
+impl ListenerSource {
+    /// Reads the files that the front names.
+    pub(crate) fn read(front: &config::Listener) -> Result<Self, BindError> {
+        let tokens = front.callers.tokens.as_deref();
+        Ok(Self {
+            client_roots: client_roots(front)?,
+            tokens: tokens.map(|path| text(&front.name, path)).transpose()?,
+            issuers: issuers(front)?,
+            leaf: leaf(front)?,
+            front: front.clone(),
+        })
+    }
+
+    /// Reads the files that the front names, in place of those that `current` was made of.
+    pub(crate) fn read_in_place_of(
+        front: &config::Listener,
+        current: Option<&Self>,
+    ) -> Result<Self, BindError> {
+        let mut read = Self::read(front)?;
+        if let (Some(leaf), Some(files)) = (read.leaf.take(), &front.certificate) {
+            let current = current.and_then(|current| current.leaf.as_ref());
+            let leaf = leaf.replacing(current, UnixTime::now());
+            let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+            read.leaf = Some(leaf);
+        }
+        Ok(read)
+    }
+
+    /// Reads the files that the front names, and judges those that are parsed later.
+    pub(crate) fn check(front: &config::Listener) -> Result<(), BindError> {
+        let read = Self::read(front)?;
+        read.tokens()?;
+        for (jwt, files) in front.callers.jwt.iter().zip(&read.issuers) {
+            if let (Some(path), Some(roots)) = (&jwt.jwks_ca, &files.roots) {
+                let found = causeway_certs::certificates(roots);
+                found.map_err(|why| file(&front.name, path, why))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a client certificate may be one for both fronts.
+    pub(crate) fn shares_ca(&self, other: &Self) -> bool {
+        let own = self.front.callers.own_ca && other.front.callers.own_ca;
+        let has = |root: &_| other.client_roots.contains(root);
+        own || self.client_roots.iter().any(has)
+    }
+
+    /// The certificates in the files that the front names.
+    pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
+        let front = &self.front;
+        let file = front.certificate.as_ref().map(|files| files.chain.clone());
+        let shown = self.leaf.as_ref().and_then(|leaf| leaf.chain().first());
+        let shown = shown.and_then(|shown| {
+            CertificateInUse::read(format!("listener:{}", front.name), shown, file)
+        });
+        let trusted = format!("listener_client_ca:{}", front.name);
+        let roots = self.client_roots.iter();
+        let roots = roots.filter_map(|root| CertificateInUse::read(trusted.clone(), root, None));
+        let jwks = self
+            .issuers
+            .iter()
+            .filter_map(|issuer| issuer.roots.as_deref());
+        let jwks = jwks.filter_map(|roots| causeway_certs::certificates(roots).ok());
+        let trusted = format!("listener_jwks_ca:{}", front.name);
+        let jwks = jwks.flatten();
+        let jwks = jwks.filter_map(|root| CertificateInUse::read(trusted.clone(), &root, None));
+        shown.into_iter().chain(roots).chain(jwks).collect()
+    }
+
+    /// The front, of which the socket listens on the port `listens`.
+    pub(crate) fn build(
+        &self,
+        (ca, issuers): (&LiveCa, &JwksFetchers),
+        shared: &ProxyState,
+        listens: Option<u16>,
+    ) -> Result<Listener, BindError> {
+        let front = &self.front;
+        let node = match &front.node {
+            Some(name) => Some(
+                NodeName::parse(name)
+                    .map_err(|error| BindError::Name(format!("front {:?}: {error}", front.name)))?,
+            ),
+            None => None,
+        };
+        self.without_ca(&ca.get())?;
+        let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
+        let shown = front.callers.own_ca || !self.client_roots.is_empty();
+        Ok(Listener {
+            name: front.name.clone(),
+            kind: front.kind,
+            node,
+            port: front.node_port(),
+            listens,
+            authentication: Authenticator {
+                tokens: self.tokens()?,
+                jwts: self.jwts(&ca.get(), issuers)?,
+                review: self.review(&ca.get(), shared)?,
+                certificates: tls.is_some() && shown,
+                anonymous: front.anonymous,
+                anonymous_from: front.anonymous_from.clone(),
+                anonymous_ports: front.anonymous_ports.clone(),
+            },
+            tls: tls.map(ArcSwap::from_pointee),
+            kubelets: front.subject_access_review.clone(),
+            revoked: front.callers.revoked.iter().cloned().collect(),
+            disconnect_expired: front.disconnect_expired,
+            forward_authorization: front.forward_authorization,
+            told: IdentityHeaderFields::of(&front.identity_headers).map_err(BindError::Name)?,
+            forwarding: ForwardingHeaders::new(front),
+            errors: front.errors,
+            original_destination: front.original_destination,
+            direct: front.direct.clone(),
+            proxy_protocol: front.proxy_protocol.clone(),
+            metrics: shared.metrics.front(&front.name),
+            tls_refusals: LogThrottle::default(),
+            exhaustions: LogThrottle::default(),
+            retired: OnceLock::new(),
+            successor: OnceLock::new(),
+        })
+    }
+
+    /// A front that would want a CA where there is none says so, and does not stand there for nobody.
+    fn without_ca(&self, ca: &Ca) -> Result<(), BindError> {
+        let (front, callers) = (&self.front, &self.front.callers);
+        if ca.is_believed() || !front.has_tls() {
+            return Ok(());
+        }
+        let others = callers.tokens.is_some()
+            || !callers.jwt.is_empty()
+            || callers.token_review.is_some()
+            || front.anonymous;
+        let lacks = if self.leaf.is_none() {
+            "certificate: there is no CA to make one"
+        } else if self.client_roots.is_empty() && !others {
+            "callers: there is no CA that makes certificates for them; name client_ca, tokens, jwt or token_review"
+        } else {
+            return Ok(());
+        };
+        Err(BindError::Name(format!(
+            "front {:?} lacks {lacks}",
+            front.name
+        )))
+    }
+
+    fn tokens(&self) -> Result<Option<StaticTokens>, BindError> {
+        let (Some(text), Some(path)) = (&self.tokens, &self.front.callers.tokens) else {
+            return Ok(None);
+        };
+        let tokens = StaticTokens::parse(text);
+        let tokens = tokens.map_err(|error| file(&self.front.name, path, error.to_string()))?;
+        Ok(Some(tokens))
+    }
+
+    /// Whose JWTs count, with keys that are here or will be.
+    fn jwts(&self, ca: &Ca, issuers: &JwksFetchers) -> Result<Option<JwtAuthenticator>, BindError> {
+        let listed = &self.front.callers.jwt;
+        let mut all = Vec::with_capacity(listed.len());
+        for (jwt, files) in listed.iter().zip(&self.issuers) {
+            let keys = match &files.keys {
+                Some(set) => JwksCache::fixed(set.clone()),
+                None => issuers.keys(jwt, files.roots.as_deref()).map_err(|why| {
+                    let named = jwt.jwks_ca.clone();
+                    let path = named.unwrap_or_else(|| jwt.jwks.to_string().into());
+                    file(&self.front.name, &path, why)
+                })?,
+            };
+            let naming = ClaimMappings {
+                username_claim: jwt.username_claim.clone(),
+                username_prefix: jwt.username_prefix.clone(),
+                groups_claim: jwt.groups_claim.clone(),
+                groups_prefix: jwt.groups_prefix.clone(),
+                domain: ca.trust_domain().clone(),
+            };
+            let named = (jwt.issuer.as_str(), jwt.audiences.as_slice());
+            all.push(Issuer::new(named, &jwt.algorithms, naming, keys));
+        }
+        Ok((!all.is_empty()).then(|| JwtAuthenticator::new(all)))
+    }
+
+    /// Tokens that the cluster's API is asked about; that, and what else it is asked, only where there is one.
+    fn review(&self, ca: &Ca, shared: &ProxyState) -> Result<Option<TokenReview>, BindError> {
+        let (front, review) = (&self.front, &self.front.callers.token_review);
+        let asks = review.is_some() || !front.subject_access_review.is_empty();
+        if asks && shared.reviews.is_none() {
+            return Err(BindError::Name(format!(
+                "front {:?} asks a cluster's API about callers, and this gateway was started without one (kubernetes)",
+                front.name
+            )));
+        }
+        Ok(review.as_ref().map(|review| TokenReview {
+            audiences: review.audiences.as_slice().into(),
+            domain: ca.trust_domain().clone(),
+        }))
+    }
+
+    /// What is shown and believed where `ca` signs, if TLS is spoken.
+    pub(crate) fn tls(
+        &self,
+        ca: &Ca,
+        (live, nodes): (&LiveCa, &Nodes),
+    ) -> Result<Option<ListenerTls>, BindError> {
+        if !self.front.has_tls() {
+            return Ok(None);
+        }
+        // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
+        let trust = ListenerClientTrust {
+            own: self.front.callers.own_ca && ca.is_believed(),
+            client_roots: self.client_roots.clone(),
+            require: false,
+        };
+        let fault = |cause| BindError::Trust {
+            what: format!("front {:?}", self.front.name),
+            cause,
+        };
+        let (shown, leaves): (Arc<dyn ResolvesServerCert>, _) = if let Some(leaf) = &self.leaf {
+            (leaf.resolver(), None)
+        } else {
+            let leaves = self.leaves(live, nodes)?;
+            (leaves.clone(), Some(leaves))
+        };
+        // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
+        let alpn: &[&[u8]] = match self.front.kind {
+            ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
+            ListenerProtocol::Connect | ListenerProtocol::Http => {
+                &[wire::ALPN_HTTP11, wire::ALPN_HTTP10]
+            }
+            ListenerProtocol::Tcp => &[],
+        };
+        let required = trust.require;
+        let trust = TrustStore::front(ca, &trust).map_err(fault)?;
+        let config = verify::front_server(shown, &trust, required, alpn).map_err(fault)?;
+        Ok(Some(ListenerTls {
+            config,
+            trust,
+            leaves,
+        }))
+    }
+
+    /// What a front without a configured leaf shows: one for each node from our own CA.
+    fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
+        let nodes = nodes.clone();
+        let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
+        let listen = match self.front.listen {
+            ListenAddr::Tcp(address) => address.ip(),
+            ListenAddr::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        };
+        let names = names(&self.front.names, listen)?;
+        Ok(Arc::new(SniCertResolver::new(ca.clone(), names, known)?))
+    }
+}
+
+fn client_roots(front: &config::Listener) -> Result<Vec<CertificateDer<'static>>, BindError> {
+    let mut client_roots = Vec::new();
+    for path in &front.callers.client_ca {
+        let fault = |why: String| file(&front.name, path, why);
+        let roots =
+            CertificateDer::pem_file_iter(path).map_err(|error| fault(error.to_string()))?;
+        let before = client_roots.len();
+        for root in roots {
+            client_roots.push(root.map_err(|error| fault(error.to_string()))?);
+        }
+        if client_roots.len() == before {
+            return Err(fault("there is no certificate in it".to_owned()));
+        }
+    }
+    Ok(client_roots)
+}
+
+/// What the files of a front's issuers say.
+fn issuers(front: &config::Listener) -> Result<Vec<JwtIssuerFiles>, BindError> {
+    let read = |jwt: &config::Jwt| {
+        let keys = match &jwt.jwks {
+            Jwks::File(path) => {
+                let keys = KeySet::parse(text(&front.name, path)?.as_bytes());
+                Some(keys.map_err(|why| file(&front.name, path, why))?)
+            }
+            Jwks::Url(_) => None,
+        };
+        let roots = jwt.jwks_ca.as_deref();
+        let roots = roots.map(|path| text(&front.name, path)).transpose()?;
+        Ok(JwtIssuerFiles { keys, roots })
+    };
+    front.callers.jwt.iter().map(read).collect()
+}
+
+fn leaf(front: &config::Listener) -> Result<Option<LeafCertificate>, BindError> {
+    let Some(files) = &front.certificate else {
+        return Ok(None);
+    };
+    let chain = text(&front.name, &files.chain)?;
+    let key = text(&front.name, &files.key)?;
+    let leaf = LeafCertificate::load_for(Role::Server, &chain, &key);
+    let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+    Ok(Some(leaf))
+}
+
+fn text(front: &str, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(front, path, error.to_string()))
+}
+
+fn file(front: &str, path: &Path, why: String) -> BindError {
+    BindError::File {
+        what: format!("front {front:?}"),
+        path: path.to_owned(),
+        why,
+    }
+}

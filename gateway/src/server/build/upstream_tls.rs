@@ -1,0 +1,98 @@
+//! Builds the apps to which the gateway itself speaks TLS: whom it trusts, what it shows.
+//!
+//! Reads the files that their configuration names; each fault says which port and which file. An app whose files say
+//! what they said stays the one that it is, with its connections.
+
+use crate::{
+    config,
+    proxy::upstream::{ByPort, ServerTrust, UpstreamTls, UpstreamTlsPorts, UpstreamTlsSource},
+    server::BindError,
+    state::{Nodes, Pins},
+};
+use causeway_certs::{LeafCertificate, Role};
+use rustls_pki_types::{CertificateDer, UnixTime, pem::PemObject};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Reads and builds all apps; those of `now` that are made of the same stay.
+pub(crate) fn read_all(
+    apps: &BTreeMap<u16, config::UpstreamTls>,
+    (nodes, pins): (&Nodes, &Pins),
+    now: Option<&UpstreamTlsPorts>,
+) -> Result<ByPort, BindError> {
+    let build = |(port, app): (&u16, &config::UpstreamTls)| {
+        let mut material = read(*port, app)?;
+        if let (Some(leaf), Some(path)) = (material.leaf.take(), &app.certificate) {
+            let current = now.and_then(|now| now.leaf(*port));
+            let leaf = leaf.replacing(current.as_ref(), UnixTime::now());
+            material.leaf = Some(leaf.map_err(|why| file(*port, path.clone(), why.to_string()))?);
+        }
+        if let Some(there) = now.and_then(|now| now.made_of(*port, &material)) {
+            return Ok((*port, there));
+        }
+        let named = [&app.ca, &app.certificate].into_iter().flatten().next();
+        let path = named.cloned().unwrap_or_default();
+        let built = UpstreamTls::new(material, *port, (nodes, pins));
+        let built = built.map_err(|why| file(*port, path, why))?;
+        Ok((*port, Arc::new(built)))
+    };
+    apps.iter().map(build).collect()
+}
+
+/// Reads the files of all apps.
+pub(crate) fn check(apps: &BTreeMap<u16, config::UpstreamTls>) -> Result<(), BindError> {
+    apps.iter()
+        .try_for_each(|(port, app)| read(*port, app).map(drop))
+}
+
+fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindError> {
+    let believed = match (&app.ca, app.pin, app.verify) {
+        (Some(path), ..) => ServerTrust::Signed(roots(port, path)?),
+        (None, true, _) => ServerTrust::Pinned,
+        (None, false, false) => ServerTrust::Any,
+        (None, false, true) => {
+            let why = format!("apps.{port} needs \"ca\", or pin: true, or verify: false");
+            return Err(BindError::Name(why));
+        }
+    };
+    let leaf = match (&app.certificate, &app.key) {
+        // It is asked for, and taken up when it is there.
+        (Some(certificate), _) if app.signer.is_some() && !certificate.exists() => None,
+        (Some(certificate), Some(key)) => {
+            let leaf = LeafCertificate::load_for(
+                Role::Client,
+                &text(port, certificate)?,
+                &text(port, key)?,
+            );
+            Some(leaf.map_err(|error| file(port, certificate.clone(), error.to_string()))?)
+        }
+        _ => None,
+    };
+    Ok(UpstreamTlsSource { believed, leaf })
+}
+
+fn roots(port: u16, path: &Path) -> Result<Vec<CertificateDer<'static>>, BindError> {
+    let pem = text(port, path)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+    let found = found.map_err(|error| file(port, path.to_owned(), error.to_string()))?;
+    if found.is_empty() {
+        let why = "there is no certificate in it".to_owned();
+        return Err(file(port, path.to_owned(), why));
+    }
+    Ok(found)
+}
+
+fn text(port: u16, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(port, path.to_owned(), error.to_string()))
+}
+
+fn file(port: u16, path: PathBuf, why: String) -> BindError {
+    BindError::File {
+        what: format!("apps.{port}"),
+        path,
+        why,
+    }
+}

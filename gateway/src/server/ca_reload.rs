@@ -1,0 +1,125 @@
+//! What hangs on the CA in a gateway that runs, and how another CA takes its place.
+//!
+//! 1. read what the data directory has; nothing to do where that is what there is;
+//! 2. build all that shows a certificate or believes one: the tunnel port, its leaf, the fronts;
+//! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
+//! 4. tell the edges. Where a root is gone, edges that hang on it are sent away; callers begin nothing new (`proxy.rs`).
+
+use super::{BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};
+use crate::{
+    control::{
+        ca_rotation,
+        node_records::NodeRecordWriter,
+        node_sync::NodeSync,
+        tunnel_listener::{LiveTls, Tls},
+    },
+    state::Registry,
+};
+use causeway_certs::{Ca, LiveCa, Store};
+use rustls::pki_types::UnixTime;
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, UNIX_EPOCH},
+};
+use tokio::sync::watch;
+
+/// An operator's CA is to sign again when so much is left.
+const SOON: Duration = Duration::from_hours(24 * 30);
+
+/// All that a change of the CA touches.
+#[derive(Debug)]
+pub(super) struct CaReload {
+    pub(super) store: Store,
+    pub(super) ca: LiveCa,
+    pub(super) tls: LiveTls,
+    pub(super) identity: TunnelIdentity,
+    pub(super) fronts: Arc<Listeners>,
+    pub(super) registry: Registry,
+    pub(super) roll: NodeSync,
+    pub(super) ledger: NodeRecordWriter,
+    /// The roots that edges are to believe, as PEM.
+    pub(super) roots: watch::Sender<String>,
+    /// One after the other.
+    pub(super) changing: Mutex<()>,
+}
+
+impl CaReload {
+    /// Takes up the CA that the data directory has; whether it is another than before. Blocks on the disk.
+    ///
+    /// # Errors
+    /// If it cannot be read or used; then all is as it was.
+    pub(super) fn take_up(&self) -> Result<bool, BindError> {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(next) = self.store.ca()? else {
+            if !self.ca.get().is_believed() {
+                return Ok(false);
+            }
+            return Err(BindError::NoCa(self.store.root_path()));
+        };
+        if next.state() == self.ca.get().state() {
+            return Ok(false);
+        }
+        let same_domain = next.trust_domain() == self.ca.get().trust_domain();
+        if !same_domain && !self.ca.get().is_believed() {
+            let (found, here) = (next.trust_domain().clone(), self.ca.get());
+            tracing::error!(
+                %found,
+                here = %here.trust_domain(),
+                "the CA in the data directory is of another trust domain than tunnel.identity and does not count; take ca.json away before the next start, which would fail"
+            );
+            return Ok(false);
+        }
+        if !same_domain {
+            let why = "the CA in the data directory is of another trust domain; it counts from the next start";
+            return Err(BindError::Name(why.to_owned()));
+        }
+        let port = self.identity.turn_to(&next)?;
+        let fronts = self.fronts.turn_to(&next)?;
+        let stays = next.fingerprints();
+        let gone = self.ca.get().fingerprints();
+        let gone = !gone.iter().all(|root| stays.contains(root));
+        let (first, other) = (next.fingerprint(), next.other());
+        self.roots.send_replace(next.bundle_pem());
+        self.ca.swap(next);
+        if let Some((tls, leaf)) = port {
+            self.tls.store(Arc::new(tls));
+            self.identity.show(leaf);
+        }
+        fronts.apply();
+        tracing::info!(signs = %first, ?other, "another CA is in force");
+        warn_of_ends(&self.ca.get());
+        ca_rotation::tell(&self.ca.get(), &self.registry);
+        if gone {
+            self.roll.look();
+        }
+        Ok(true)
+    }
+
+    /// Takes up what the disk says of nodes.
+    pub(super) fn look(&self) {
+        self.roll.look();
+    }
+
+    /// The tunnel port believes others from now on: edges that hang on nobody of these are sent away.
+    pub(super) fn turn(&self, tls: Tls) {
+        self.tls.store(Arc::new(tls));
+        self.roll.look();
+    }
+}
+
+/// Says which of our roots callers who trust an operator's CA believe no more, or not for long.
+pub(super) fn warn_of_ends(ca: &Ca) {
+    let now = UnixTime::now().as_secs();
+    for above in ca.above() {
+        let ends = above.not_after.as_secs();
+        if ends.saturating_sub(SOON.as_secs()) < now {
+            let ends = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(ends));
+            tracing::warn!(
+                root = %above.root,
+                by = above.by,
+                %ends,
+                "callers that trust the operator's CA alone believe fronts until then only; have it sign again: causeway ca init --from-certificate FILE --from-key FILE"
+            );
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Another configuration for a gateway that runs: build all of it, then swap, then retire.
+//!
+//! What cannot change while a gateway runs (its directory, its cores, where it listens for edges and for its owner,
+//! limits and waits) is named, and takes effect at the next start.
+
+use super::{
+    BindError,
+    build::{advertised, upstream_tls},
+    ca_reload::CaReload,
+    listeners::{ListenerDiff, ListenerUpdate, Listeners},
+    tunnel_identity::{PendingIdentity, TunnelIdentity},
+};
+use crate::{
+    config::{self, Config, Redirect},
+    control::{
+        broadcast::{announce, listing},
+        dns::{NodeNames, Zones},
+        nat::PortMap,
+    },
+    proxy::{ProxyState, upstream::ByPort},
+    state::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints, NodesWriter},
+};
+use causeway_certs::{HostName, NodeName};
+use causeway_tunnel::control_stream::{AnnouncedPorts, GatewayMessage};
+use std::{collections::BTreeSet, fmt, net::SocketAddr, sync::Arc};
+use tokio::sync::watch;
+
+/// What can change in a gateway that runs. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Reloader(Arc<Reloadable>);
+
+/// What a reload touches.
+#[derive(Debug)]
+pub(super) struct Reloadable {
+    pub(super) authority: Arc<CaReload>,
+    /// What the gateway began with.
+    pub(super) began: Config,
+    /// Where the tunnel port is.
+    pub(super) tunnel: Option<SocketAddr>,
+    pub(super) fronts: Arc<Listeners>,
+    pub(super) identity: TunnelIdentity,
+    /// What edges are told.
+    pub(super) to_edges: (AdvertisedGateways, AnnouncedPortsCell),
+    pub(super) nodes: NodesWriter,
+    pub(super) names: NodeNames,
+    /// What is redirected where.
+    pub(super) ports: watch::Sender<PortMap>,
+    pub(super) shared: Arc<ProxyState>,
+}
+
+/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+#[derive(Debug)]
+pub struct PendingReload<'a> {
+    parts: &'a Reloadable,
+    fronts: ListenerUpdate<'a>,
+    redirect: Option<(Redirect, Vec<config::Listener>)>,
+    identity: PendingIdentity,
+    apps: ByPort,
+    advertised: GatewayEndpoints,
+    listed: Option<AnnouncedPorts>,
+    revoked: BTreeSet<NodeName>,
+    node_zones: Vec<String>,
+    zones: Option<Zones>,
+    at_restart: Vec<&'static str>,
+}
+
+/// What a reload has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each says something of its own"
+)]
+pub struct ReloadSummary {
+    /// The fronts.
+    pub fronts: ListenerDiff,
+    /// Whether the tunnel port goes by other files (`tunnel.identity`).
+    pub identity: bool,
+    /// Whether other apps are asked from here, or with other files.
+    pub apps: bool,
+    /// Whether edges were told other addresses, or another number of gateways.
+    pub advertised: bool,
+    /// Whether others are revoked (`tunnel.revoked`).
+    pub revoked: bool,
+    /// Whether names of nodes are answered otherwise (`dns`).
+    pub dns: bool,
+    /// Keys that differ from what the gateway began with, and wait for its next start.
+    pub at_restart: Vec<&'static str>,
+}
+
+impl Reloader {
+    pub(super) fn new(parts: Reloadable) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// [`PendingReload::apply`].
+    ///
+    /// # Errors
+    /// Whatever is missing, malformed or taken, by name; everything is as it was then.
+    pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, BindError> {
+        let parts = &self.0;
+        // Whatever becomes of the configuration: what hangs on the CA is built of the one that there is.
+        parts.authority.take_up()?;
+        Ok(PendingReload {
+            fronts: parts.fronts.plan(&config.fronts)?,
+            redirect: config
+                .redirect
+                .clone()
+                .map(|redirect| (redirect, config.fronts.clone())),
+            identity: parts.identity.prepare(&config::Tunnel {
+                // Where the port is, and not where it would be after a restart.
+                listen: parts.began.tunnel.listen,
+                ..config.tunnel.clone()
+            })?,
+            apps: {
+                let apps = &parts.shared.apps;
+                let known = (&parts.shared.nodes, apps.pins());
+                upstream_tls::read_all(&config.apps, known, Some(apps))?
+            },
+            advertised: advertised(&config.tunnel, parts.tunnel),
+            listed: config.listed.clone(),
+            revoked: config.tunnel.unwelcome(),
+            node_zones: config.zones(),
+            zones: zones(&parts.began, config)?,
+            at_restart: at_restart(&parts.began, config),
+            parts,
+        })
+    }
+
+    /// The fronts that there are now, with the ports that the system chose; unix sockets have no address.
+    pub fn fronts(&self) -> Vec<(String, Option<SocketAddr>)> {
+        self.0.fronts.addresses()
+    }
+
+    /// The names under which edges reach the gateway: those of its certificate.
+    pub fn names(&self) -> Vec<HostName> {
+        self.0.identity.names()
+    }
+
+    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    pub fn refused(&self) {
+        self.0.shared.metrics.reloaded(false);
+    }
+
+    pub(super) fn parts(&self) -> &Reloadable {
+        &self.0
+    }
+}
+
+impl PendingReload<'_> {
+    /// Puts it into force.
+    pub fn apply(self) -> ReloadSummary {
+        self.apply_with(None::<fn()>)
+    }
+
+    /// Puts it into force together with other `rules`, which this calls when callers of the old fronts have begun their
+    /// last and those of the new ones nothing.
+    pub fn apply_with(self, rules: Option<impl FnOnce()>) -> ReloadSummary {
+        let parts = self.parts;
+        // Before it is looked who is welcome.
+        let revoked = parts.nodes.revoke(self.revoked);
+        let tls = parts.identity.apply(self.identity);
+        let identity = tls.is_some();
+        match tls {
+            Some(tls) => parts.authority.turn(tls),
+            // Somebody may have put another gateway's nodes there.
+            None => parts.authority.look(),
+        }
+        let (all, listed) = &parts.to_edges;
+        let advertised = all.replace(self.advertised);
+        if advertised {
+            let GatewayEndpoints { gateways, replicas } = all.all();
+            let line = GatewayMessage::Gateways { gateways, replicas };
+            announce(&parts.shared.registry, |_| [line.clone()]);
+        }
+        // A name that DNS says must be one here.
+        parts.nodes.zones(&self.node_zones);
+        let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
+        let apps = parts.shared.apps.replace(self.apps);
+        let fronts = self.fronts.apply(rules);
+        if let Some((redirect, configured)) = self.redirect {
+            let redirected = PortMap::new(&redirect, &configured, &parts.fronts.addresses());
+            parts.ports.send_replace(redirected);
+        }
+        parts.shared.streams.changed();
+        // Behind the fronts, but for what is taken away: an edge refuses what is on its way here.
+        if listed.replace(self.listed) {
+            announce(&parts.shared.registry, |edge| {
+                listing(&edge.admitted, listed)
+            });
+        }
+        parts.shared.metrics.reloaded(true);
+        ReloadSummary {
+            fronts,
+            identity,
+            apps,
+            advertised,
+            revoked,
+            dns,
+            at_restart: self.at_restart,
+        }
+    }
+}
+
+/// What names are to be answered with. A server that goes, or comes, at the next start stays as it is until then.
+fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
+    let stays = began.dns.0.is_some() && now.dns.0.is_some();
+    let zones = stays.then(|| Zones::of(now)).transpose();
+    zones.map_err(BindError::Name)
+}
+
+fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
+    // Of the tunnel port only who is told of it changes while it is there, and what the files say that it goes by.
+    let tunnel = |config: &Config| config::Tunnel {
+        advertise: Vec::new(),
+        gateways: Vec::new(),
+        replicas: None,
+        revoked: Vec::new(),
+        identity: None,
+        ..config.tunnel.clone()
+    };
+    let table = |config: &Config| config.redirect.clone().map(|redirect| redirect.table);
+    let given = |config: &Config| config.tunnel.identity.is_some();
+    let asked = |config: &Config| {
+        let identity = config.tunnel.identity.as_ref();
+        identity.map(|identity| (identity.signer.clone(), identity.trust_domain.clone()))
+    };
+    let clients = |config: &Config| {
+        let of = |(port, app): (&u16, &config::UpstreamTls)| {
+            Some((*port, app.signer.clone()?, app.user.clone(), app.approve))
+        };
+        config.apps.iter().filter_map(of).collect::<Vec<_>>()
+    };
+    let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
+    let keys = [
+        ("data_dir", began.data_dir != now.data_dir),
+        ("cores", began.cores != now.cores),
+        ("tunnel", tunnel(began) != tunnel(now)),
+        (
+            "tunnel.identity",
+            given(began) != given(now) || asked(began) != asked(now),
+        ),
+        ("apps.*.signer", clients(began) != clients(now)),
+        ("redirect", table(began) != table(now)),
+        ("admin", began.admin != now.admin),
+        ("kubernetes", began.kubernetes != now.kubernetes),
+        ("readers", began.readers != now.readers),
+        ("dns.listen", answers(began) != answers(now)),
+        ("limits", began.limits != now.limits),
+        ("timeouts", began.timeouts != now.timeouts),
+        ("access_log", began.access_log != now.access_log),
+        ("audit_log", began.audit_log != now.audit_log),
+        ("log", began.log != now.log),
+    ];
+    let differs = keys.into_iter().filter(|(_, differs)| *differs);
+    differs.map(|(key, _)| key).collect()
+}
+
+/// For people, in one line.
+impl fmt::Display for ReloadSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ListenerDiff {
+            opened,
+            replaced,
+            closed,
+        } = &self.fronts;
+        let mut said = Vec::new();
+        for (what, names) in [
+            ("opened", opened),
+            ("changed", replaced),
+            ("closed", closed),
+        ] {
+            if !names.is_empty() {
+                said.push(format!("{what} {}", names.join(", ")));
+            }
+        }
+        let fronts = if said.is_empty() {
+            "all fronts as they were".to_owned()
+        } else {
+            format!("fronts: {}", said.join("; "))
+        };
+        f.write_str(&fronts)?;
+        if self.identity {
+            f.write_str("; the tunnel port goes by other files")?;
+        }
+        if self.apps {
+            f.write_str("; apps are asked by other files")?;
+        }
+        if self.advertised {
+            f.write_str("; edges are told anew where gateways are")?;
+        }
+        if self.revoked {
+            f.write_str("; others are revoked")?;
+        }
+        if self.dns {
+            f.write_str("; names of nodes are answered otherwise")?;
+        }
+        if !self.at_restart.is_empty() {
+            write!(
+                f,
+                "; waits for the next start: {}",
+                self.at_restart.join(", ")
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,362 @@
+//! What the tunnel port shows to edges, and whom it believes.
+//!
+//! By our CA: a certificate for the names by which edges reach this gateway, made here and renewed by itself. Or given: the
+//! files of another system, which are read at each reload, and whoever renews them causes one. Which of the two it is holds
+//! as long as the gateway runs.
+
+mod kubernetes;
+
+use super::{BindError, ca_reload::warn_of_ends};
+use crate::{
+    config,
+    control::{certificate_expiry::CertificateInUse, tunnel_listener::Tls},
+};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Ca, CaError, Certificate, ClusterCa, HostName, LeafCertificate, LiveCa, ReloadableCert, Store,
+    TrustDomain, TrustStore, external,
+};
+use causeway_tunnel::target;
+use kubernetes::KubernetesIdentity;
+use rustls::{
+    pki_types::{CertificateDer, UnixTime},
+    server::ResolvesServerCert,
+};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::time::sleep;
+
+/// How long a certificate of the gateway's own making is valid; it is renewed at half of that.
+const LIFETIME: Duration = Duration::from_hours(7 * 24);
+/// Of which part of its life nothing is left when whoever renews what was given should have: Vault's agent does at a tenth.
+const LATE: u64 = 20;
+/// The key of what another system gives.
+const WHAT: &str = "tunnel.identity";
+/// How often that is looked at, at least. A timer stands still while a machine is suspended.
+const LOOK: Duration = Duration::from_hours(1);
+
+/// What the tunnel port shows and believes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct TunnelIdentity {
+    ca: LiveCa,
+    store: Store,
+    names: Arc<ArcSwap<Vec<HostName>>>,
+    leaf: Arc<ReloadableCert>,
+    given: Option<Arc<Mutex<ExternalIdentity>>>,
+    cluster: Option<KubernetesIdentity>,
+}
+
+/// What another system has made.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct ExternalIdentity {
+    leaf: LeafCertificate,
+    chain: PathBuf,
+    roots: Vec<CertificateDer<'static>>,
+    pub(super) domain: TrustDomain,
+    any_node: bool,
+}
+
+/// What a configuration asks for, built and not in force.
+#[derive(Debug)]
+pub(super) struct PendingIdentity {
+    names: Vec<HostName>,
+    leaf: Option<LeafCertificate>,
+    given: Option<(ExternalIdentity, Tls)>,
+    cluster: Option<(ClusterCa, Tls)>,
+}
+
+/// Reads the files of others' certificates.
+pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
+    config
+        .tunnel
+        .identity
+        .as_ref()
+        .map(ExternalIdentity::read)
+        .transpose()?;
+    KubernetesIdentity::read(config.signer())?;
+    Ok(())
+}
+
+impl ExternalIdentity {
+    /// Reads the files.
+    pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
+        // Both are there, by the configuration's own rules.
+        let path = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
+        let (shown, key) = (path(&files.chain), path(&files.key));
+        let read = external::gateway(&text(WHAT, &shown)?, &text(WHAT, &key)?);
+        let (leaf, domain) = read.map_err(|error| file(WHAT, &shown, error.to_string()))?;
+        let mut roots = Vec::new();
+        for path in &files.client_ca {
+            let found = external::roots(&text(WHAT, path)?);
+            roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
+        }
+        Ok(Self {
+            leaf,
+            chain: shown,
+            roots,
+            domain,
+            any_node: files.any_node,
+        })
+    }
+
+    fn tls(&self, shows: Arc<dyn ResolvesServerCert>, store: &Store) -> Result<Tls, BindError> {
+        let trust = TrustStore::given(&self.roots, &self.domain).map_err(unbuilt)?;
+        let tickets = store.ticket_secret()?;
+        let tls = Tls::new(shows, trust, &tickets).map_err(unbuilt)?;
+        Ok(tls.any_node(self.any_node))
+    }
+
+    /// Says so where the certificate has ended, or whoever renews it should have. When to look again.
+    fn look(&self) -> Duration {
+        let facts = self.leaf.chain().first().map(Certificate::read);
+        let Some(Ok(facts)) = facts else { return LOOK };
+        let (now, ends) = (UnixTime::now().as_secs(), facts.not_after);
+        let late = ends.saturating_sub(facts.not_before) / LATE;
+        let (chain, left) = (self.chain.display(), ends.saturating_sub(now));
+        let next = if now > ends {
+            tracing::error!(%chain, "the certificate of the tunnel port has ended: no edge takes it");
+            LOOK.as_secs()
+        } else if left <= late {
+            let left = humantime::format_duration(Duration::from_secs(left));
+            tracing::warn!(%chain, %left, "the certificate of the tunnel port ends soon, and no other was taken up: either nobody has made one, or the last reload was refused");
+            // It is said again at its end.
+            ends - now + 1
+        } else {
+            left - late
+        };
+        LOOK.min(Duration::from_secs(next))
+    }
+}
+
+impl TunnelIdentity {
+    pub(super) fn new(
+        ca: &LiveCa,
+        store: &Store,
+        (config, given): (&config::Config, Option<ExternalIdentity>),
+    ) -> Result<Self, BindError> {
+        let cluster = KubernetesIdentity::read(config.signer())?;
+        let config = &config.tunnel;
+        let names = names(&config.advertise, config.listen.ip())?;
+        let leaf = match &given {
+            Some(given) => given.leaf.clone(),
+            None => ca.get().issue_gateway(&names, LIFETIME)?,
+        };
+        Ok(Self {
+            ca: ca.clone(),
+            store: store.clone(),
+            names: Arc::new(ArcSwap::from_pointee(names)),
+            leaf: Arc::new(ReloadableCert::new(leaf)),
+            given: given.map(|given| Arc::new(Mutex::new(given))),
+            cluster,
+        })
+    }
+
+    fn given(&self) -> Option<ExternalIdentity> {
+        let given = self.given.as_ref()?;
+        let given = given.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(given.clone())
+    }
+
+    /// The tunnel port's TLS where `ca` signs what is not given.
+    pub(super) fn tls(&self, ca: &Ca) -> Result<Tls, BindError> {
+        if let Some(given) = self.given() {
+            return given.tls(self.leaf.clone(), &self.store);
+        }
+        self.signing(ca, self.cluster.as_ref().map(KubernetesIdentity::trust))
+    }
+
+    fn signing(&self, ca: &Ca, cluster: Option<ClusterCa>) -> Result<Tls, BindError> {
+        let trust = TrustStore::of(ca).map_err(unbuilt)?;
+        let tickets = self.store.ticket_secret()?;
+        let tls = Tls::new(self.leaf.clone(), trust, &tickets).map_err(unbuilt)?;
+        tls.vouched(self.leaf.clone(), cluster).map_err(unbuilt)
+    }
+
+    /// What a configuration asks for.
+    pub(super) fn prepare(&self, config: &config::Tunnel) -> Result<PendingIdentity, BindError> {
+        let names = names(&config.advertise, config.listen.ip())?;
+        match (&config.identity, self.given()) {
+            (Some(files), Some(now)) => {
+                let mut next = ExternalIdentity::read(files)?;
+                let leaf = next.leaf.replacing(Some(&now.leaf), UnixTime::now());
+                next.leaf = leaf.map_err(|error| file(WHAT, &next.chain, error.to_string()))?;
+                if next.domain != now.domain {
+                    let (next, now) = (next.domain, now.domain);
+                    return Err(file(
+                        WHAT,
+                        &files.chain.clone().unwrap_or_default(),
+                        format!(
+                            "it is of trust domain {next}, and this gateway of {now} until its next start"
+                        ),
+                    ));
+                }
+                let given = (next != now).then(|| {
+                    let tls = next.tls(self.leaf.clone(), &self.store)?;
+                    Ok::<_, BindError>((next, tls))
+                });
+                Ok(PendingIdentity {
+                    names,
+                    leaf: None,
+                    given: given.transpose()?,
+                    cluster: None,
+                })
+            }
+            // That waits for the next start.
+            (None, Some(_)) => Ok(PendingIdentity {
+                names,
+                leaf: None,
+                given: None,
+                cluster: None,
+            }),
+            (_, None) => {
+                let same = **self.names.load() == names;
+                let leaf = (!same).then(|| self.ca.get().issue_gateway(&names, LIFETIME));
+                Ok(PendingIdentity {
+                    leaf: leaf.transpose()?,
+                    names,
+                    given: None,
+                    cluster: self.another_cluster()?,
+                })
+            }
+        }
+    }
+
+    /// The cluster's CA, where its files are others than those that are believed.
+    fn another_cluster(&self) -> Result<Option<(ClusterCa, Tls)>, BindError> {
+        let next = self
+            .cluster
+            .as_ref()
+            .map(KubernetesIdentity::again)
+            .transpose()?;
+        let Some(next) = next.flatten() else {
+            return Ok(None);
+        };
+        let tls = self.signing(&self.ca.get(), Some(next.clone()))?;
+        Ok(Some((next, tls)))
+    }
+
+    /// Shows that from now on, and renews it under its names. What the tunnel port believes then, if that is new.
+    pub(super) fn apply(&self, next: PendingIdentity) -> Option<Tls> {
+        self.names.store(Arc::new(next.names));
+        if let Some(leaf) = next.leaf {
+            self.show(leaf);
+        }
+        if let (Some(cluster), Some((next, tls))) = (&self.cluster, next.cluster) {
+            cluster.turn(next);
+            return Some(tls);
+        }
+        let (next, tls) = next.given?;
+        self.show(next.leaf.clone());
+        if let Some(given) = &self.given {
+            *given.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        }
+        Some(tls)
+    }
+
+    /// What is believed and shown where this CA signs; nothing changes where it is given.
+    pub(super) fn turn_to(&self, ca: &Ca) -> Result<Option<(Tls, LeafCertificate)>, BindError> {
+        if self.given.is_some() {
+            return Ok(None);
+        }
+        Ok(Some((self.tls(ca)?, self.leaf_of(ca)?)))
+    }
+
+    fn leaf_of(&self, ca: &Ca) -> Result<LeafCertificate, CaError> {
+        ca.issue_gateway(&self.names.load(), LIFETIME)
+    }
+
+    /// The certificates of the tunnel port, shown and trusted.
+    pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
+        let leaf = self.leaf.get();
+        let Some(given) = self.given() else {
+            let own = leaf.chain().first();
+            let own = own.and_then(|own| CertificateInUse::read("tunnel", own, None));
+            let own = own.map(CertificateInUse::issued_by_us).into_iter();
+            let cluster = self.cluster.as_ref().map(KubernetesIdentity::certificates);
+            return own.chain(cluster.into_iter().flatten()).collect();
+        };
+        let shown = leaf.chain().first();
+        let shown = shown
+            .and_then(|shown| CertificateInUse::read("tunnel", shown, Some(given.chain.clone())));
+        let roots = given.roots.iter();
+        let roots = roots.filter_map(|root| CertificateInUse::read("tunnel_client_ca", root, None));
+        shown.into_iter().chain(roots).collect()
+    }
+
+    /// The names under which this gateway is to be reached.
+    pub(super) fn names(&self) -> Vec<HostName> {
+        self.names.load().to_vec()
+    }
+
+    /// Shows this one from now on.
+    pub(super) fn show(&self, leaf: LeafCertificate) {
+        self.leaf.swap(leaf);
+    }
+
+    /// Issues a new certificate whenever half of the old one's life is over, or says that whoever does that has not. Never
+    /// ends.
+    pub(super) async fn renew(self) {
+        warn_of_ends(&self.ca.get());
+        loop {
+            if let Some(given) = self.given() {
+                sleep(given.look()).await;
+                continue;
+            }
+            sleep(LIFETIME / 2).await;
+            warn_of_ends(&self.ca.get());
+            match self.leaf_of(&self.ca.get()) {
+                Ok(leaf) => self.show(leaf),
+                Err(error) => {
+                    tracing::error!(%error, "the gateway's certificate cannot be renewed");
+                }
+            }
+        }
+    }
+}
+
+/// The names in `host:port` texts; without any, the address itself and the loopback.
+pub(super) fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
+    let mut names = Vec::new();
+    for text in texts {
+        let host = target::split(text).map_or(text.as_str(), |(host, _)| host);
+        let name =
+            HostName::parse(host).map_err(|error| BindError::Name(format!("{text:?}: {error}")))?;
+        names.push(name);
+    }
+    if names.is_empty() {
+        let loopback = [
+            IpAddr::V4(Ipv4Addr::LOCALHOST),
+            IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ];
+        names.extend(
+            loopback
+                .into_iter()
+                .chain((!listen.is_unspecified()).then_some(listen))
+                .map(HostName::from),
+        );
+    }
+    Ok(names)
+}
+
+fn text(what: &str, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(what, path, error.to_string()))
+}
+
+fn file(what: &str, path: &Path, why: String) -> BindError {
+    BindError::File {
+        what: what.to_owned(),
+        path: path.to_owned(),
+        why,
+    }
+}
+
+fn unbuilt(cause: causeway_certs::verify::TrustError) -> BindError {
+    BindError::Trust {
+        what: "the tunnel port".to_owned(),
+        cause,
+    }
+}

@@ -1,0 +1,67 @@
+//! The CA of a cluster's own signers, as its files say: by what these make for nodes, edges join (`control/enrol.rs`).
+
+use super::{file, text};
+use crate::{config::CsrSigning, control::certificate_expiry::CertificateInUse, server::BindError};
+use causeway_certs::{ClusterCa, SignerProfile, external};
+use std::sync::{Mutex, PoisonError};
+use std::{path::PathBuf, sync::Arc};
+
+/// Whom the cluster's signers have named. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct KubernetesIdentity {
+    subject: SignerProfile,
+    files: Vec<PathBuf>,
+    trust: Arc<Mutex<ClusterCa>>,
+}
+
+impl KubernetesIdentity {
+    /// Reads the files, where the cluster's own signer is named.
+    pub(super) fn read(rules: Option<&CsrSigning>) -> Result<Option<Self>, BindError> {
+        let Some((rules, subject)) = rules.and_then(|rules| Some((rules, rules.subject()?))) else {
+            return Ok(None);
+        };
+        let trust = trust(&rules.client_ca, subject)?;
+        Ok(Some(Self {
+            subject,
+            files: rules.client_ca.clone(),
+            trust: Arc::new(Mutex::new(trust)),
+        }))
+    }
+
+    /// Who is believed now.
+    pub(super) fn trust(&self) -> ClusterCa {
+        let trust = self.trust.lock().unwrap_or_else(PoisonError::into_inner);
+        trust.clone()
+    }
+
+    /// The CA certificates of these signers.
+    pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
+        let trust = self.trust();
+        let read = |root| CertificateInUse::read("cluster_client_ca", root, None);
+        trust.roots().iter().filter_map(read).collect()
+    }
+
+    /// What the files say, if that is another.
+    pub(super) fn again(&self) -> Result<Option<ClusterCa>, BindError> {
+        let next = trust(&self.files, self.subject)?;
+        Ok((next != self.trust()).then_some(next))
+    }
+
+    /// Believes these from now on.
+    pub(super) fn turn(&self, next: ClusterCa) {
+        *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = next;
+    }
+}
+
+fn trust(files: &[PathBuf], subject: SignerProfile) -> Result<ClusterCa, BindError> {
+    const WHAT: &str = "kubernetes.certificates.client_ca";
+    let mut roots = Vec::new();
+    for path in files {
+        let found = external::roots(&text(WHAT, path)?);
+        roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
+    }
+    ClusterCa::new(roots, subject).map_err(|cause| BindError::Trust {
+        what: WHAT.to_owned(),
+        cause,
+    })
+}

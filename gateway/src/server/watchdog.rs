@@ -1,0 +1,93 @@
+//! Whether a gateway lives, for whoever watches over the process.
+//!
+//! Each core is asked on its own runtime, by a task that is made for the purpose: a core that hangs takes its nodes
+//! with it, while all others, and every health check that another core answers, go on as if nothing were.
+
+use crate::{
+    control::drain::Readiness,
+    state::Registry,
+    worker::{WorkerId, Workers},
+};
+use causeway_rt::task::TaskGroup;
+use std::time::Duration;
+use tokio::{
+    sync::oneshot,
+    time::{Instant, timeout_at},
+};
+use tracing::info_span;
+
+/// What can be felt of a gateway from outside; a cheap clone.
+#[derive(Clone, Debug)]
+pub struct Watchdog {
+    pub(super) cores: Workers,
+    pub(super) registry: Registry,
+    pub(super) readiness: Readiness,
+}
+
+impl Watchdog {
+    /// Asks every core for a sign of life and returns those that give none within `patience`.
+    pub async fn silent(&self, patience: Duration) -> Vec<WorkerId> {
+        let deadline = Instant::now() + patience;
+        // What a core does not get to is taken back when this returns.
+        let tasks = TaskGroup::default();
+        let ask = |core| {
+            let (tell, told) = oneshot::channel();
+            let answer = async move {
+                let _ = tell.send(());
+            };
+            tasks.spawn_on(self.cores.runtime(core), info_span!("pulse"), answer);
+            (core, told)
+        };
+        let asked: Vec<_> = self.cores.all().map(ask).collect();
+        let mut silent = Vec::new();
+        for (core, told) in asked {
+            if !matches!(timeout_at(deadline, told).await, Ok(Ok(()))) {
+                silent.push(core);
+            }
+        }
+        silent
+    }
+
+    /// Whether all listeners are open and the gateway does not drain.
+    pub fn is_ready(&self) -> bool {
+        self.readiness.why_not().is_none()
+    }
+
+    /// How many nodes have a tunnel here.
+    pub fn nodes(&self) -> usize {
+        self.registry.connected()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    const SOON: Duration = Duration::from_mins(2);
+
+    #[tokio::test]
+    async fn a_core_that_hangs_is_named_and_the_others_are_not() {
+        let cores = Workers::start(3).unwrap();
+        let pulse = Watchdog {
+            registry: Registry::new(&cores),
+            readiness: Readiness::default(),
+            cores,
+        };
+        assert_eq!(pulse.silent(SOON).await, []);
+        let ((hangs, hung), (release, held)) = (mpsc::channel(), mpsc::channel::<()>());
+        let tasks = TaskGroup::default();
+        tasks.spawn_on(
+            pulse.cores.runtime(WorkerId(1)),
+            info_span!("hang"),
+            async move {
+                hangs.send(()).unwrap();
+                let _ = held.recv();
+            },
+        );
+        hung.recv().unwrap();
+        assert_eq!(pulse.silent(Duration::from_secs(3)).await, [WorkerId(1)]);
+        release.send(()).unwrap();
+        assert_eq!(pulse.silent(SOON).await, []);
+    }
+}

@@ -1,0 +1,112 @@
+//! Connections by which edges read what is kept of the cluster: whose they are, and what ends each.
+//!
+//! A connection enters when it is let in and leaves when it is gone. What it was let in by is kept with it, so that whoever
+//! changes that can end those to whom it no longer holds.
+
+use super::registry::EdgeCertificate;
+use crate::config::AccessLevel;
+use causeway_certs::NodeName;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+use tokio_util::sync::CancellationToken;
+
+/// One connection.
+#[derive(Clone, Debug)]
+pub struct ApiCacheConnection {
+    id: u64,
+    /// The certificate by which it came.
+    pub certificate: EdgeCertificate,
+    /// By which rule it reads.
+    pub right: AccessLevel,
+    /// Cancelled when it is to end.
+    pub end: CancellationToken,
+}
+
+type ByNode = BTreeMap<NodeName, Vec<ApiCacheConnection>>;
+
+/// All of them; a cheap clone for any thread.
+#[derive(Clone, Debug, Default)]
+pub struct ApiCacheConnections {
+    all: Arc<Mutex<ByNode>>,
+    next: Arc<AtomicU64>,
+}
+
+/// A connection's place; dropping it gives that up.
+#[derive(Debug)]
+pub struct ConnectionGuard {
+    readings: ApiCacheConnections,
+    node: NodeName,
+    id: u64,
+    /// Cancelled when the connection is to end.
+    pub end: CancellationToken,
+}
+
+impl ApiCacheConnections {
+    /// Enters a connection of this node. Where it has `most` already the oldest is asked to end.
+    pub fn enter(
+        &self,
+        node: &NodeName,
+        (certificate, right): (EdgeCertificate, AccessLevel),
+        most: usize,
+    ) -> ConnectionGuard {
+        let (id, end) = (self.next.fetch_add(1, Relaxed), CancellationToken::new());
+        let mut all = self.lock();
+        let own = all.entry(node.clone()).or_default();
+        let beyond = (own.len() + 1).saturating_sub(most);
+        for oldest in own.iter().take(beyond) {
+            oldest.end.cancel();
+        }
+        own.push(ApiCacheConnection {
+            id,
+            certificate,
+            right,
+            end: end.clone(),
+        });
+        ConnectionGuard {
+            readings: self.clone(),
+            node: node.clone(),
+            id,
+            end,
+        }
+    }
+
+    /// Asks each to end for which there is a reason, and says it.
+    pub fn end(&self, gone: impl Fn(&NodeName, &ApiCacheConnection) -> Option<String>) {
+        // What gives the reason may take its time, and others enter meanwhile: they are judged when they have.
+        let all = self.lock().clone();
+        for (node, own) in &all {
+            for reading in own.iter().filter(|reading| !reading.end.is_cancelled()) {
+                if let Some(why) = gone(node, reading) {
+                    tracing::info!(%node, why, "ending a connection by which {node} reads");
+                    reading.end.cancel();
+                }
+            }
+        }
+    }
+
+    /// How many there are of a node.
+    pub fn of(&self, node: &NodeName) -> usize {
+        self.lock().get(node).map_or(0, Vec::len)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ByNode> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for ConnectionGuard {
+    fn drop(&mut self) {
+        let mut all = self.readings.lock();
+        if let Some(own) = all.get_mut(&self.node) {
+            own.retain(|reading| reading.id != self.id);
+            if own.is_empty() {
+                all.remove(&self.node);
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! A set of keys (JWKS, RFC 7517): what of it can prove a signature, and which key a token means.
+//!
+//! Reads foreign bytes, and takes of them what it understands: keys for encryption, shared secrets and curves that
+//! are not known here are as if they were not there. A key proves what its own kind signs and nothing else, so no
+//! token can have a public key taken for a secret.
+
+use jsonwebtoken::{
+    Algorithm, AlgorithmFamily, DecodingKey,
+    jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyAlgorithm, KeyOperations, PublicKeyUse},
+};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// More keys than any issuer has at once.
+const MOST: usize = 256;
+
+/// The keys of an issuer.
+#[derive(Clone, Debug)]
+pub struct KeySet(Vec<Key>);
+
+#[derive(Clone, Debug)]
+struct Key {
+    jwk: Jwk,
+    key: DecodingKey,
+}
+
+/// By what is said alone.
+impl PartialEq for KeySet {
+    fn eq(&self, other: &Self) -> bool {
+        let said = |set: &Self| set.0.iter().map(|key| key.jwk.clone()).collect::<Vec<_>>();
+        said(self) == said(other)
+    }
+}
+
+/// Which key a token means.
+#[derive(Clone, Copy, Debug)]
+pub enum KeyLookup<'a> {
+    /// This one.
+    Key(&'a DecodingKey),
+    /// None that is here.
+    None,
+    /// It names none, and there are several.
+    Several,
+}
+
+#[derive(Deserialize)]
+struct RawJwk {
+    keys: Vec<Value>,
+}
+
+impl KeySet {
+    /// Reads a set.
+    ///
+    /// # Errors
+    /// If it is none, or has no key that could prove anything.
+    pub fn parse(text: &[u8]) -> Result<Self, String> {
+        let written: RawJwk = serde_json::from_slice(text)
+            .map_err(|error| format!("this is no set of keys (JWKS): {error}"))?;
+        if written.keys.len() > MOST {
+            return Err(format!("there are more than {MOST} keys in it"));
+        }
+        let keys: Vec<Key> = written.keys.into_iter().filter_map(key).collect();
+        if keys.is_empty() {
+            let nothing = "there is no key in it by which signatures can be proven (RSA, P-256, P-384 or Ed25519)";
+            return Err(nothing.to_owned());
+        }
+        Ok(Self(keys))
+    }
+
+    /// The key that a token of this algorithm means by `id`. One that names none means the only one that fits.
+    pub fn find(&self, id: Option<&str>, algorithm: Algorithm) -> KeyLookup<'_> {
+        let named = |key: &&Key| id.is_none() || key.jwk.common.key_id.as_deref() == id;
+        let mut fitting = self
+            .0
+            .iter()
+            .filter(named)
+            .filter(|key| key.fits(algorithm));
+        match (fitting.next(), fitting.next()) {
+            (None, _) => KeyLookup::None,
+            (Some(key), None) => KeyLookup::Key(&key.key),
+            (Some(_), Some(_)) => KeyLookup::Several,
+        }
+    }
+}
+
+impl Key {
+    fn fits(&self, algorithm: Algorithm) -> bool {
+        let said = self.jwk.common.key_algorithm;
+        let curve = match &self.jwk.algorithm {
+            AlgorithmParameters::EllipticCurve(curve) => match curve.curve {
+                EllipticCurve::P256 => algorithm == Algorithm::ES256,
+                EllipticCurve::P384 => algorithm == Algorithm::ES384,
+                _ => false,
+            },
+            _ => true,
+        };
+        let own = said.is_none_or(|said| said == KeyAlgorithm::from(algorithm));
+        curve && own && self.key.family() == algorithm.family()
+    }
+}
+
+fn key(written: Value) -> Option<Key> {
+    let jwk: Jwk = serde_json::from_value(written).ok()?;
+    let proves = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
+        (Some(PublicKeyUse::Signature) | None, None) => true,
+        (Some(PublicKeyUse::Signature) | None, Some(does)) => does.contains(&KeyOperations::Verify),
+        _ => false,
+    };
+    let key = DecodingKey::from_jwk(&jwk).ok()?;
+    (proves && key.family() != AlgorithmFamily::Hmac).then_some(Key { jwk, key })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// RFC 8037, appendix A.2.
+    const X: &str = "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo";
+
+    pub(in crate::state::jwks) fn ed25519(id: &str) -> String {
+        json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "x": X, "kid": id }] }).to_string()
+    }
+
+    fn found(set: &KeySet, id: Option<&str>, algorithm: Algorithm) -> &'static str {
+        match set.find(id, algorithm) {
+            KeyLookup::Key(_) => "one",
+            KeyLookup::None => "none",
+            KeyLookup::Several => "several",
+        }
+    }
+
+    #[test]
+    fn a_key_is_found_by_its_id_and_for_what_it_signs_alone() {
+        let set = json!({ "keys": [
+            { "kty": "OKP", "crv": "Ed25519", "x": X, "kid": "a" },
+            { "kty": "RSA", "n": "AQAB", "e": "AQAB", "kid": "a" },
+            { "kty": "RSA", "n": "AQAB", "e": "AQAB", "kid": "b", "alg": "PS256" },
+            { "kty": "EC", "crv": "P-256", "x": "AA", "y": "AA", "kid": "c", "use": "sig" },
+        ] });
+        let set = KeySet::parse(set.to_string().as_bytes()).unwrap();
+        for (id, algorithm, expected) in [
+            (Some("a"), Algorithm::EdDSA, "one"),
+            (Some("a"), Algorithm::RS256, "one"),
+            (Some("a"), Algorithm::ES256, "none"),
+            (Some("a"), Algorithm::HS256, "none"),
+            (Some("b"), Algorithm::PS256, "one"),
+            (Some("b"), Algorithm::RS256, "none"),
+            (Some("c"), Algorithm::ES256, "one"),
+            (Some("c"), Algorithm::ES384, "none"),
+            (Some("d"), Algorithm::EdDSA, "none"),
+            (None, Algorithm::EdDSA, "one"),
+            (None, Algorithm::PS256, "several"),
+            (None, Algorithm::HS256, "none"),
+        ] {
+            assert_eq!(found(&set, id, algorithm), expected, "{id:?} {algorithm:?}");
+        }
+    }
+
+    #[test]
+    fn what_proves_nothing_is_no_key() {
+        for other in [
+            json!({ "kty": "oct", "k": "c2VjcmV0", "kid": "a", "alg": "HS256" }),
+            json!({ "kty": "OKP", "crv": "Ed25519", "x": X, "use": "enc" }),
+            json!({ "kty": "OKP", "crv": "Ed25519", "x": X, "key_ops": ["encrypt"] }),
+            json!({ "kty": "OKP", "crv": "X448", "x": X }),
+            json!({ "kty": "RSA", "n": "*", "e": "AQAB" }),
+            json!("text"),
+        ] {
+            let text = json!({ "keys": [other] }).to_string();
+            let refused = KeySet::parse(text.as_bytes()).unwrap_err();
+            assert!(refused.contains("no key in it"), "{text}: {refused}");
+        }
+        for text in ["", "[]", "{}", r#"{ "keys": 1 }"#, "<html>"] {
+            assert!(KeySet::parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Cores: one thread with its own current-thread runtime each.
+//!
+//! A node belongs to hash(node) mod cores, and so do its tunnels and, where the ClientHello or the original
+//! destination names it, its callers' sockets: the way of a request then never changes threads. This is
+//! the only file that starts threads.
+
+use causeway_certs::NodeName;
+use std::{
+    collections::hash_map::DefaultHasher,
+    hash::{Hash, Hasher},
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
+use tokio::runtime::{Builder, Handle};
+use tokio_util::sync::CancellationToken;
+
+/// The index of a core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WorkerId(pub usize);
+
+/// All cores of a gateway. Dropping the last clone ends their threads.
+#[derive(Clone, Debug)]
+pub struct Workers {
+    runtimes: Arc<[Handle]>,
+    /// None where the only core is the caller's own runtime.
+    threads: Option<Arc<WorkerThreads>>,
+}
+
+#[derive(Debug)]
+struct WorkerThreads {
+    stop: CancellationToken,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Workers {
+    /// Starts `count` threads; 0 means one for each CPU that this process may use.
+    ///
+    /// # Errors
+    /// If the system gives no further thread or no event queue.
+    pub fn start(count: usize) -> io::Result<Self> {
+        let count = match count {
+            0 => std::thread::available_parallelism()?.get(),
+            count => count,
+        };
+        let stop = CancellationToken::new();
+        let mut runtimes = Vec::with_capacity(count);
+        let threads = WorkerThreads {
+            stop: stop.clone(),
+            threads: Mutex::default(),
+        };
+        for index in 0..count {
+            let runtime = Builder::new_current_thread().enable_all().build()?;
+            runtimes.push(runtime.handle().clone());
+            let stop = stop.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("core-{index}"))
+                .spawn(move || runtime.block_on(stop.cancelled()))?;
+            threads.all().push(thread);
+        }
+        Ok(Self {
+            runtimes: runtimes.into(),
+            threads: Some(Arc::new(threads)),
+        })
+    }
+
+    /// The runtime that calls this is the only core: for tests and for small embedders.
+    pub fn here() -> Self {
+        Self {
+            runtimes: Arc::new([Handle::current()]),
+            threads: None,
+        }
+    }
+
+    /// Ends the threads that were started, and with them all that still runs there: what is cut off is dropped,
+    /// and so reset, before this returns.
+    pub fn end(&self) {
+        if let Some(threads) = &self.threads {
+            threads.end();
+        }
+    }
+
+    /// The core that a node belongs to.
+    pub fn of(&self, node: &NodeName) -> WorkerId {
+        let mut hasher = DefaultHasher::new();
+        node.hash(&mut hasher);
+        let count = u64::try_from(self.runtimes.len()).unwrap_or(1);
+        WorkerId(usize::try_from(hasher.finish() % count).unwrap_or(0))
+    }
+
+    /// The runtime of a core.
+    pub fn runtime(&self, core: WorkerId) -> &Handle {
+        &self.runtimes[core.0 % self.runtimes.len()]
+    }
+
+    /// All cores.
+    pub fn all(&self) -> impl Iterator<Item = WorkerId> + use<> {
+        (0..self.runtimes.len()).map(WorkerId)
+    }
+}
+
+impl WorkerThreads {
+    fn all(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self) {
+        self.stop.cancel();
+        let here = std::thread::current().id();
+        let threads = std::mem::take(&mut *self.all());
+        for thread in threads {
+            // The last clone may be dropped by a task of a core itself.
+            if thread.thread().id() != here {
+                // A core that panicked has said so already.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Drop for WorkerThreads {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_keeps_its_core_and_nodes_spread() {
+        let cores = Workers::start(2).unwrap();
+        let mut seen = [0; 2];
+        for index in 0..200 {
+            let node = NodeName::parse(&format!("edge-{index}")).unwrap();
+            assert_eq!(cores.of(&node), cores.of(&node));
+            seen[cores.of(&node).0] += 1;
+        }
+        assert!(seen.iter().all(|count| *count > 60), "{seen:?}");
+    }
+
+    #[test]
+    fn each_core_runs_on_its_own_thread() {
+        let cores = Workers::start(2).unwrap();
+        let ids: Vec<_> = cores
+            .all()
+            .map(|core| {
+                let (tell, told) = std::sync::mpsc::channel();
+                #[allow(clippy::disallowed_methods, reason = "a test")]
+                cores.runtime(core).spawn(async move {
+                    tell.send(std::thread::current().id()).unwrap();
+                });
+                told.recv().unwrap()
+            })
+            .collect();
+        assert_ne!(ids[0], ids[1]);
+    }
+}

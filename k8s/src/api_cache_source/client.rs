@@ -1,0 +1,187 @@
+//! The cluster's API as what a pool is filled from, and whether it is still there.
+//!
+//! A watch on which nothing changes is silent for a minute, and one whose other end is gone without a word is silent for
+//! longer. So an API that has said nothing for 5 s is asked whether it lives, which costs it next to nothing; one that gives no
+//! answer for 5 s is away: what is read from it breaks off, and is as old as its last word. That is said of the API as a whole: where
+//! one watch alone loses its way, others speak for it, until its read times out (5 min).
+
+use crate::client::error_message;
+use bytes::Bytes;
+use causeway_pool::{ListWatch, SourceResponse, WatchCache};
+use futures_util::{StreamExt, TryStreamExt, future::BoxFuture, stream::unfold};
+use http::Request;
+use http_body_util::BodyExt;
+use kube::{Client, client::Body};
+use std::{
+    convert::Infallible,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+/// How long the API may take to say its version.
+const BOUND: Duration = Duration::from_secs(10);
+/// An API that has said nothing for so long is asked.
+const SILENT: Duration = Duration::from_secs(5);
+/// How long it may take to say that it lives, in two tries.
+const LIVES: Duration = Duration::from_secs(5);
+/// Between two that fail.
+const AGAIN: Duration = Duration::from_secs(1);
+/// What is answered whatever else the API is busy with: no priority and fairness holds it up.
+const ASKED: &str = "/livez";
+
+/// The cluster's API. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct ApiClient {
+    client: Client,
+    line: Arc<Mutex<ApiHealth>>,
+}
+
+/// What is known of whether it is there.
+struct ApiHealth {
+    heard: Instant,
+    /// Ends what was asked before it was found to be away.
+    away: CancellationToken,
+    /// The last request got no answer.
+    failed: bool,
+    /// Counts answers after a request that got none.
+    returns: watch::Sender<u64>,
+}
+
+impl ApiClient {
+    pub(super) fn new(client: Client) -> Self {
+        let line = ApiHealth {
+            heard: Instant::now(),
+            away: CancellationToken::new(),
+            failed: false,
+            returns: watch::Sender::default(),
+        };
+        Self {
+            client,
+            line: Arc::new(Mutex::new(line)),
+        }
+    }
+
+    fn line(&self) -> MutexGuard<'_, ApiHealth> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hears(&self) {
+        let mut line = self.line();
+        line.heard = Instant::now();
+        if std::mem::take(&mut line.failed) {
+            line.returns.send_modify(|returns| *returns += 1);
+        }
+    }
+
+    /// Changes whenever the API answers again after it did not.
+    pub(super) fn returns(&self) -> watch::Receiver<u64> {
+        self.line().returns.subscribe()
+    }
+
+    /// Asks whether it is there whenever it has been silent for a while.
+    pub(super) async fn listen(&self) -> Infallible {
+        loop {
+            let heard = self.line().heard;
+            sleep_until(heard + SILENT).await;
+            if self.line().heard == heard && !self.lives().await {
+                // Whoever reads hears of it.
+                let away = {
+                    let mut line = self.line();
+                    line.failed = true;
+                    std::mem::take(&mut line.away)
+                };
+                away.cancel();
+                sleep(AGAIN).await;
+            }
+        }
+    }
+
+    /// Whether it answers in time. What fails at once says nothing of watches that stand: a token that is not to be had, a full
+    /// table of files. And of several servers behind one address another one is asked.
+    async fn lives(&self) -> bool {
+        let heard = self.line().heard;
+        let end = Instant::now() + LIVES;
+        while Instant::now() < end && self.line().heard == heard {
+            let again = Instant::now() + AGAIN;
+            let asking = async {
+                let answer = self.ask(ASKED.to_owned()).await?;
+                // To its end, so that the connection serves again.
+                answer.body.try_collect::<Vec<_>>().await
+            };
+            if !matches!(timeout(LIVES / 2, asking).await, Ok(Ok(_))) {
+                sleep_until(again).await;
+            }
+        }
+        self.line().heard > heard
+    }
+
+    async fn ask(&self, path_and_query: String) -> Result<SourceResponse, String> {
+        let request = Request::get(path_and_query).header("accept", "application/json");
+        let request = request.body(Body::empty());
+        let request = request.map_err(|error| error.to_string())?;
+        let asked = self.client.send(request).await;
+        let answer = asked.map_err(|error| {
+            self.line().failed = true;
+            error_message(&error)
+        })?;
+        self.hears();
+        let away = self.line().away.clone();
+        let (head, body) = answer.into_parts();
+        let reading = (body.into_data_stream(), away, self.clone());
+        let body = unfold(reading, async |(mut body, away, api)| {
+            let chunk = match away.run_until_cancelled(body.next()).await {
+                None => Err(gone()),
+                Some(chunk) => chunk?.map_err(|error| error.to_string()),
+            };
+            if chunk.is_ok() {
+                api.hears();
+            }
+            Some((chunk, (body, away, api)))
+        });
+        Ok(SourceResponse {
+            status: head.status,
+            headers: head.headers,
+            body: body.boxed(),
+        })
+    }
+
+    /// Has the pool say the API's version as its own. Without it, it says the oldest that serves the same.
+    pub(super) async fn release(&self, pool: &WatchCache) {
+        let asked = async {
+            let answer = self.ask("/version".to_owned()).await?;
+            if !answer.status.is_success() {
+                return Err(answer.status.to_string());
+            }
+            let chunks: Vec<Bytes> = answer.body.try_collect().await?;
+            Ok(Bytes::from(chunks.concat()))
+        };
+        match timeout(BOUND, asked).await {
+            Ok(Ok(json)) => pool.release(json),
+            Ok(Err(why)) => tracing::debug!(why, "the cluster's API does not say its version"),
+            Err(_) => tracing::debug!("the cluster's API does not say its version in time"),
+        }
+    }
+}
+
+fn gone() -> String {
+    format!("the cluster's API says nothing and did not answer {ASKED} within {LIVES:?}")
+}
+
+impl ListWatch for ApiClient {
+    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
+        Box::pin(self.ask(path_and_query))
+    }
+
+    fn silent(&self) -> Duration {
+        self.line().heard.elapsed()
+    }
+
+    fn is_pool(&self) -> bool {
+        false
+    }
+}

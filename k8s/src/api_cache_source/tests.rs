@@ -1,0 +1,205 @@
+use super::*;
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use http::{Request, Response};
+use http_body::Frame;
+use http_body_util::{BodyExt, StreamBody};
+use kube::client::Body;
+use serde_json::json;
+use std::{
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    time::{SystemTime, UNIX_EPOCH},
+};
+use tokio::{
+    sync::watch,
+    task::JoinSet,
+    time::{Instant, timeout},
+};
+
+type Answered = Response<Body>;
+
+fn answer(status: u16, value: &serde_json::Value) -> Answered {
+    // An event ends with its line.
+    let body = Body::from(format!("{value}\n").into_bytes());
+    Response::builder().status(status).body(body).unwrap()
+}
+
+/// What follows an API that answers like this to the path and query that it is asked for.
+fn follower(
+    resource: &str,
+    answered: impl Fn(&str) -> Answered + Clone + Send + Sync + 'static,
+) -> ApiCacheSource {
+    let api = tower::service_fn(move |asked: Request<Body>| {
+        let answer = answered(asked.uri().path_and_query().unwrap().as_str());
+        async move { Ok::<_, kube::Error>(answer) }
+    });
+    let limits = causeway_pool::CacheLimits {
+        cache: 1 << 20,
+        window: 1 << 20,
+    };
+    ApiCacheSource {
+        client: Client::new(api, "it"),
+        pool: WatchCache::new(&[resource.parse().unwrap()], &limits),
+    }
+}
+
+fn list() -> serde_json::Value {
+    let object = json!({ "metadata": { "name": "a", "namespace": "shop", "uid": "u", "resourceVersion": "5" } });
+    json!({ "kind": "ServiceList", "metadata": { "resourceVersion": "7" }, "items": [object] })
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_api_that_breaks_off_is_asked_again_and_what_was_read_stays() {
+    let lists = Arc::new(AtomicUsize::new(0));
+    let counted = lists.clone();
+    let follower = follower("v1/services", move |asked| {
+        if asked == "/version" {
+            return answer(200, &json!({ "gitVersion": "v1.36.3" }));
+        }
+        if !asked.contains("watch=true") {
+            counted.fetch_add(1, Relaxed);
+            return answer(200, &list());
+        }
+        let event = json!({ "type": "DELETED", "object": {
+            "metadata": { "name": "a", "namespace": "shop", "uid": "u", "resourceVersion": "9" } } });
+        if asked.contains("resourceVersion=7&") {
+            return answer(200, &event);
+        }
+        answer(500, &json!({}))
+    });
+    let pool = follower.pool.clone();
+    let store = pool.stores()[0].clone();
+    let mut changes = store.changed();
+    let seen = async {
+        while store.status().version != 9 || store.status().lost.is_none() {
+            changes.changed().await.unwrap();
+        }
+    };
+    tokio::select! {
+        never = follower.run() => match never {},
+        seen = timeout(Duration::from_mins(10), seen) => seen.unwrap(),
+    }
+    assert_eq!((store.status().objects, lists.load(Relaxed)), (0, 1));
+    let head = Request::get("/version").body(()).unwrap().into_parts().0;
+    let said = pool.answer(&head, None).await.into_body();
+    let said = said.collect().await.unwrap().to_bytes();
+    assert!(said.windows(7).any(|part| part == b"v1.36.3"));
+}
+
+/// How an API is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Is {
+    Well,
+    /// It refuses whatever is asked, and what stands goes on.
+    Refusing,
+    Hung,
+}
+
+/// An API of one list on whose watch nothing happens, that counts how often it was asked whether it lives.
+fn quiet(is: watch::Receiver<Is>, asked: Arc<AtomicUsize>) -> Client {
+    let api = tower::service_fn(move |request: Request<Body>| {
+        let (mut is, asked) = (is.clone(), asked.clone());
+        async move {
+            let uri = request.uri();
+            asked.fetch_add(usize::from(uri.path() == "/livez"), Relaxed);
+            let is = *is.wait_for(|is| *is != Is::Hung).await.unwrap();
+            if is == Is::Refusing {
+                return Err(kube::Error::TlsRequired);
+            }
+            let is_watch = uri
+                .query()
+                .is_some_and(|query| query.contains("watch=true"));
+            let said = (!is_watch).then(|| Frame::data(Bytes::from(list().to_string())));
+            let said = stream::iter(said.map(Ok::<_, Infallible>));
+            let body = if is_watch {
+                said.chain(stream::pending()).boxed()
+            } else {
+                said.boxed()
+            };
+            Ok(Response::new(StreamBody::new(body)))
+        }
+    });
+    Client::new(api, "it")
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is_not() {
+    let (make, is) = watch::channel(Is::Well);
+    let asked = Arc::new(AtomicUsize::new(0));
+    let mut follower = follower("v1/services", |_| unreachable!());
+    follower.client = quiet(is, asked.clone());
+    let store = follower.pool.stores()[0].clone();
+    let mut running = JoinSet::new();
+    running.spawn(follower.run());
+    let mut changes = store.changed();
+    let mut until = async |lost: bool| {
+        let seen = async {
+            while !store.status().synced || store.status().lost.is_some() != lost {
+                changes.changed().await.unwrap();
+            }
+        };
+        timeout(Duration::from_mins(10), seen).await.unwrap();
+    };
+    until(false).await;
+    // Time is the subject: a minute in which nothing changes.
+    sleep(Duration::from_mins(1)).await;
+    assert_eq!(store.status().lost, None);
+    assert!((11..=12).contains(&asked.load(Relaxed)), "{asked:?}");
+
+    // What fails at once for a while is no reason to end what stands.
+    make.send_replace(Is::Refusing);
+    let until_asked = asked.load(Relaxed) + 3;
+    while asked.load(Relaxed) < until_asked {
+        sleep(Duration::from_millis(100)).await;
+    }
+    make.send_replace(Is::Well);
+    sleep(Duration::from_mins(1)).await;
+    assert_eq!(store.status().lost, None);
+
+    let begun = Instant::now();
+    make.send_replace(Is::Hung);
+    until(true).await;
+    assert!(begun.elapsed() <= Duration::from_secs(10));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let age = now.saturating_sub(Duration::from_millis(store.status().lost.unwrap()));
+    assert!((9..15).contains(&age.as_secs()), "{age:?}");
+
+    make.send_replace(Is::Well);
+    until(false).await;
+    assert_eq!(store.status().version, 7);
+
+    // However long the pauses have become, they end when the API answers anybody.
+    make.send_replace(Is::Hung);
+    until(true).await;
+    make.send_replace(Is::Refusing);
+    sleep(Duration::from_mins(10)).await;
+    make.send_replace(Is::Well);
+    let back = Instant::now();
+    until(false).await;
+    assert!(
+        back.elapsed() <= Duration::from_secs(2),
+        "{:?}",
+        back.elapsed()
+    );
+}
+
+#[test]
+fn a_right_that_is_missing_and_a_resource_that_is_not_served_say_what_to_do() {
+    let resource: GroupVersionResource = "v1/services".parse().unwrap();
+    let refused = |status, why: &str| {
+        explained(
+            &resource,
+            ReflectorError::Refused(status, why.to_owned(), None),
+        )
+        .0
+    };
+    let why = "services is forbidden: User \"x\" cannot watch resource";
+    let forbidden = refused(StatusCode::FORBIDDEN, why);
+    for part in ["v1/services", "cannot watch", "ClusterRole"] {
+        assert!(forbidden.contains(part), "{forbidden}");
+    }
+    let unknown = refused(StatusCode::NOT_FOUND, "not found");
+    assert!(unknown.contains("readers.resources"), "{unknown}");
+    let broken = explained(&resource, ReflectorError::Broken("reset".to_owned())).0;
+    assert_eq!(broken, "v1/services: reset");
+}

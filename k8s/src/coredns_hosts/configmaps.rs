@@ -1,0 +1,165 @@
+//! The `ConfigMap`s of one hosts file: read, written and removed, with nothing of anybody else's.
+//!
+//! One is ours if it has our label, or was written by us before: any other of that name is left as it is, and said. Each
+//! write is of the version that was read, so that nobody's change is lost unseen.
+
+use crate::{
+    client::{error_message, watch_error_message},
+    ownership::{LABEL, foreign_managers, metadata, patch_params},
+};
+use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, PartialObjectMeta, Preconditions},
+    runtime::{WatchStreamExt, watcher::watch_object},
+};
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// How long one request may take; a file can be close to a megabyte.
+const BOUND: Duration = Duration::from_secs(10);
+/// Where the files are.
+#[derive(Clone)]
+pub(super) struct ConfigMaps {
+    client: Client,
+    namespace: String,
+    name: String,
+    key: String,
+}
+
+/// A version of a `ConfigMap`, or that there is none; or why that is not known.
+pub(super) type ResourceVersion = Result<Option<String>, String>;
+
+impl ConfigMaps {
+    pub(super) fn new(client: Client, namespace: &str, (name, key): (&str, &str)) -> Self {
+        Self {
+            client,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            key: key.to_owned(),
+        }
+    }
+
+    /// The name of the file with this number.
+    pub(super) fn name(&self, number: usize) -> String {
+        match number {
+            0 => self.name.clone(),
+            number => format!("{}-{number}", self.name),
+        }
+    }
+
+    fn api(&self) -> Api<ConfigMap> {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    pub(super) async fn read(&self, number: usize) -> Result<Option<ConfigMap>, WriteError> {
+        let (api, name) = (self.api(), self.name(number));
+        timeout(BOUND, api.get_opt(&name))
+            .await?
+            .map_err(Into::into)
+    }
+
+    /// Writes this text in place of what was read.
+    pub(super) async fn write(
+        &self,
+        number: usize,
+        before: Option<&ConfigMap>,
+        text: &str,
+    ) -> Result<ConfigMap, WriteError> {
+        let (api, name) = (self.api(), self.name(number));
+        let parameters = patch_params();
+        let map = ConfigMap {
+            data: Some([(self.key.clone(), text.to_owned())].into()),
+            binary_data: None,
+            immutable: None,
+            metadata: metadata(&name, before),
+        };
+        let written = match before {
+            Some(_) => timeout(BOUND, api.replace(&name, &parameters, &map)).await?,
+            None => timeout(BOUND, api.create(&parameters, &map)).await?,
+        };
+        Ok(written?)
+    }
+
+    /// Removes what was read.
+    pub(super) async fn remove(&self, map: &ConfigMap) -> Result<(), WriteError> {
+        let (api, name) = (self.api(), map.name_any());
+        let same = Preconditions {
+            resource_version: map.resource_version(),
+            uid: map.uid(),
+        };
+        let parameters = DeleteParams::default().preconditions(same);
+        timeout(BOUND, api.delete(&name, &parameters)).await??;
+        Ok(())
+    }
+
+    /// Whether it says this and nothing else.
+    pub(super) fn holds(&self, map: &ConfigMap, text: &str) -> bool {
+        let data = map.data.iter().flatten();
+        let binary = map.binary_data.iter().flatten();
+        data.eq([(&self.key, &text.to_owned())]) && binary.count() == 0
+    }
+
+    /// That the object is not ours, and what to do.
+    pub(super) fn foreign(&self, map: &ConfigMap) -> WriteError {
+        let (key, value) = LABEL;
+        let (name, namespace) = (map.name_any(), &self.namespace);
+        let by = match foreign_managers(map) {
+            Some(other) => format!(" but {other}'s"),
+            None => String::new(),
+        };
+        WriteError::Foreign(format!(
+            "the ConfigMap {namespace}/{name} is not this gateway's{by}, and is left as it is: set \
+             kubernetes.hosts.name to another, delete it, or hand it over \
+             (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)"
+        ))
+    }
+
+    /// Each version of the file with this number, from now on.
+    pub(super) fn versions(&self, number: usize) -> BoxStream<'static, (usize, ResourceVersion)> {
+        // Of what is there anyway only the version is asked for.
+        let api =
+            Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
+        let states = watch_object(api, &self.name(number)).default_backoff();
+        let version = |map: PartialObjectMeta<ConfigMap>| map.resource_version();
+        states
+            .map_ok(move |map| map.and_then(version))
+            .map_err(|error| watch_error_message(&error))
+            .map(move |version| (number, version))
+            .boxed()
+    }
+}
+
+/// What keeps a file from being as it should be.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum WriteError {
+    /// Somebody else's object has its name.
+    #[error("{0}")]
+    Foreign(String),
+    #[error("{}", error_message(.0))]
+    Asked(#[from] kube::Error),
+    #[error("the cluster's API does not answer in time")]
+    Silent(#[from] tokio::time::error::Elapsed),
+}
+
+impl WriteError {
+    /// Whether trying again soon may do: somebody was faster, or nobody answered.
+    pub(super) fn passes(&self) -> bool {
+        match self {
+            Self::Foreign(_) => false,
+            Self::Asked(kube::Error::Api(status)) => {
+                status.is_conflict() || status.is_already_exists() || status.is_not_found()
+            }
+            Self::Asked(_) | Self::Silent(_) => true,
+        }
+    }
+
+    /// Whether somebody was faster: nobody's fault.
+    pub(super) fn is_conflict(&self) -> bool {
+        let Self::Asked(kube::Error::Api(status)) = self else {
+            return false;
+        };
+        status.is_conflict() || status.is_already_exists()
+    }
+}

@@ -1,0 +1,139 @@
+//! What stands in the hosts file: a pure function of where nodes are.
+//!
+//! An entry for every node that has an address, and none else, in order. Beyond the size that an object may have there are
+//! further files: each name belongs to one of them by its hash alone (rendezvous: the file whose hash with the name is the
+//! highest), so that one change is one write, and a further file takes its share from all others and moves nothing else.
+//! Fewer files there are only when there is room to spare: a fleet at the limit is not written to and fro.
+
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::{CoreDnsHosts, HostsFormat},
+    state::NodeLocation,
+};
+use sha2::{Digest, Sha256};
+use std::{collections::BTreeMap, fmt::Write, net::IpAddr};
+
+/// Bytes of one file. An object may have 1 MiB; names of its fields and what others note on it need some.
+pub(super) const LIMIT: usize = 900_000;
+
+/// How files are written.
+pub(super) struct RenderOptions {
+    format: HostsFormat,
+    /// Without dots around.
+    zones: Vec<String>,
+    /// What an edge's name means.
+    addresses: Vec<IpAddr>,
+    limit: usize,
+}
+
+/// Of one node.
+struct HostEntry {
+    name: NodeName,
+    lines: Vec<String>,
+}
+
+impl HostEntry {
+    /// With ends of lines.
+    fn len(&self) -> usize {
+        self.lines.iter().map(|line| line.len() + 1).sum()
+    }
+
+    /// To which of so many files it belongs.
+    fn file(&self, of: usize) -> usize {
+        let hash = |file: &usize| {
+            let mut hash = Sha256::new();
+            hash.update(u64::try_from(*file).unwrap_or_default().to_be_bytes());
+            hash.update(self.name.as_str());
+            hash.finalize()
+        };
+        (0..of).max_by_key(hash).unwrap_or_default()
+    }
+}
+
+impl RenderOptions {
+    /// As configured.
+    pub(super) fn new(rules: &CoreDnsHosts, addresses: Vec<IpAddr>, limit: usize) -> Self {
+        let zone = |zone: &String| zone.trim_end_matches('.').to_ascii_lowercase();
+        Self {
+            format: rules.format,
+            zones: rules.zones.iter().map(zone).collect(),
+            addresses,
+            limit,
+        }
+    }
+
+    /// All files, where there are so many `at_present`.
+    pub(super) fn files(
+        &self,
+        places: &BTreeMap<NodeName, NodeLocation>,
+        at_present: usize,
+    ) -> Vec<String> {
+        let entries: Vec<HostEntry> = places
+            .iter()
+            .map(|(name, place)| HostEntry {
+                name: name.clone(),
+                lines: self.lines(name, place),
+            })
+            .collect();
+        let all: usize = entries.iter().map(HostEntry::len).sum();
+        let mut count = all.div_ceil(self.limit).max(1);
+        loop {
+            let room = if count < at_present {
+                self.limit / 4 * 3
+            } else {
+                self.limit
+            };
+            let files = Self::spread(&entries, count);
+            let fits = |file: &Vec<&HostEntry>| file.iter().map(|entry| entry.len()).sum::<usize>();
+            if files.iter().all(|file| fits(file) <= room) || count > entries.len() {
+                return files.iter().map(|file| self.text(file)).collect();
+            }
+            count += 1;
+        }
+    }
+
+    fn spread(entries: &[HostEntry], count: usize) -> Vec<Vec<&HostEntry>> {
+        let mut files = vec![Vec::new(); count];
+        for entry in entries {
+            files[entry.file(count)].push(entry);
+        }
+        files
+    }
+
+    fn lines(&self, name: &NodeName, place: &NodeLocation) -> Vec<String> {
+        let addresses = match place {
+            NodeLocation::Edge(_) => &self.addresses,
+            NodeLocation::Elsewhere(own) => own,
+        };
+        match self.format {
+            HostsFormat::Causeway => {
+                let mut names = name.to_string();
+                for zone in &self.zones {
+                    // Writing into a String cannot fail.
+                    let _ = write!(names, " {name}.{zone}");
+                }
+                let line = |address: &IpAddr| format!("{address} {names}");
+                addresses.iter().map(line).collect()
+            }
+            HostsFormat::OpenYurt => {
+                let line = |address: &IpAddr| format!("{address}\t{name}");
+                addresses.first().map(line).into_iter().collect()
+            }
+        }
+    }
+
+    fn text(&self, entries: &[&HostEntry]) -> String {
+        let lines = entries.iter().flat_map(|entry| &entry.lines);
+        let mut lines: Vec<&str> = lines.map(String::as_str).collect();
+        match self.format {
+            HostsFormat::Causeway => lines.iter().flat_map(|line| [line, "\n"]).collect(),
+            HostsFormat::OpenYurt => {
+                lines.sort_unstable();
+                lines.join("\n")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

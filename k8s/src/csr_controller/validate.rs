@@ -1,0 +1,253 @@
+//! Whether a request is exactly what a node may ask for. A pure function of the request and the configuration.
+//!
+//! Who asks is what the API server has authenticated, and nothing that the request says: a node's own credentials, or the
+//! token of a service account that was given to a pod on that node. Whatever is more or less than what an edge needs is wrong:
+//! this grants nothing that somebody should have looked at.
+
+use crate::node_csr::{NODE, SHOWN_WITHIN};
+use causeway_certs::{NodeName, VerifiedPublicKey};
+use causeway_gateway::{config::CsrSigning, control::signer::Signer};
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
+use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
+use std::time::Duration;
+
+/// What edges need: they sign a handshake as clients.
+pub(crate) const USAGES: [&str; 2] = ["client auth", "digital signature"];
+
+/// A request that is right.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ValidCsr {
+    /// Who asks, for itself.
+    pub(super) node: NodeName,
+    /// In DER.
+    pub(super) request: Vec<u8>,
+    /// How long the certificate shall hold, if that is said.
+    pub(super) life: Option<Duration>,
+}
+
+pub(super) fn validate(
+    asked: &CertificateSigningRequest,
+    rules: &CsrSigning,
+    signer: &Signer,
+) -> Result<ValidCsr, String> {
+    let node = node(asked, &rules.service_accounts)?;
+    let request = request(asked)?;
+    let (read, life) = match rules.subject() {
+        Some(subject) => (
+            VerifiedPublicKey::of_subject(&request, subject, &node),
+            requested_lifetime(asked)?,
+        ),
+        None => (signer.read(&request, &node), life(asked, signer.longest())?),
+    };
+    usages(asked)?;
+    read.map_err(|error| error.to_string())?;
+    Ok(ValidCsr {
+        node,
+        request,
+        life,
+    })
+}
+
+/// Whether it is one that edges ask for: the cluster's own signers are asked by others, too.
+pub(super) fn is_ours(asked: &CertificateSigningRequest, rules: &CsrSigning) -> bool {
+    let request = request(asked).unwrap_or_default();
+    let subject = rules.subject();
+    subject.is_none_or(|subject| subject.is_meant(&request))
+}
+
+/// In DER.
+fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
+    let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0);
+    let request =
+        request.map_err(|error| format!("the certificate request is no PEM: {error:?}"))?;
+    Ok(request.to_vec())
+}
+
+/// Which node asks.
+fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeName, String> {
+    let spec = &asked.spec;
+    let who = spec.username.as_deref().unwrap_or_default();
+    let name = if let Some(name) = who.strip_prefix("system:node:") {
+        if !spec
+            .groups
+            .iter()
+            .flatten()
+            .any(|group| group == "system:nodes")
+        {
+            return Err(format!(
+                "{who} is not in the group system:nodes, so it is no node"
+            ));
+        }
+        name
+    } else {
+        let account = who
+            .strip_prefix("system:serviceaccount:")
+            .unwrap_or_default();
+        let account = account.replacen(':', "/", 1);
+        if !accounts.contains(&account) {
+            return Err(format!(
+                "who asks is \"{who}\": neither a node, nor one of kubernetes.certificates.service_accounts"
+            ));
+        }
+        let extra = spec.extra.as_ref().and_then(|extra| extra.get(NODE));
+        match extra.map(Vec::as_slice) {
+            Some([name]) => name,
+            _ => {
+                return Err(format!(
+                    "the token of {who} does not say on which node it is: it has to be that of a pod, and the cluster 1.32 or newer"
+                ));
+            }
+        }
+    };
+    match NodeName::parse(name) {
+        Ok(node) if node.as_str() == name => Ok(node),
+        Ok(_) => Err(format!("the node's name \"{name}\" is not in lower case")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn usages(asked: &CertificateSigningRequest) -> Result<(), String> {
+    let mut usages: Vec<&str> = asked
+        .spec
+        .usages
+        .iter()
+        .flatten()
+        .map(String::as_str)
+        .collect();
+    usages.sort_unstable();
+    if usages == USAGES {
+        return Ok(());
+    }
+    Err(format!(
+        "it asks for the usages {}; an edge's are {}",
+        usages.join(", "),
+        USAGES.join(", ")
+    ))
+}
+
+fn life(asked: &CertificateSigningRequest, longest: Duration) -> Result<Option<Duration>, String> {
+    let Some(seconds) = asked.spec.expiration_seconds else {
+        return Ok(None);
+    };
+    let life = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+    if life.is_zero() || life > longest {
+        return Err(format!(
+            "it asks for {seconds} s; an edge's certificate holds for {} s at most (tunnel.edge_certificate_lifetime)",
+            longest.as_secs()
+        ));
+    }
+    Ok(Some(life))
+}
+
+/// The cluster's signer makes it for a year, if that is not said.
+fn requested_lifetime(asked: &CertificateSigningRequest) -> Result<Option<Duration>, String> {
+    match asked.spec.expiration_seconds {
+        Some(1..=SHOWN_WITHIN) => Ok(None),
+        other => Err(format!(
+            "it asks for {} s; an edge shows the cluster's certificate once, so it holds for {SHOWN_WITHIN} s at most",
+            other.map_or_else(|| "unlimited".to_owned(), |seconds| seconds.to_string())
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec as Spec;
+
+    fn asked(username: &str, groups: &[&str]) -> CertificateSigningRequest {
+        CertificateSigningRequest {
+            spec: Spec {
+                username: Some(username.to_owned()),
+                groups: Some(groups.iter().map(ToString::to_string).collect()),
+                usages: Some(vec![
+                    "digital signature".to_owned(),
+                    "client auth".to_owned(),
+                ]),
+                ..Spec::default()
+            },
+            ..CertificateSigningRequest::default()
+        }
+    }
+
+    fn refused(asked: &CertificateSigningRequest) -> String {
+        node(asked, &["edges/edge".to_owned()]).unwrap_err()
+    }
+
+    #[test]
+    fn a_node_is_who_the_api_server_says_it_is() {
+        let kubelet = asked(
+            "system:node:edge-1",
+            &["system:nodes", "system:authenticated"],
+        );
+        assert_eq!(node(&kubelet, &[]).unwrap().as_str(), "edge-1");
+        let outside = asked("system:node:edge-1", &["system:authenticated"]);
+        assert!(refused(&outside).contains("system:nodes"));
+        for who in [
+            "alice",
+            "system:node",
+            "system:masters",
+            "system:serviceaccount:edges:other",
+            "",
+        ] {
+            let said = refused(&asked(who, &["system:nodes"]));
+            assert!(said.contains(&format!("\"{who}\"")), "{said}");
+        }
+        let nameless = asked("system:node:", &["system:nodes"]);
+        assert!(refused(&nameless).contains("empty"));
+        let loud = asked("system:node:Edge-1", &["system:nodes"]);
+        assert!(refused(&loud).contains("lower case"));
+    }
+
+    #[test]
+    fn a_service_account_speaks_for_the_node_that_its_token_is_bound_to() {
+        let mut pod = asked("system:serviceaccount:edges:edge", &[]);
+        assert!(refused(&pod).contains("on which node"));
+        pod.spec.extra = Some([(NODE.to_owned(), vec!["edge-2".to_owned()])].into());
+        let accounts = ["edges/edge".to_owned()];
+        assert_eq!(node(&pod, &accounts).unwrap().as_str(), "edge-2");
+        let two = vec!["edge-1".to_owned(), "edge-2".to_owned()];
+        pod.spec.extra = Some([(NODE.to_owned(), two)].into());
+        assert!(refused(&pod).contains("on which node"));
+        assert!(node(&pod, &[]).unwrap_err().contains("service_accounts"));
+        // An account of that name in a namespace that reads alike is another.
+        let alike = asked("system:serviceaccount:edges/edge", &[]);
+        assert!(node(&alike, &accounts).is_err());
+    }
+
+    #[test]
+    fn what_the_clusters_own_signer_makes_holds_for_hours_and_no_longer() {
+        let mut csr = asked("", &[]);
+        for (seconds, fits) in [
+            (None, false),
+            (Some(0), false),
+            (Some(SHOWN_WITHIN), true),
+            (Some(SHOWN_WITHIN + 1), false),
+        ] {
+            csr.spec.expiration_seconds = seconds;
+            assert_eq!(requested_lifetime(&csr).is_ok(), fits, "{seconds:?}");
+        }
+    }
+
+    #[test]
+    fn usages_are_exactly_those_of_an_edge_and_no_life_is_longer_than_it_may_be() {
+        let mut csr = asked("", &[]);
+        usages(&csr).unwrap();
+        csr.spec
+            .usages
+            .as_mut()
+            .unwrap()
+            .push("server auth".to_owned());
+        assert!(usages(&csr).unwrap_err().contains("server auth"));
+        csr.spec.usages = Some(vec!["client auth".to_owned()]);
+        assert!(usages(&csr).is_err());
+        let hour = Duration::from_hours(1);
+        assert_eq!(life(&csr, hour), Ok(None));
+        csr.spec.expiration_seconds = Some(3600);
+        assert_eq!(life(&csr, hour), Ok(Some(hour)));
+        for seconds in [3601, 0, -1] {
+            csr.spec.expiration_seconds = Some(seconds);
+            assert!(life(&csr, hour).unwrap_err().contains("3600 s at most"));
+        }
+    }
+}

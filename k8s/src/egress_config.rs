@@ -1,0 +1,192 @@
+//! What kube-apiserver has to be told to send what is for its cluster through a `connect` front.
+//!
+//! Pure text: an `EgressSelectorConfiguration` (`apiserver.k8s.io/v1beta1`) for `--egress-selector-config-file`.
+//! Only the `cluster` selection: kubelets, pods, Services, webhooks and aggregated APIs. What kube-apiserver decodes
+//! strictly is written exactly.
+
+use std::fmt;
+
+/// Where the front is, for kube-apiserver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// On the same host.
+    Socket(String),
+    /// Over TLS; kube-apiserver shows a certificate, and reads all files once, when it starts.
+    Tls {
+        /// `https://HOST:PORT`.
+        url: String,
+        /// File of the CA that has signed the front's certificate; the system's roots without.
+        ca: Option<String>,
+        /// File of kube-apiserver's certificate.
+        certificate: String,
+        /// File of its key.
+        key: String,
+        /// The name in the front's certificate, where the URL has another.
+        name: Option<String>,
+    },
+}
+
+impl Endpoint {
+    /// Whether kube-apiserver would take it.
+    ///
+    /// # Errors
+    /// What is wrong, and what to write.
+    pub fn check(&self) -> Result<(), String> {
+        let files: Vec<&str> = match self {
+            Self::Socket(path) => vec![path],
+            Self::Tls {
+                url,
+                ca,
+                certificate,
+                key,
+                ..
+            } => {
+                let rest = url.strip_prefix("https://").unwrap_or_default();
+                let (host, port) = rest.rsplit_once(':').unwrap_or_default();
+                if host.is_empty() || port.parse::<u16>().is_err() {
+                    return Err(format!(
+                        "\"{url}\" is no https://HOST:PORT, and kube-apiserver takes no other"
+                    ));
+                }
+                let mut files = vec![certificate.as_str(), key];
+                files.extend(ca.as_deref());
+                files
+            }
+        };
+        match files.into_iter().find(|path| !path.starts_with('/')) {
+            Some(path) => Err(format!(
+                "\"{path}\" is no absolute path, as kube-apiserver's host knows it"
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The configuration, in YAML.
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(
+            "apiVersion: apiserver.k8s.io/v1beta1\n\
+             kind: EgressSelectorConfiguration\n\
+             egressSelections:\n\
+             - name: cluster\n  connection:\n    proxyProtocol: HTTPConnect\n    transport:\n",
+        )?;
+        match self {
+            Self::Socket(path) => write!(f, "      uds:\n        udsName: {}\n", YamlString(path)),
+            Self::Tls {
+                url,
+                ca,
+                certificate,
+                key,
+                name,
+            } => {
+                write!(
+                    f,
+                    "      tcp:\n        url: {}\n        tlsConfig:\n",
+                    YamlString(url)
+                )?;
+                if let Some(ca) = ca {
+                    writeln!(f, "          caBundle: {}", YamlString(ca))?;
+                }
+                writeln!(f, "          clientCert: {}", YamlString(certificate))?;
+                writeln!(f, "          clientKey: {}", YamlString(key))?;
+                match name {
+                    Some(name) => writeln!(f, "          tlsServerName: {}", YamlString(name)),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// A text as YAML's double-quoted style has it (YAML 1.2 §7.3.1).
+struct YamlString<'a>(&'a str);
+
+impl fmt::Display for YamlString<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("\"")?;
+        for each in self.0.chars() {
+            match each {
+                '"' | '\\' => write!(f, "\\{each}")?,
+                each if each.is_control() => write!(f, "\\U{:08x}", u32::from(each))?,
+                each => write!(f, "{each}")?,
+            }
+        }
+        f.write_str("\"")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tls() -> Endpoint {
+        Endpoint::Tls {
+            url: "https://10.0.0.2:10264".to_owned(),
+            ca: Some("/etc/causeway/ca.pem".to_owned()),
+            certificate: "/etc/kubernetes/pki/egress.crt".to_owned(),
+            key: "/etc/kubernetes/pki/egress.key".to_owned(),
+            name: Some("gateway".to_owned()),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_what_kube_apiserver_decodes() {
+        assert_eq!(
+            tls().to_string(),
+            r#"apiVersion: apiserver.k8s.io/v1beta1
+kind: EgressSelectorConfiguration
+egressSelections:
+- name: cluster
+  connection:
+    proxyProtocol: HTTPConnect
+    transport:
+      tcp:
+        url: "https://10.0.0.2:10264"
+        tlsConfig:
+          caBundle: "/etc/causeway/ca.pem"
+          clientCert: "/etc/kubernetes/pki/egress.crt"
+          clientKey: "/etc/kubernetes/pki/egress.key"
+          tlsServerName: "gateway"
+"#
+        );
+        let socket = Endpoint::Socket("/run/\"x\"/front.sock".to_owned());
+        let text = socket.to_string();
+        assert!(
+            text.ends_with("uds:\n        udsName: \"/run/\\\"x\\\"/front.sock\"\n"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_kube_apiserver_would_not_take_is_refused() {
+        tls().check().unwrap();
+        let with = |change: fn(&mut Endpoint)| {
+            let mut front = tls();
+            change(&mut front);
+            front.check().unwrap_err()
+        };
+        for url in [
+            "http://10.0.0.2:1",
+            "https://10.0.0.2",
+            "https://:1",
+            "10.0.0.2:1",
+        ] {
+            let mut front = tls();
+            if let Endpoint::Tls { url: own, .. } = &mut front {
+                url.clone_into(own);
+            }
+            assert!(
+                front.check().unwrap_err().contains("https://HOST:PORT"),
+                "{url}"
+            );
+        }
+        let relative = with(|front| {
+            if let Endpoint::Tls { key, .. } = front {
+                *key = "egress.key".to_owned();
+            }
+        });
+        assert!(relative.contains("no absolute path"), "{relative}");
+        assert!(Endpoint::Socket("front.sock".to_owned()).check().is_err());
+    }
+}

@@ -1,0 +1,276 @@
+//! One of several gateways does something: whoever holds a Lease (`coordination.k8s.io/v1`).
+//!
+//! 1. A Lease that nobody holds, or that has not changed for as long as it says, is taken; the API lets one writer win.
+//! 2. Its holder renews it, and has lost it once that has not gone well for two thirds of its time, or somebody else holds it.
+//! 3. Who has lost it stands by. At the end it is given up, so that nobody has to wait.
+//!
+//! How old it is is measured here, from when it was seen to change: clocks of other machines are never compared, as client-go
+//! does it. Libraries for this kube compare clocks, or spawn tasks that nobody owns.
+
+use crate::{client::error_message, log_throttle::LogThrottle};
+use k8s_openapi::{
+    api::coordination::v1,
+    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
+    jiff::Timestamp,
+};
+use kube::{Api, Client, api::PostParams};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+/// How long one request may take, where the Lease itself leaves more time.
+const BOUND: Duration = Duration::from_secs(5);
+/// How long the end waits for giving it up.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// A Lease, and whether it is ours.
+pub(crate) struct LeaderElector {
+    api: Api<v1::Lease>,
+    name: String,
+    /// Who we are, different for each process.
+    identity: String,
+    lasts: Duration,
+    seen: Option<ObservedLease>,
+    /// When the renewal began that went well last, while it is ours.
+    renewed: Option<Instant>,
+    trouble: LogThrottle,
+}
+
+/// A Lease as it was seen.
+struct ObservedLease {
+    lease: v1::Lease,
+    /// Since when it has been like this, by our own clock.
+    since: Instant,
+}
+
+impl LeaderElector {
+    /// Not ours yet. Nothing is asked.
+    pub(crate) fn new(
+        client: Client,
+        (namespace, name): (&str, &str),
+        identity: String,
+        lasts: Duration,
+    ) -> Self {
+        Self {
+            api: Api::namespaced(client, namespace),
+            name: name.to_owned(),
+            identity,
+            lasts,
+            seen: None,
+            renewed: None,
+            trouble: LogThrottle::new("asking for the lease of the hosts file"),
+        }
+    }
+
+    /// Waits until it is ours.
+    pub(crate) async fn acquire(&mut self) {
+        loop {
+            let asked = timeout(BOUND.min(self.lasts), self.attempt()).await;
+            match asked.map_err(|_| LeaseError::Silent).flatten() {
+                Ok(true) => return self.trouble.over(),
+                Ok(false) => self.trouble.over(),
+                // Two have tried at once.
+                Err(LeaseError::Beaten) => {}
+                Err(failure) => self.trouble.say(&failure.to_string()),
+            }
+            // Those who wait do not ask in step.
+            sleep(self.pause().mul_f64(1.0 + rand::random::<f64>() / 5.0)).await;
+        }
+    }
+
+    /// Renews it; ends when it is lost, and says why.
+    pub(crate) async fn keep(&mut self) -> String {
+        loop {
+            sleep(self.pause()).await;
+            let renewed = self.renewed.unwrap_or_else(Instant::now);
+            let end = renewed + self.lasts * 2 / 3;
+            let bound = end.min(Instant::now() + BOUND);
+            let failure = match timeout_at(bound, self.attempt()).await {
+                Ok(Ok(true)) => {
+                    self.trouble.over();
+                    continue;
+                }
+                Ok(Ok(false)) => {
+                    self.renewed = None;
+                    return format!("{} has it now", self.holder().unwrap_or("nobody"));
+                }
+                Ok(Err(failure)) => failure,
+                Err(_) => LeaseError::Silent,
+            };
+            if Instant::now() >= end {
+                self.renewed = None;
+                return failure.to_string();
+            }
+            self.trouble.say(&failure.to_string());
+        }
+    }
+
+    /// Gives it up, if it is ours.
+    pub(crate) async fn release(&mut self) {
+        let (Some(_), Some(seen)) = (self.renewed.take(), &self.seen) else {
+            return;
+        };
+        let mut lease = seen.lease.clone();
+        let spec = lease.spec.get_or_insert_default();
+        // As client-go leaves it.
+        spec.holder_identity = Some(String::new());
+        spec.lease_duration_seconds = Some(1);
+        spec.renew_time = Some(now());
+        let parameters = PostParams::default();
+        let put = self.api.replace(&self.name, &parameters, &lease);
+        match timeout(FAREWELL, put).await {
+            Ok(Ok(_)) => tracing::info!("the lease of the hosts file is given up"),
+            Ok(Err(error)) => tracing::warn!(
+                why = error_message(&error),
+                "the lease of the hosts file is not given up"
+            ),
+            Err(_) => tracing::warn!("the lease of the hosts file is not given up in time"),
+        }
+    }
+
+    /// Who holds it, as far as is known.
+    pub(crate) fn holder(&self) -> Option<&str> {
+        let spec = self.seen.as_ref()?.lease.spec.as_ref()?;
+        spec.holder_identity
+            .as_deref()
+            .filter(|name| !name.is_empty())
+    }
+
+    /// 2 s of 15, as client-go has it.
+    fn pause(&self) -> Duration {
+        self.lasts * 2 / 15
+    }
+
+    /// Takes or renews it; whether it is ours then.
+    async fn attempt(&mut self) -> Result<bool, LeaseError> {
+        let begun = Instant::now();
+        if self.renewed.is_some()
+            && let Some(seen) = &self.seen
+        {
+            // Nobody else writes it as long as it is ours: one request is enough.
+            match self.write(Some(seen.lease.clone())).await {
+                Err(LeaseError::Beaten) => {}
+                written => {
+                    let written = written?;
+                    return Ok(self.own(begun, written));
+                }
+            }
+        }
+        let found = self.api.get_opt(&self.name).await?;
+        let Some(found) = found else {
+            let written = self.write(None).await?;
+            return Ok(self.own(begun, written));
+        };
+        self.see(&found);
+        if !self.is_free(Instant::now()) {
+            return Ok(false);
+        }
+        let written = self.write(Some(found)).await?;
+        Ok(self.own(begun, written))
+    }
+
+    /// Notes when it changed.
+    fn see(&mut self, found: &v1::Lease) {
+        let known = self.seen.as_ref();
+        if known.is_none_or(|seen| seen.lease.spec != found.spec) {
+            self.seen = Some(ObservedLease {
+                lease: found.clone(),
+                since: Instant::now(),
+            });
+        }
+    }
+
+    /// What an attempt has come to that began then.
+    fn own(&mut self, begun: Instant, written: v1::Lease) -> bool {
+        self.see(&written);
+        // Also where only the version has changed.
+        if let Some(seen) = &mut self.seen {
+            seen.lease = written;
+        }
+        self.renewed = Some(begun);
+        true
+    }
+
+    /// Whether it can be taken: it is ours, nobody's, or has not changed for as long as it says.
+    fn is_free(&self, now: Instant) -> bool {
+        let Some(holder) = self.holder() else {
+            return true;
+        };
+        let Some(seen) = &self.seen else {
+            return true;
+        };
+        let spec = seen.lease.spec.as_ref();
+        let lasts = spec.and_then(|spec| u64::try_from(spec.lease_duration_seconds?).ok());
+        let lasts = lasts.map_or(self.lasts, Duration::from_secs);
+        holder == self.identity || now.duration_since(seen.since) >= lasts
+    }
+
+    async fn write(&self, before: Option<v1::Lease>) -> Result<v1::Lease, LeaseError> {
+        let parameters = PostParams::default();
+        let lease = self.ours(before);
+        let written = if lease.metadata.resource_version.is_some() {
+            self.api.replace(&self.name, &parameters, &lease).await
+        } else {
+            self.api.create(&parameters, &lease).await
+        };
+        Ok(written?)
+    }
+
+    /// As it is once it is ours.
+    fn ours(&self, before: Option<v1::Lease>) -> v1::Lease {
+        let mut lease = before.unwrap_or_else(|| v1::Lease {
+            metadata: ObjectMeta {
+                name: Some(self.name.clone()),
+                ..ObjectMeta::default()
+            },
+            spec: None,
+        });
+        let (new, now) = (lease.spec.is_none(), now());
+        let spec = lease.spec.get_or_insert_default();
+        if spec.holder_identity.as_ref() != Some(&self.identity) {
+            let transitions = spec.lease_transitions.unwrap_or_default();
+            spec.lease_transitions = Some(transitions.saturating_add(i32::from(!new)));
+            spec.acquire_time = Some(now.clone());
+        }
+        spec.holder_identity = Some(self.identity.clone());
+        spec.lease_duration_seconds = i32::try_from(self.lasts.as_secs()).ok();
+        spec.renew_time = Some(now);
+        lease
+    }
+}
+
+/// What other machines read, and nobody calculates with.
+fn now() -> MicroTime {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let micros = since.map_or(0, |since| {
+        i64::try_from(since.as_micros()).unwrap_or_default()
+    });
+    MicroTime(Timestamp::from_microsecond(micros).unwrap_or_default())
+}
+
+/// Why it could not be asked for.
+#[derive(Debug, thiserror::Error)]
+enum LeaseError {
+    /// Somebody else has written or deleted it meanwhile.
+    #[error("somebody else has written it meanwhile")]
+    Beaten,
+    #[error("{}", error_message(.0))]
+    Asked(kube::Error),
+    #[error("the cluster's API does not answer in time")]
+    Silent,
+}
+
+impl From<kube::Error> for LeaseError {
+    fn from(error: kube::Error) -> Self {
+        match &error {
+            kube::Error::Api(status)
+                if status.is_conflict() || status.is_already_exists() || status.is_not_found() =>
+            {
+                Self::Beaten
+            }
+            _ => Self::Asked(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,147 @@
+//! An edge's side of `certificates.k8s.io`: asks the cluster for the node's certificate, with the node's own credentials.
+//!
+//! These are its kubelet's, or a pod's token; they are read anew for each question, since kubelet replaces its certificate,
+//! and may not have any yet. What is asked for is what `certificates` approves, and nothing more.
+
+use crate::{
+    client::client,
+    csr_client::{self, CsrSpec, bounded},
+    csr_controller::{KEY, USAGES},
+};
+use causeway_certs::SignerProfile;
+use causeway_edge::{CsrClient, CsrRequestError, CsrStatus, config::Kubernetes};
+use futures_util::future::BoxFuture;
+use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap};
+use kube::{Api, Client, api::PostParams};
+
+/// Life of what a signer of the cluster's own makes, in seconds: it is shown to a gateway, and not needed any more.
+pub(crate) const SHOWN_WITHIN: i32 = 2 * 60 * 60;
+/// Where a token of a pod says on which node that is.
+pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
+
+/// Whom an edge asks who it is.
+#[derive(Debug)]
+pub struct NodeCsrClient {
+    rules: Kubernetes,
+}
+
+impl NodeCsrClient {
+    /// By this section of an edge's configuration.
+    pub fn new(rules: Kubernetes) -> Self {
+        Self { rules }
+    }
+
+    async fn client(&self) -> Result<Client, CsrRequestError> {
+        let client = client(self.rules.kubeconfig.as_deref()).await;
+        client.map_err(|error| CsrRequestError::Refused(error.to_string()))
+    }
+}
+
+impl CsrClient for NodeCsrClient {
+    fn node(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
+        Box::pin(async {
+            let api = Api::<SelfSubjectReview>::all(self.client().await?);
+            let (nothing, parameters) = (SelfSubjectReview::default(), PostParams::default());
+            let review = bounded(api.create(&parameters, &nothing)).await?;
+            node_of_user(review)
+        })
+    }
+
+    fn roots(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
+        Box::pin(async {
+            let Kubernetes {
+                namespace, name, ..
+            } = &self.rules;
+            let api = Api::<ConfigMap>::namespaced(self.client().await?, namespace);
+            let map = bounded(api.get_opt(name)).await?;
+            let data = map.and_then(|map| map.data);
+            data.and_then(|mut data| data.remove(KEY)).ok_or_else(|| {
+                CsrRequestError::Refused(format!(
+                    "there is no ConfigMap {namespace}/{name} with the key {KEY} yet: a gateway with kubernetes.certificates publishes its CA there"
+                ))
+            })
+        })
+    }
+
+    fn ask<'a>(
+        &'a self,
+        name: &'a str,
+        request: &'a str,
+    ) -> BoxFuture<'a, Result<(), CsrRequestError>> {
+        Box::pin(async move {
+            let wanted = CsrSpec {
+                name,
+                signer: &self.rules.signer,
+                usages: USAGES,
+                seconds: self.subject().map(|_| SHOWN_WITHIN),
+                request,
+            };
+            csr_client::submit(self.client().await?, &wanted).await
+        })
+    }
+
+    fn subject(&self) -> Option<SignerProfile> {
+        SignerProfile::of(&self.rules.signer)
+    }
+
+    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>> {
+        Box::pin(async move { csr_client::status(self.client().await?, name).await })
+    }
+}
+
+/// Which node somebody is, or is on.
+fn node_of_user(review: SelfSubjectReview) -> Result<String, CsrRequestError> {
+    let user = review
+        .status
+        .and_then(|status| status.user_info)
+        .unwrap_or_default();
+    let who = user.username.unwrap_or_default();
+    if let Some(node) = who.strip_prefix("system:node:") {
+        return Ok(node.to_owned());
+    }
+    let mut extra = user.extra.unwrap_or_default();
+    match extra.remove(NODE).as_deref() {
+        Some([node]) => Ok(node.clone()),
+        _ => Err(CsrRequestError::Refused(format!(
+            "to the cluster this is \"{who}\", which is no node and on none; give kubernetes.kubeconfig the file of the node's kubelet"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::api::authentication::v1::{SelfSubjectReviewStatus, UserInfo};
+
+    fn review(who: &str, node: &[&str]) -> SelfSubjectReview {
+        let node = node.iter().map(ToString::to_string).collect();
+        SelfSubjectReview {
+            status: Some(SelfSubjectReviewStatus {
+                user_info: Some(UserInfo {
+                    username: Some(who.to_owned()),
+                    extra: Some([(NODE.to_owned(), node)].into()),
+                    ..UserInfo::default()
+                }),
+            }),
+            ..SelfSubjectReview::default()
+        }
+    }
+
+    #[test]
+    fn a_node_knows_its_name_by_its_own_credentials_or_by_a_pods_token() {
+        let name = |who, node: &[&str]| node_of_user(review(who, node));
+        assert_eq!(name("system:node:edge-1", &[]).unwrap(), "edge-1");
+        let account = "system:serviceaccount:edges:edge";
+        assert_eq!(name(account, &["edge-2"]).unwrap(), "edge-2");
+        for nobody in [
+            name(account, &[]),
+            name("ann", &[]),
+            node_of_user(SelfSubjectReview::default()),
+        ] {
+            let Err(CsrRequestError::Refused(why)) = nobody else {
+                panic!("{nobody:?}");
+            };
+            assert!(why.contains("kubernetes.kubeconfig"), "{why}");
+        }
+    }
+}

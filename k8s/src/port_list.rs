@@ -1,0 +1,473 @@
+//! Node ports that a `ConfigMap` lists: served by the gateway, and by a Service of its own, as they are listed.
+//!
+//! 1. `list` reads what is listed. An entry that does not read, or cannot be served, is left out (`partial`), with an event on
+//!    the `ConfigMap` that says why; it is tried again when that changes, and now and then. What is served is kept on the disk:
+//!    a gateway that starts while the API is away serves that.
+//! 2. The gateway takes it up as it takes up another configuration: listeners first, then what edges are told.
+//! 3. The Service gets a port for each by a server-side apply of these ports alone: what others have put there stays,
+//!    and what somebody takes away comes back.
+//!
+//! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out keeps no clients
+//! away: `/readyz` and `causeway status` name it.
+//!
+//! Never ends the process.
+
+mod parse;
+mod partial;
+
+use crate::{
+    client::{error_message, watch_error_message},
+    log_throttle::LogThrottle,
+};
+use causeway_certs::Store;
+use causeway_gateway::{
+    config::{self, NodePorts, ReloadSender},
+    control::drain::{Readiness, ReadinessBlock},
+    metrics::Metrics,
+};
+use causeway_rt::backoff::Backoff;
+use futures_util::{StreamExt, TryStreamExt, future::OptionFuture, stream};
+use k8s_openapi::api::core::v1::{ConfigMap, Service};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{Patch, PatchParams},
+    runtime::{
+        WatchStreamExt,
+        events::{Event, EventType, Recorder, Reporter},
+        watcher::watch_object,
+    },
+};
+use serde_json::json;
+use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until, timeout},
+};
+
+/// How long one request may take.
+const BOUND: Duration = Duration::from_secs(10);
+/// The longest pauses between tries.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+/// Under this name the ports that are served are kept in the data directory.
+const LAST: &str = "listed-ports";
+/// As much of a reason as fits into an event, in bytes.
+const NOTE: usize = 1000;
+
+/// Keeps the ports of a gateway in step with a `ConfigMap`.
+pub struct PortListController {
+    /// The cluster's API.
+    pub client: Client,
+    /// Where they are listed, and as what they are served.
+    pub rules: config::PortList,
+    /// Where the gateway's configuration finds them; none as long as they are not known.
+    pub listed: watch::Sender<Option<NodePorts>>,
+    /// By which it takes them up.
+    pub reloads: ReloadSender,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Reports that there is no list yet, and the entries that are left out.
+    pub readiness: Readiness,
+    /// Who this gateway is, in events.
+    pub gateway: String,
+    /// The data directory, in which the ports that are served are kept.
+    pub store: Store,
+}
+
+impl PortListController {
+    /// The list, as it is named in messages.
+    fn list(&self) -> String {
+        let config::PortList {
+            namespace, name, ..
+        } = &self.rules;
+        format!("the list of ports {namespace}/{name} (kubernetes.ports)")
+    }
+
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let (client, namespace) = (self.client.clone(), &self.rules.namespace);
+        let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+        let maps = watch_object(maps, &self.rules.name).default_backoff();
+        let mut maps = pin!(maps.map_err(|error| watch_error_message(&error)));
+        let services = Api::<Service>::namespaced(client, namespace);
+        let mut service = match &self.rules.service {
+            Some(name) => watch_object(services, name).default_backoff().boxed(),
+            None => stream::pending().boxed(),
+        }
+        .map_err(|error| watch_error_message(&error));
+        let mut keeper = Reconciler::new(&self);
+        keeper.serve_last().await;
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        loop {
+            let again = if keeper.settle().await {
+                backoff.reset();
+                None
+            } else {
+                Some(Instant::now() + backoff.refused(None, rand::random()))
+            };
+            tokio::select! {
+                Some(map) = maps.next() => keeper.heard(map),
+                Some(service) = service.next() => keeper.stirred(service),
+                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
+            }
+        }
+    }
+}
+
+/// Outcome of taking up a list.
+struct Taken {
+    /// Other ports are served than before.
+    changed: bool,
+    /// Why entries do not read.
+    unreadable: Vec<String>,
+    /// Why ports are not served, which may be otherwise the next time.
+    refused: Vec<String>,
+}
+
+/// What is to be done yet.
+struct Reconciler<'a> {
+    ports: &'a PortListController,
+    /// What was told last on the list, and by whom: who tells the same again counts it, whatever its note says.
+    told: Option<(String, Recorder)>,
+    map: Option<ConfigMap>,
+    /// Holds clients off as long as there is no list.
+    hold: Option<ReadinessBlock>,
+    /// Reports what is left out of the list.
+    fault: Option<ReadinessBlock>,
+    /// The list has not been taken up, or the Service not been written, as far as is known.
+    list: bool,
+    service: bool,
+    /// The version of the Service that is as it should be.
+    right: Option<String>,
+    watching: LogThrottle,
+    refused: LogThrottle,
+    writing: LogThrottle,
+}
+
+impl<'a> Reconciler<'a> {
+    fn new(ports: &'a PortListController) -> Self {
+        let hold = format!("{} is not known yet", ports.list());
+        Self {
+            ports,
+            told: None,
+            map: None,
+            hold: Some(ports.readiness.hold(hold)),
+            fault: None,
+            list: false,
+            service: false,
+            right: None,
+            watching: LogThrottle::new("watching the list of ports"),
+            refused: LogThrottle::new("taking up the list of ports"),
+            writing: LogThrottle::new("writing the ports of the Service"),
+        }
+    }
+
+    /// The list may be another.
+    fn heard(&mut self, map: Result<Option<ConfigMap>, String>) {
+        match map {
+            Ok(map) => {
+                self.watching.over();
+                self.map = map;
+                self.list = true;
+            }
+            Err(why) => {
+                if let Some(hold) = &self.hold {
+                    hold.says(format!("{} is not known yet: {why}", self.ports.list()));
+                }
+                self.watching.say(&why);
+            }
+        }
+    }
+
+    /// The Service is another.
+    fn stirred(&mut self, service: Result<Option<Service>, String>) {
+        match service {
+            Ok(service) => {
+                self.watching.over();
+                let version = service.and_then(|service| service.resource_version());
+                // Before the list is known nothing is taken away.
+                self.service |= self.right.is_some() && version != self.right;
+            }
+            Err(why) => self.watching.say(&why),
+        }
+    }
+
+    /// Does what is to be done. False if it is to be tried again.
+    async fn settle(&mut self) -> bool {
+        if self.list {
+            let faults = match self.take_up().await {
+                Ok(Taken {
+                    changed,
+                    unreadable,
+                    refused,
+                }) => {
+                    self.list = !refused.is_empty();
+                    self.service |= changed || self.right.is_none();
+                    [unreadable, refused].concat()
+                }
+                Err(why) => vec![why],
+            };
+            self.hold = None;
+            self.report(&faults);
+            if faults.is_empty() {
+                self.refused.over();
+            } else {
+                let why = faults.join("; ");
+                self.refused.say(&why);
+                self.tell(why).await;
+            }
+        }
+        if self.service {
+            match self.write().await {
+                Ok(()) => {
+                    self.service = false;
+                    self.writing.over();
+                }
+                Err(why) if self.writing.says(&why) => self.tell(why).await,
+                Err(_) => {}
+            }
+        }
+        !self.list && !self.service
+    }
+
+    /// Counts what is left out of the list, and has `/readyz` name it.
+    fn report(&mut self, faults: &[String]) {
+        self.ports.metrics.ports_refused(!faults.is_empty());
+        let list = self.ports.list();
+        let text = || format!("{list}: not served: {}", faults.join("; "));
+        self.fault = (!faults.is_empty()).then(|| self.ports.readiness.fault(text()));
+    }
+
+    /// Serves what was served before a restart, until the cluster's API says what is listed.
+    async fn serve_last(&mut self) {
+        let last = self.ports.store.read_runtime(LAST);
+        let last = last.unwrap_or_else(|error| {
+            tracing::warn!(%error, "the ports that were served last cannot be read");
+            None
+        });
+        let Some(last) = last.and_then(|text| serde_json::from_str(&text).ok()) else {
+            return;
+        };
+        match self.apply(&last).await {
+            Ok((_, refused)) => {
+                self.hold = None;
+                self.report(&refused);
+                if !refused.is_empty() {
+                    let why = refused.join("; ");
+                    tracing::warn!(why, "not all ports of before are served");
+                }
+            }
+            Err(why) => tracing::warn!(why, "the ports of before are not served"),
+        }
+    }
+
+    /// Has the gateway serve what is listed, as far as it can.
+    async fn take_up(&self) -> Result<Taken, String> {
+        let data = self.map.as_ref().and_then(|map| map.data.as_ref());
+        let (next, unreadable) = data.map(parse::read).transpose()?.unwrap_or_default();
+        if self.ports.listed.borrow().as_ref() == Some(&next) {
+            return Ok(Taken {
+                changed: false,
+                unreadable,
+                refused: Vec::new(),
+            });
+        }
+        let (changed, refused) = self.apply(&next).await?;
+        self.keep();
+        Ok(Taken {
+            changed,
+            unreadable,
+            refused,
+        })
+    }
+
+    /// Has the gateway serve these ports, as far as it can. Returns whether that is a change, and why some are not served.
+    async fn apply(&self, next: &NodePorts) -> Result<(bool, Vec<String>), String> {
+        let before = self.ports.listed.borrow().clone();
+        let attempt = async |ports: NodePorts| {
+            let last = self.ports.listed.send_replace(Some(ports.clone()));
+            match self.ports.reloads.ask().await {
+                Some(Ok(done)) => {
+                    tracing::info!(http = ?ports.http, https = ?ports.https, done, "these ports of the cluster's list are served");
+                    Ok(())
+                }
+                refused => {
+                    self.ports.listed.send_replace(last);
+                    let nobody = || "nobody takes up ports here".to_owned();
+                    Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+                }
+            }
+        };
+        let served = before.clone().unwrap_or_default();
+        let (now, refused) = partial::apply(&served, next, attempt).await?;
+        Ok((before.as_ref() != Some(&now), refused))
+    }
+
+    /// Keeps on the disk what is served.
+    fn keep(&self) {
+        let text = serde_json::to_string(&*self.ports.listed.borrow()).unwrap_or_default();
+        if let Err(error) = self.ports.store.write_runtime(LAST, &text) {
+            tracing::warn!(%error, "the ports that are served cannot be kept for the next start");
+        }
+    }
+
+    /// Writes a port of the Service for each that is listed.
+    async fn write(&mut self) -> Result<(), String> {
+        let rules = &self.ports.rules;
+        let Some(name) = &rules.service else {
+            return Ok(());
+        };
+        let listed = self.ports.listed.borrow().clone().unwrap_or_default();
+        let served: Vec<u16> = listed.served().collect();
+        let ports: Vec<_> = served
+            .iter()
+            .map(|port| json!({ "name": format!("causeway-{port}"), "port": port, "targetPort": port, "protocol": "TCP" }))
+            .collect();
+        let apply = json!({
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": { "name": name, "namespace": rules.namespace },
+            "spec": { "ports": ports },
+        });
+        let api = Api::<Service>::namespaced(self.ports.client.clone(), &rules.namespace);
+        // By whom the API notes that these ports are listed: all of one list are that list's, whichever gateway wrote, and
+        // of two lists none takes away what the other has put there.
+        let (parameters, patch) = (
+            PatchParams::apply(field_manager(&rules.name)),
+            Patch::Apply(&apply),
+        );
+        let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
+        let written =
+            written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;
+        let written = written.map_err(|error| error_message(&error))?;
+        self.right = written.resource_version();
+        tracing::debug!(service = name, ports = ?served, "the Service has these ports");
+        Ok(())
+    }
+
+    /// Tells whoever wrote the list.
+    async fn tell(&mut self, mut note: String) {
+        let Some(about) = self.map.as_ref().map(|map| map.object_ref(&())) else {
+            return;
+        };
+        let end = (0..=NOTE).rev().find(|end| note.is_char_boundary(*end));
+        note.truncate(end.unwrap_or_default());
+        let new = || {
+            let reporter = Reporter {
+                controller: "causeway-gateway".to_owned(),
+                instance: Some(self.ports.gateway.clone()),
+            };
+            let recorder = Recorder::new(self.ports.client.clone(), reporter);
+            (note.clone(), recorder)
+        };
+        let same = self.told.take().filter(|(told, _)| *told == note);
+        let (_, recorder) = self.told.insert(same.unwrap_or_else(new));
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "PortsRefused".to_owned(),
+            note: Some(note),
+            action: "Serving".to_owned(),
+            secondary: None,
+        };
+        match timeout(BOUND, recorder.publish(&event, &about)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                tracing::debug!(why = error_message(&error), "no event could be written");
+            }
+            Err(_) => tracing::debug!("no event could be written in time"),
+        }
+    }
+}
+/// The API takes 128 characters of who wrote.
+fn field_manager(list: &str) -> &str {
+    let end = list
+        .char_indices()
+        .nth(128)
+        .map_or(list.len(), |(at, _)| at);
+    list.get(..end).unwrap_or(list)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_certs::OpenMode;
+
+    /// Ports of a cluster whose API does not answer: there is none.
+    fn ports(store: &Store, reloads: ReloadSender) -> PortListController {
+        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+        PortListController {
+            client: Client::try_from(config).unwrap(),
+            rules: config::PortList::default(),
+            listed: watch::Sender::new(None),
+            reloads,
+            metrics: Metrics::new(),
+            readiness: Readiness::default(),
+            gateway: "gw".into(),
+            store: store.clone(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_gateway_is_ready_once_it_has_a_list_and_what_is_left_out_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
+        let (reloads, mut asked) = causeway_config::reloads();
+        let ports = ports(&store, reloads);
+        let mut keeper = Reconciler::new(&ports);
+        keeper.serve_last().await;
+        let held = || ports.readiness.held().unwrap_or_default();
+        assert!(held().contains("kube-system/causeway-ports"), "{}", held());
+        keeper.heard(Err("forbidden".into()));
+        assert!(held().ends_with("not known yet: forbidden"), "{}", held());
+
+        for (listed, fault) in [("9051, ninety", "\"ninety\" is no port"), ("9052", "")] {
+            let data = [("http-proxy-ports".to_owned(), listed.to_owned())];
+            keeper.heard(Ok(Some(ConfigMap {
+                data: Some(data.into()),
+                ..ConfigMap::default()
+            })));
+            tokio::join!(keeper.settle(), async {
+                asked.next().await.answer(Ok("done".into()));
+            });
+            assert_eq!(held(), "");
+            let faults = ports.readiness.faults().join("");
+            assert!(faults.contains(fault), "{faults}");
+            assert_eq!(faults.is_empty(), fault.is_empty(), "{faults}");
+        }
+
+        let again = self::ports(&store, ports.reloads.clone());
+        let mut keeper = Reconciler::new(&again);
+        tokio::join!(keeper.serve_last(), async {
+            asked.next().await.answer(Ok("done".into()));
+        });
+        assert_eq!(again.readiness.held(), None, "the list is on the disk");
+    }
+
+    #[tokio::test]
+    async fn a_gateway_that_starts_serves_the_ports_of_before_until_the_api_answers() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
+        let (reloads, mut asked) = causeway_config::reloads();
+        let ports = |refused: bool| {
+            let reloads = (!refused).then(|| reloads.clone());
+            ports(&store, reloads.unwrap_or_default())
+        };
+        let served = NodePorts {
+            http: [9051, 9100].into(),
+            ..NodePorts::default()
+        };
+        let first = ports(false);
+        first.listed.send_replace(Some(served.clone()));
+        Reconciler::new(&first).keep();
+
+        let second = ports(false);
+        let mut keeper = Reconciler::new(&second);
+        tokio::join!(keeper.serve_last(), async {
+            asked.next().await.answer(Ok("done".into()));
+        });
+        assert_eq!(*second.listed.borrow(), Some(served));
+
+        let third = ports(true);
+        Reconciler::new(&third).serve_last().await;
+        assert_eq!(*third.listed.borrow(), None);
+    }
+}

@@ -1,0 +1,190 @@
+use super::*;
+use causeway_certs::NodeName;
+
+type Change = fn(&mut ConfigMap);
+
+const CLOCK: u64 = 1_800_000_000;
+const BOTH: [&str; 2] = ["v1/services", "discovery.k8s.io/v1/endpointslices"];
+
+fn reading(all: &[(&str, &str)], resources: &[&str]) -> NodePoolEndpoints {
+    let at = all.iter().map(|(node, at)| {
+        let node = NodeName::parse(node).unwrap();
+        (node, at.parse().unwrap())
+    });
+    let resources = resources.iter().map(|text| text.parse().unwrap());
+    NodePoolEndpoints {
+        at: at.collect(),
+        resources: resources.collect(),
+    }
+}
+
+fn hubs(all: &[(&str, &str)]) -> NodePoolEndpoints {
+    reading(all, &BOTH)
+}
+
+fn map(content: &LeaderMap) -> ConfigMap {
+    let mut map = ConfigMap::default();
+    map.metadata.name = Some("leader-hub-north".into());
+    content.write(&mut map, "leader-hub-north");
+    map
+}
+
+/// A gateway that looks.
+struct Gateway {
+    own: &'static str,
+    absent: BTreeMap<String, Instant>,
+}
+
+impl Gateway {
+    fn called(own: &'static str) -> Self {
+        let absent = BTreeMap::new();
+        Self { own, absent }
+    }
+
+    fn looks(&mut self, before: &LeaderMap, now: Option<&NodePoolEndpoints>) -> LeaderMap {
+        self.looks_at(before, now, CLOCK, true)
+    }
+
+    fn looks_at(
+        &mut self,
+        before: &LeaderMap,
+        now: Option<&NodePoolEndpoints>,
+        clock: u64,
+        may: bool,
+    ) -> LeaderMap {
+        let mut looks = RenderContext {
+            own: self.own,
+            now: Instant::now(),
+            clock,
+            absent: &mut self.absent,
+            may: &|_| may,
+        };
+        before.next(now, &mut looks)
+    }
+}
+
+#[tokio::test]
+async fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_node_has() {
+    let both = hubs(&[("edge-2", "fd00::2"), ("edge-1", "10.1.0.1")]);
+    let mut gateway = Gateway::called("gw");
+    let content = gateway.looks(&LeaderMap::default(), Some(&both));
+    let map = map(&content);
+    let data = map.data.clone().unwrap();
+    let said = |key: &str| data[key].as_str();
+    assert_eq!(
+        said("leaders"),
+        "causeway:edge-1/10.1.0.1,causeway:edge-2/[fd00::2]"
+    );
+    assert_eq!(
+        said("pool-scoped-metadata"),
+        "/v1/services,discovery.k8s.io/v1/endpointslices"
+    );
+    assert_eq!(said("enable-leader-election"), "true");
+    assert_eq!(map.labels()[LABEL], "leader-hub-north");
+    for name in ["causeway:edge-1", "causeway:edge-2"] {
+        assert!(NodeName::parse(name).is_err());
+    }
+    assert_eq!(LeaderMap::read(&map), content, "it reads as it was written");
+    assert_eq!(gateway.looks(&content, Some(&both)), content, "and stays");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_stands_there_as_long_as_one_gateway_has_it_and_none_writes_for_another() {
+    let (mut one, mut two) = (Gateway::called("gw-1"), Gateway::called("gw-2"));
+    let north = hubs(&[("edge-1", "10.1.0.1")]);
+    let first = one.looks(&LeaderMap::default(), Some(&north));
+    // The same edge has tunnels at both: what one has written, the other leaves.
+    let both = two.looks(&first, Some(&north));
+    assert_eq!(one.looks(&both, Some(&north)), both);
+    assert_eq!(two.looks(&both, Some(&north)), both);
+    assert_eq!(one.looks(&both, None), both, "it may come back");
+    tokio::time::advance(GRACE).await;
+    let left = one.looks(&both, None);
+    assert_eq!(left.leaders(), both.leaders());
+    assert_eq!(
+        one.looks(&both, None),
+        left,
+        "a write that failed changes nothing"
+    );
+    assert_eq!(two.looks(&left, Some(&north)), left);
+    assert_eq!(one.looks(&left, None), left);
+    assert!(one.absent.is_empty());
+    assert_eq!(two.looks(&left, None), left);
+    tokio::time::advance(GRACE).await;
+    let none = two.looks(&left, None);
+    assert_eq!(none.leaders(), "");
+    let data = map(&none).data.unwrap();
+    assert_eq!(data["enable-leader-election"], "false");
+    assert_eq!(
+        data["pool-scoped-metadata"],
+        map(&left).data.unwrap()["pool-scoped-metadata"]
+    );
+}
+
+#[tokio::test]
+async fn what_a_gateway_left_that_has_ended_goes_after_a_while_and_with_its_node_at_once() {
+    let north = hubs(&[("edge-1", "10.1.0.1")]);
+    let left = Gateway::called("gw-1").looks(&LeaderMap::default(), Some(&north));
+    let mut other = Gateway::called("gw-2");
+    assert_eq!(other.looks_at(&left, None, CLOCK + ENDED - 1, true), left);
+    let later = other.looks_at(&left, None, CLOCK + ENDED, true);
+    assert_eq!(later.leaders(), "");
+    assert_eq!(other.looks_at(&left, None, CLOCK, false).leaders(), "");
+    // Who has it says so again in time, and not at each look.
+    let mut own = Gateway::called("gw-1");
+    assert_eq!(
+        own.looks_at(&left, Some(&north), CLOCK + AGAIN - 1, true),
+        left
+    );
+    let again = own.looks_at(&left, Some(&north), CLOCK + AGAIN, true);
+    assert!(again != left && again.tells(&left));
+}
+
+#[tokio::test]
+async fn hubs_are_told_what_all_edges_have_and_an_edge_that_has_nothing_of_it_is_left_out() {
+    let all =
+        Gateway::called("gw-1").looks(&LeaderMap::default(), Some(&hubs(&[("a", "10.1.0.1")])));
+    let mut two = Gateway::called("gw-2");
+    let less = reading(&[("b", "10.1.0.2")], &["v1/services"]);
+    let both = two.looks(&all, Some(&less));
+    assert_eq!(
+        map(&both).data.unwrap()["pool-scoped-metadata"],
+        "/v1/services"
+    );
+    assert_eq!(
+        Gateway::called("gw-1").looks(&both, Some(&hubs(&[("a", "10.1.0.1")]))),
+        both
+    );
+    for nothing in [&["v1/nodes"][..], &[]] {
+        let none = reading(&[("c", "10.1.0.3")], nothing);
+        assert_eq!(Gateway::called("gw-3").looks(&both, Some(&none)), both);
+    }
+}
+
+#[tokio::test]
+async fn what_somebody_else_has_written_into_it_is_put_right() {
+    let north = hubs(&[("edge-1", "10.1.0.1")]);
+    let right = Gateway::called("gw").looks(&LeaderMap::default(), Some(&north));
+    let changes: [Change; 5] = [
+        |map| {
+            let data = map.data.as_mut().unwrap();
+            data.insert("leaders".into(), "edge-9/10.9.9.9".into());
+        },
+        |map| {
+            let data = map.data.as_mut().unwrap();
+            data.insert("enable-leader-election".into(), "false".into());
+        },
+        |map| {
+            map.data.as_mut().unwrap().remove("interconnectivity");
+        },
+        |map| map.labels_mut().clear(),
+        |map| map.annotations_mut().clear(),
+    ];
+    for change in changes {
+        let mut map = map(&right);
+        change(&mut map);
+        let found = LeaderMap::read(&map);
+        assert_ne!(found, right);
+        assert_eq!(Gateway::called("gw").looks(&found, Some(&north)), right);
+    }
+}

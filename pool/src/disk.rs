@@ -1,0 +1,364 @@
+//! The last state on the disk: a file for each resource, so that a node that starts without the cloud serves what it knew.
+//!
+//! A file begins with a line that names the format and the SHA-256 of what follows, which is gzip: a line of JSON that says what
+//! it is, then an object a line. It is written beside, synced and renamed, so there is always the old one or the new one. A file
+//! that is not what it should be is set aside and told, and costs its own resource only.
+//!
+//! A state that does not change is not written again. Until when each was known to be the newest is in a small file of its own,
+//! which is written more often.
+
+use crate::{
+    object::{Object, TypeMeta},
+    server::WatchCache,
+    store::{Snapshot, Store},
+};
+use data_encoding::HEXLOWER;
+use flate2::{Compression, read::GzDecoder, write::GzEncoder};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, BufRead, BufReader, Read, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+/// The first word of a file.
+const MAGIC: &str = "causeway-pool/1";
+/// How much larger than its file a state may be.
+const INFLATES: u64 = 64;
+
+/// Name of the file that says until when each state was known to be the newest.
+const TIMES: &str = "times.json";
+
+/// By resource: the version, and until when it was known to be the newest, in milliseconds of the Unix epoch.
+type Times = BTreeMap<String, (u64, u64)>;
+
+/// The directory of saved states.
+#[derive(Clone, Debug)]
+pub struct SnapshotDir {
+    dir: PathBuf,
+    most: u64,
+}
+
+/// What a file says of itself.
+#[derive(Serialize, Deserialize)]
+struct SnapshotHeader {
+    resource: String,
+    kind: String,
+    namespaced: bool,
+    version: u64,
+    /// In milliseconds of the Unix epoch.
+    at: u64,
+    objects: usize,
+}
+
+impl SnapshotDir {
+    /// States in this directory, of `most` bytes each at most.
+    pub fn new(dir: PathBuf, most: u64) -> Self {
+        Self { dir, most }
+    }
+
+    fn file(&self, store: &Store) -> PathBuf {
+        let name = store.resource().to_string().replace('/', "_");
+        self.dir.join(format!("{name}.pool"))
+    }
+
+    /// Fills what is empty with what was kept; what could not be used, in words.
+    pub fn load(&self, pool: &WatchCache) -> Vec<String> {
+        let mut faults = Vec::new();
+        // Without them states are as old as their files say.
+        let times = fs::read(self.dir.join(TIMES)).ok();
+        let times = times.and_then(|text| serde_json::from_slice::<Times>(&text).ok());
+        let times = times.unwrap_or_default();
+        for store in pool.stores() {
+            let file = self.file(store);
+            let why = match self.read(&file, store) {
+                Ok(Some(mut snapshot)) => {
+                    if let Some((version, at)) = times.get(&store.resource().to_string())
+                        && *version == snapshot.version
+                    {
+                        let at = UNIX_EPOCH + Duration::from_millis(*at);
+                        snapshot.at = snapshot.at.max(at);
+                    }
+                    store.restore(snapshot);
+                    continue;
+                }
+                Ok(None) => continue,
+                Err(why) => why,
+            };
+            let aside = file.with_extension("bad");
+            let said = match fs::rename(&file, &aside) {
+                Ok(()) => format!("{}: {why}; kept as {}", file.display(), aside.display()),
+                Err(_) => format!("{}: {why}", file.display()),
+            };
+            faults.push(said);
+        }
+        faults
+    }
+
+    fn read(&self, file: &Path, store: &Store) -> Result<Option<Snapshot>, String> {
+        let bytes = match fs::metadata(file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+            Ok(meta) if meta.len() > self.most => {
+                return Err(format!("larger than {} bytes", self.most));
+            }
+            Ok(_) => fs::read(file).map_err(|error| error.to_string())?,
+        };
+        let end = bytes.iter().position(|byte| *byte == b'\n');
+        let (line, packed) = bytes.split_at(end.ok_or("not a saved state")?);
+        let packed = packed.get(1..).unwrap_or_default();
+        let expected = format!("{MAGIC} {}", hash(packed));
+        if line != expected.as_bytes() {
+            return Err("damaged: its checksum does not fit".to_owned());
+        }
+        let most = self.most.saturating_mul(INFLATES);
+        let mut lines = BufReader::new(GzDecoder::new(packed).take(most)).lines();
+        let mut next = || {
+            let line = lines.next().transpose();
+            line.map_err(|error| error.to_string())
+        };
+        let head: SnapshotHeader = serde_json::from_str(&next()?.unwrap_or_default())
+            .map_err(|error| error.to_string())?;
+        if head.resource != store.resource().to_string() || head.version == 0 {
+            return Err(format!(
+                "it is of {} at version {}",
+                head.resource, head.version
+            ));
+        }
+        let api_version = store.resource().api_version();
+        let named = TypeMeta {
+            kind: &head.kind,
+            api_version: &api_version,
+        };
+        let mut objects = Vec::new();
+        while let Some(line) = next()? {
+            let raw: &RawValue = serde_json::from_str(&line).map_err(|error| error.to_string())?;
+            let object = Object::read(raw, named).map_err(|error| error.to_string())?;
+            objects.push(Arc::new(object));
+        }
+        if objects.len() != head.objects {
+            return Err(format!(
+                "{} objects where {} were saved",
+                objects.len(),
+                head.objects
+            ));
+        }
+        Ok(Some(Snapshot {
+            kind: head.kind,
+            namespaced: head.namespaced,
+            version: head.version,
+            at: UNIX_EPOCH + Duration::from_millis(head.at),
+            objects,
+        }))
+    }
+
+    /// Keeps the state of a store, if there is one. Blocks.
+    ///
+    /// # Errors
+    /// If the disk does not take it, or it is larger than it may be; the file before it stays.
+    pub fn write(&self, store: &Store) -> io::Result<()> {
+        let Some(snapshot) = store.snapshot() else {
+            return Ok(());
+        };
+        let packed = packed(store, &snapshot)?;
+        let head = format!("{MAGIC} {}\n", hash(&packed));
+        if (head.len() + packed.len()) as u64 > self.most {
+            let said = format!(
+                "the state of {} takes {} bytes, and {} are allowed (reader.save)",
+                store.resource(),
+                packed.len(),
+                self.most
+            );
+            return Err(io::Error::other(said));
+        }
+        self.put(&self.file(store), &[head.as_bytes(), &packed])
+    }
+
+    /// Notes until when the states of a pool were known to be the newest. Blocks.
+    ///
+    /// # Errors
+    /// If the disk does not take it.
+    pub fn write_times(&self, pool: &WatchCache) -> io::Result<()> {
+        let millis = |at: SystemTime| {
+            let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        };
+        let filled = pool.stores().iter().map(|store| store.status());
+        let filled = filled.filter(|status| status.synced);
+        let times = filled.map(|status| {
+            let at = status.lost.unwrap_or_else(|| millis(SystemTime::now()));
+            (status.resource, (status.version, at))
+        });
+        let times: Times = times.collect();
+        if times.is_empty() {
+            return Ok(());
+        }
+        let text = serde_json::to_vec(&times).map_err(io::Error::other)?;
+        self.put(&self.dir.join(TIMES), &[&text])
+    }
+
+    /// Puts these bytes into a file in place of what it had.
+    fn put(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+        fs::create_dir_all(&self.dir)?;
+        let mut file = tempfile::Builder::new()
+            .prefix(".pool-")
+            .tempfile_in(&self.dir)?;
+        for part in parts {
+            file.write_all(part)?;
+        }
+        file.as_file().sync_all()?;
+        file.persist(path).map_err(|error| error.error)?;
+        fs::File::open(&self.dir)?.sync_all()
+    }
+}
+
+fn packed(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
+    let at = snapshot.at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let head = SnapshotHeader {
+        resource: store.resource().to_string(),
+        kind: snapshot.kind.clone(),
+        namespaced: snapshot.namespaced,
+        version: snapshot.version,
+        at: u64::try_from(at.as_millis()).unwrap_or(u64::MAX),
+        objects: snapshot.objects.len(),
+    };
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(&serde_json::to_vec(&head)?)?;
+    for object in &snapshot.objects {
+        encoder.write_all(b"\n")?;
+        // A line each: what an API gives has no line breaks outside strings, and within them they are escaped.
+        let broken = object.json.contains(&b'\n');
+        if broken {
+            encoder.write_all(object.value().to_string().as_bytes())?;
+        } else {
+            encoder.write_all(&object.json)?;
+        }
+    }
+    encoder.finish()
+}
+
+fn hash(bytes: &[u8]) -> String {
+    let digest = Sha256::digest(bytes);
+    HEXLOWER.encode(&digest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{resource::GroupVersionResource, server::CacheLimits, store::tests::object};
+
+    fn pool() -> Arc<WatchCache> {
+        let services: GroupVersionResource = "v1/services".parse().unwrap();
+        let limits = CacheLimits {
+            cache: 1 << 20,
+            window: 1 << 20,
+        };
+        WatchCache::new(&[services], &limits)
+    }
+
+    fn filled() -> Arc<WatchCache> {
+        let pool = pool();
+        pool.stores()[0].replace(7, vec![object("n", "a", 3), object("n", "b", 7)]);
+        pool
+    }
+
+    #[test]
+    fn what_was_kept_is_served_again_as_old_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = SnapshotDir::new(folder.path().join("pool"), 1 << 20);
+        let before = filled();
+        saved.write(&before.stores()[0]).unwrap();
+        let after = pool();
+        assert_eq!(saved.load(&after), Vec::<String>::new());
+        let (old, new) = (
+            before.stores()[0].snapshot().unwrap(),
+            after.stores()[0].snapshot().unwrap(),
+        );
+        assert_eq!((old.version, old.objects), (new.version, new.objects));
+        assert!(after.stores()[0].status().lost.is_some());
+        // What is known is not put back to what it was.
+        after.stores()[0].replace(9, Vec::new());
+        saved.load(&after);
+        assert_eq!(after.stores()[0].status().version, 9);
+    }
+
+    #[test]
+    fn a_state_that_did_not_change_is_as_old_as_what_was_heard_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = SnapshotDir::new(folder.path().join("pool"), 1 << 20);
+        let age = |pool: &WatchCache| {
+            let status = pool.stores()[0].status();
+            let at = UNIX_EPOCH + Duration::from_millis(status.lost.unwrap());
+            at.elapsed().unwrap()
+        };
+        let (day, hour) = (Duration::from_hours(24), Duration::from_hours(1));
+        let before = filled();
+        let store = &before.stores()[0];
+        store.found(Some(day));
+        saved.write(store).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(age(&kept) >= day, "{:?}", age(&kept));
+
+        store.found(Some(hour));
+        saved.write_times(&before).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(
+            age(&kept) >= hour && age(&kept) < hour * 2,
+            "{:?}",
+            age(&kept)
+        );
+
+        // Of another version than that of the file they say nothing.
+        store.replace(9, Vec::new());
+        saved.write_times(&before).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(age(&kept) >= day, "{:?}", age(&kept));
+    }
+
+    #[test]
+    fn each_damage_is_found_and_the_file_set_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = SnapshotDir::new(folder.path().to_owned(), 1 << 20);
+        let store = &filled().stores()[0].clone();
+        let file = saved.file(store);
+        saved.write(store).unwrap();
+        let whole = fs::read(&file).unwrap();
+        for at in 0..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 0x10;
+            for bytes in [damaged.as_slice(), &whole[..at]] {
+                fs::write(&file, bytes).unwrap();
+                let other = pool();
+                assert_eq!(saved.load(&other).len(), 1, "at {at}");
+                assert!(!other.stores()[0].status().synced);
+                assert!(!file.exists());
+            }
+        }
+    }
+
+    #[test]
+    fn a_state_that_is_too_large_leaves_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = &filled().stores()[0].clone();
+        SnapshotDir::new(folder.path().to_owned(), 1 << 20)
+            .write(store)
+            .unwrap();
+        let small = SnapshotDir::new(folder.path().to_owned(), 100);
+        let error = small.write(store).unwrap_err().to_string();
+        assert!(error.contains("reader.save"), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert!(
+            SnapshotDir::new(folder.path().to_owned(), 1 << 20)
+                .load(&pool())
+                .is_empty()
+        );
+    }
+}

@@ -1,0 +1,348 @@
+//! Filling a store from somewhere else: a list where one is needed, then watch after watch.
+//!
+//! A store that knows something goes on from there, whoever it is told by: versions are the cloud's at each level. It never
+//! goes back by itself: a source that knows less is no source, unless it is in touch with the cloud and stays so for half a
+//! minute; then the cloud itself has gone back.
+
+mod source_status;
+
+use crate::{
+    object::{Object, TypeMeta},
+    store::Store,
+};
+use bytes::{Bytes, BytesMut};
+use flate2::read::GzDecoder;
+use futures_util::{
+    future::BoxFuture,
+    stream::{BoxStream, StreamExt},
+};
+use http::{HeaderMap, StatusCode, header::CONTENT_ENCODING};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use source_status::{SourceStatus, map_status, view_age};
+use std::{io::Read, time::Duration};
+use tokio::time::{Instant, timeout};
+
+/// Objects in one part of a list.
+const PAGE: usize = 500;
+/// The largest part of a list, and the largest event, in bytes.
+const MOST: usize = 64 << 20;
+/// All parts of a list together: a source that goes on and on fills no memory.
+const ALL: usize = 512 << 20;
+/// How long a list may take to come.
+const LIST: Duration = Duration::from_mins(1);
+/// How long a source may take to begin a watch: one of ours waits 3 s for a version that it does not know yet.
+const BEGIN: Duration = Duration::from_secs(20);
+/// A source that is in touch and has known less for this long is right.
+const BEHIND: Duration = Duration::from_secs(30);
+/// A watch that ends sooner than this without a word is one that failed.
+const SHORT: Duration = Duration::from_secs(1);
+
+/// Where a store is filled from.
+pub trait ListWatch: Send + Sync {
+    /// `GET` of a path with its query; why there is no answer, in words.
+    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>>;
+
+    /// For how long nothing has been heard of it, where that is known: what it has told was true until then.
+    fn silent(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    /// Whether it is another [`WatchCache`](crate::WatchCache), which ends watches when it is out of touch itself.
+    fn is_pool(&self) -> bool {
+        true
+    }
+}
+
+/// What a source answers.
+pub struct SourceResponse {
+    /// The status.
+    pub status: StatusCode,
+    /// Its fields.
+    pub headers: HeaderMap,
+    /// The bytes as they come.
+    pub body: BoxStream<'static, Result<Bytes, String>>,
+}
+
+/// Why a store is followed no longer.
+#[derive(Debug, PartialEq, Eq)]
+pub enum ReflectorError {
+    /// The source is away or broke off, in words.
+    Broken(String),
+    /// The source answers with this status: its words, and when it says to come again.
+    Refused(StatusCode, String, Option<Duration>),
+    /// The source knows less than the store, or has been out of touch itself, and for how long.
+    Stale(String, Duration),
+}
+
+/// How a watch went.
+enum WatchEnd {
+    /// Its time is up.
+    Over,
+    /// What is known is too old to go on from.
+    Expired,
+}
+
+/// Fills the store from the source until that fails. The store counts as lost since the source was last heard.
+pub async fn reflect(store: &Store, source: &dyn ListWatch) -> ReflectorError {
+    let begun = Instant::now();
+    let ended = match Box::pin(run(store, source)).await {
+        Ok(never) => match never {},
+        Err(ended) => ended,
+    };
+    let away = match ended {
+        ReflectorError::Stale(_, away) => away,
+        _ => Duration::ZERO,
+    };
+    // What was so before belongs to whoever was followed then.
+    store.lost_for(source.silent().max(away).min(begun.elapsed()));
+    ended
+}
+
+async fn run(
+    store: &Store,
+    source: &dyn ListWatch,
+) -> Result<std::convert::Infallible, ReflectorError> {
+    let mut known = store.version() > 0;
+    loop {
+        if !known {
+            list(store, source).await?;
+        }
+        let begun = Instant::now();
+        known = match watch(store, source).await? {
+            WatchEnd::Expired => false,
+            WatchEnd::Over if begun.elapsed() > SHORT => true,
+            WatchEnd::Over => return Err(broken("the watch ended at once")),
+        };
+    }
+}
+
+fn broken(why: impl Into<String>) -> ReflectorError {
+    ReflectorError::Broken(why.into())
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct ListResponse<'a> {
+    kind: String,
+    metadata: ListMeta,
+    #[serde(borrow, default)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ListMeta {
+    resource_version: String,
+    r#continue: String,
+}
+
+async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorError> {
+    let path = store.resource().path();
+    let version = store.version();
+    // A pool that knows less waits, and says so; the cloud's own newest is right whatever it is.
+    let held = source.is_pool() && version > 0 && !is_right(store);
+    let api_version = store.resource().api_version();
+    let (mut objects, mut from, mut read) = (Vec::new(), String::new(), 0);
+    loop {
+        let query = if !from.is_empty() {
+            format!("?limit={PAGE}&continue={from}")
+        } else if held {
+            format!("?limit={PAGE}&resourceVersion={version}&resourceVersionMatch=NotOlderThan")
+        } else {
+            format!("?limit={PAGE}")
+        };
+        let asked = source.get(format!("{path}{query}"));
+        let (bytes, age) = timeout(LIST, whole(store, asked))
+            .await
+            .map_err(|_| broken("a list did not come within a minute"))??;
+        read += bytes.len();
+        if read > ALL {
+            return Err(broken(format!("a list is larger than {ALL} bytes")));
+        }
+        let malformed =
+            |why: &dyn std::fmt::Display| broken(format!("a list does not read: {why}"));
+        let page: ListResponse<'_> =
+            serde_json::from_slice(&bytes).map_err(|error| malformed(&error))?;
+        let kind = page
+            .kind
+            .strip_suffix("List")
+            .ok_or_else(|| malformed(&page.kind))?;
+        let named = TypeMeta {
+            kind,
+            api_version: &api_version,
+        };
+        for item in page.items.into_iter().flatten() {
+            objects.push(Object::read(item, named).map_err(|error| malformed(&error))?);
+        }
+        from = page.metadata.r#continue;
+        if from.is_empty() {
+            let version: u64 = page.metadata.resource_version.parse().unwrap_or_default();
+            if version == 0 {
+                return Err(malformed(&"it has no resourceVersion"));
+            }
+            in_touch(store, age)?;
+            store.learn(kind);
+            store.replace(version, objects);
+            store.found(age);
+            return Ok(());
+        }
+    }
+}
+
+/// Whether a source that knows less than the store is to be believed by now.
+fn is_right(store: &Store) -> bool {
+    store.is_behind().is_some_and(|lasts| lasts > BEHIND)
+}
+
+/// A view that has an age is of no use to a store that has something.
+fn in_touch(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> {
+    let why = || "it is out of touch with the cloud itself".to_owned();
+    match age {
+        Some(age) if store.version() > 0 => Err(ReflectorError::Stale(why(), age)),
+        _ => Ok(()),
+    }
+}
+
+/// A whole answer, and how old its view is.
+async fn whole(
+    store: &Store,
+    asked: BoxFuture<'_, Result<SourceResponse, String>>,
+) -> Result<(Vec<u8>, Option<Duration>), ReflectorError> {
+    let mut answer = asked.await.map_err(ReflectorError::Broken)?;
+    let bytes = drained(&mut answer).await?;
+    if !answer.status.is_success() {
+        return Err(map_status(store, &answer, &bytes));
+    }
+    Ok((bytes, view_age(&answer.headers)))
+}
+
+async fn drained(answer: &mut SourceResponse) -> Result<Vec<u8>, ReflectorError> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = answer.body.next().await {
+        bytes.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
+        if bytes.len() > MOST {
+            return Err(broken(format!("an answer is larger than {MOST} bytes")));
+        }
+    }
+    if answer
+        .headers
+        .get(CONTENT_ENCODING)
+        .is_none_or(|coding| coding != "gzip")
+    {
+        return Ok(bytes);
+    }
+    let mut plain = Vec::new();
+    let read = GzDecoder::new(&*bytes)
+        .take(MOST as u64 + 1)
+        .read_to_end(&mut plain);
+    match read {
+        Ok(length) if length <= MOST => Ok(plain),
+        Ok(_) => Err(broken(format!("an answer is larger than {MOST} bytes"))),
+        Err(error) => Err(broken(format!("an answer does not unpack: {error}"))),
+    }
+}
+
+async fn watch(store: &Store, source: &dyn ListWatch) -> Result<WatchEnd, ReflectorError> {
+    if is_right(store) {
+        return Ok(WatchEnd::Expired);
+    }
+    let (path, version) = (store.resource().path(), store.version());
+    let fresh = if source.is_pool() { "&fresh=true" } else { "" };
+    // Watches that began together do not end together.
+    let seconds = rand::random_range(240..480);
+    let asked = source.get(format!(
+        "{path}?watch=true&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={seconds}{fresh}"
+    ));
+    let answer = timeout(BEGIN, asked).await;
+    let mut answer = answer
+        .map_err(|_| broken("a watch did not begin within 20 s"))?
+        .map_err(ReflectorError::Broken)?;
+    if answer.status == StatusCode::GONE {
+        return Ok(WatchEnd::Expired);
+    }
+    if !answer.status.is_success() {
+        let bytes = timeout(BEGIN, drained(&mut answer)).await;
+        let bytes = bytes.map_err(|_| broken("an answer did not come within 20 s"))??;
+        return Err(map_status(store, &answer, &bytes));
+    }
+    let age = view_age(&answer.headers);
+    in_touch(store, age)?;
+    store.found(age);
+    let within = Duration::from_secs(seconds) + BEGIN;
+    match timeout(within, events(store, &mut answer)).await {
+        Ok(watched) => watched,
+        Err(_) => Err(broken("a watch went on beyond its time")),
+    }
+}
+
+async fn events(store: &Store, answer: &mut SourceResponse) -> Result<WatchEnd, ReflectorError> {
+    let mut unread = BytesMut::new();
+    let mut seen = 0;
+    while let Some(chunk) = answer.body.next().await {
+        unread.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
+        while let Some(end) = unread
+            .get(seen..)
+            .and_then(|new| new.iter().position(|byte| *byte == b'\n'))
+        {
+            let line = unread.split_to(seen + end + 1);
+            seen = 0;
+            if let Some(watched) = event(store, &line)? {
+                return Ok(watched);
+            }
+        }
+        seen = unread.len();
+        if seen > MOST {
+            return Err(broken(format!("an event is larger than {MOST} bytes")));
+        }
+    }
+    Ok(WatchEnd::Over)
+}
+
+#[derive(Deserialize)]
+struct WatchEvent<'a> {
+    r#type: String,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct Bookmark {
+    metadata: ListMeta,
+}
+
+fn event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError> {
+    let malformed = |why: &dyn std::fmt::Display| broken(format!("an event does not read: {why}"));
+    let happened: WatchEvent<'_> =
+        serde_json::from_slice(line).map_err(|error| malformed(&error))?;
+    let api_version = store.resource().api_version();
+    let read = |raw: &RawValue| {
+        let named = TypeMeta {
+            kind: "",
+            api_version: &api_version,
+        };
+        Object::read(raw, named).map_err(|error| malformed(&error))
+    };
+    let object = happened.object;
+    match &*happened.r#type {
+        kind @ ("ADDED" | "MODIFIED" | "DELETED") => store.apply(read(object)?, kind == "DELETED"),
+        "BOOKMARK" => {
+            let marked: Bookmark =
+                serde_json::from_str(object.get()).map_err(|error| malformed(&error))?;
+            let version = marked.metadata.resource_version;
+            store.pass(version.parse().unwrap_or_default());
+        }
+        "ERROR" => {
+            let said: SourceStatus = serde_json::from_str(object.get()).unwrap_or_default();
+            if said.is_gone() {
+                return Ok(Some(WatchEnd::Expired));
+            }
+            return Err(broken(format!("the watch says: {}", said.message)));
+        }
+        other => return Err(malformed(&other)),
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,57 @@
+//! Encoded answers, shared by all who ask the same: bounded in bytes, and what is evicted costs an encoding.
+
+use bytes::Bytes;
+use moka::sync::Cache;
+
+/// What the entry of a cache costs beyond its bytes.
+const ENTRY: usize = 160;
+
+/// Encoded answers by what was asked. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct ResponseCache(Cache<Box<str>, Bytes>);
+
+impl ResponseCache {
+    /// With room for so many bytes.
+    pub(crate) fn new(most: u64) -> Self {
+        let cache = Cache::builder().max_capacity(most).weigher(weight).build();
+        Self(cache)
+    }
+
+    pub(crate) fn get(&self, asked: &str) -> Option<Bytes> {
+        self.0.get(asked)
+    }
+
+    pub(crate) fn put(&self, asked: &str, bytes: &Bytes) {
+        self.0.insert(asked.into(), bytes.clone());
+    }
+
+    /// Bytes that are held now.
+    #[cfg(test)]
+    pub(crate) fn held(&self) -> u64 {
+        self.0.run_pending_tasks();
+        self.0.weighted_size()
+    }
+}
+
+/// Returns what an entry costs, in bytes.
+#[expect(clippy::borrowed_box, reason = "the signature of moka's weigher")]
+fn weight(asked: &Box<str>, bytes: &Bytes) -> u32 {
+    u32::try_from(asked.len() + bytes.len() + ENTRY).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_holds_no_more_than_it_may() {
+        let cache = ResponseCache::new(100_000);
+        let bytes = Bytes::from(vec![0; 1000]);
+        for number in 0..1000 {
+            cache.put(&format!("{number}"), &bytes);
+            assert!(cache.held() <= 100_000);
+        }
+        assert!((0..1000).any(|number| cache.get(&format!("{number}")).is_some()));
+        assert!(cache.get("1001").is_none());
+    }
+}

@@ -1,0 +1,132 @@
+//! What a reader is told that gets nothing: a Kubernetes `Status` (`meta/v1`), as kube-apiserver words it where clients look.
+
+use crate::{resource::GroupVersionResource, store::VersionError};
+use http::StatusCode;
+use serde_json::{Value, json};
+
+/// A failure that is answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ApiStatus {
+    pub(crate) status: StatusCode,
+    reason: &'static str,
+    message: String,
+    /// The cause that clients compare.
+    cause: Option<&'static str>,
+    pub(crate) retry_after: Option<u16>,
+}
+
+impl ApiStatus {
+    fn new(status: StatusCode, reason: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            reason,
+            message: message.into(),
+            cause: None,
+            retry_after: None,
+        }
+    }
+
+    pub(crate) fn malformed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "BadRequest", message)
+    }
+
+    pub(crate) fn not_served() -> Self {
+        let message = "the server could not find the requested resource";
+        Self::new(StatusCode::NOT_FOUND, "NotFound", message)
+    }
+
+    pub(crate) fn not_found(resource: &GroupVersionResource, name: &str) -> Self {
+        let message = format!("{} {name:?} not found", resource.qualified());
+        Self::new(StatusCode::NOT_FOUND, "NotFound", message)
+    }
+
+    pub(crate) fn read_only() -> Self {
+        let message = "this is what the node reads of the cluster: it can be read here, and changed at the cluster's API only";
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", message)
+    }
+
+    pub(crate) fn forbidden(what: &str) -> Self {
+        let message = format!(
+            "{what} may not be read by this node: `readers.allow` of the gateway says what its pool may read"
+        );
+        Self::new(StatusCode::FORBIDDEN, "Forbidden", message)
+    }
+
+    pub(crate) fn not_acceptable() -> Self {
+        let message = "only the following media types are accepted: application/json, application/vnd.kubernetes.protobuf";
+        Self::new(StatusCode::NOT_ACCEPTABLE, "NotAcceptable", message)
+    }
+
+    /// An object of a watch is not as its schema says.
+    pub(crate) fn no_protobuf() -> Self {
+        let message = "an object cannot be told in protobuf; ask for JSON";
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", message)
+    }
+
+    /// Nothing has been read so far.
+    pub(crate) fn not_yet(resource: &GroupVersionResource) -> Self {
+        let message = format!("{resource} have not been read so far, please try again later");
+        Self {
+            retry_after: Some(1),
+            ..Self::new(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests", message)
+        }
+    }
+
+    pub(crate) fn expired(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::GONE, "Expired", message)
+    }
+
+    pub(crate) fn too_old(version: u64) -> Self {
+        Self::expired(format!("too old resource version: {version}"))
+    }
+
+    pub(crate) fn too_large(version: u64, known: u64) -> Self {
+        let message = format!("Timeout: Too large resource version: {version}, current: {known}");
+        Self {
+            cause: Some("ResourceVersionTooLarge"),
+            retry_after: Some(1),
+            ..Self::new(StatusCode::GATEWAY_TIMEOUT, "Timeout", message)
+        }
+    }
+
+    /// That there is no state at this version.
+    pub(crate) fn unknown(
+        resource: &GroupVersionResource,
+        version: u64,
+        why: VersionError,
+    ) -> Self {
+        match why {
+            VersionError::Empty => Self::not_yet(resource),
+            VersionError::Expired => Self::too_old(version),
+            VersionError::Future(known) => Self::too_large(version, known),
+        }
+    }
+
+    /// As a `Status`.
+    pub(crate) fn value(&self) -> Value {
+        let mut status = json!({
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.status.as_u16(),
+        });
+        let mut details = json!({});
+        if let Some(cause) = self.cause {
+            details["causes"] =
+                json!([{ "reason": cause, "message": "Too large resource version" }]);
+        }
+        if let Some(seconds) = self.retry_after {
+            details["retryAfterSeconds"] = seconds.into();
+        }
+        if details
+            .as_object()
+            .is_some_and(|details| !details.is_empty())
+        {
+            status["details"] = details;
+        }
+        status
+    }
+}

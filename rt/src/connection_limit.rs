@@ -1,0 +1,649 @@
+//! Limit on connections that anybody may open, with a share for each source network.
+//!
+//! 1. A source may hold as many places as three times those that are free: one source alone gets three quarters of all, and
+//!    what is free is open to others (dynamic thresholds; Choudhury and Hahne, 1998).
+//! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. A source within
+//!    its share gets, where nothing is free, that of the source which holds most; of several that of the oldest connection,
+//!    so that a newcomer has as many arrivals behind it as there are places, from however many sources they come.
+//! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that is held. One that is
+//!    busy or settled is never evicted. Its use is counted by atomics of its own, since each request counts: the table may
+//!    list a connection that is busy by now, and takes it from the list when it looks for one to evict.
+//! 4. Each eviction and refusal is counted by an observer; the log says so at most once a minute.
+//! 5. [`ConnectionLimit::acquire`] waits for a place instead of evicting: sources take turns, and each is first in, first out.
+
+use crate::listener::RemoteAddr;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    fmt,
+    net::IpAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+use tokio::{sync::oneshot, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+/// Places that a source may hold for each place that is free.
+const MAX_SHARE_DIVISOR: usize = 3;
+
+/// The network that a connection comes from: an IPv4 address, an IPv6 /64, or a local user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Source {
+    /// An address; of IPv6 only the first 64 bits, since a host picks the rest by itself.
+    Network(IpAddr),
+    /// A user of this machine.
+    User(u32),
+}
+
+impl From<IpAddr> for Source {
+    fn from(address: IpAddr) -> Self {
+        match address.to_canonical() {
+            IpAddr::V6(address) => {
+                let network = address.to_bits() >> 64 << 64;
+                Self::Network(std::net::Ipv6Addr::from_bits(network).into())
+            }
+            four @ IpAddr::V4(_) => Self::Network(four),
+        }
+    }
+}
+
+impl From<RemoteAddr> for Source {
+    fn from(peer: RemoteAddr) -> Self {
+        match peer {
+            RemoteAddr::Tcp(address) => address.ip().into(),
+            RemoteAddr::Unix(uid) => Self::User(uid),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Network(four @ IpAddr::V4(_)) => four.fmt(f),
+            Self::Network(six @ IpAddr::V6(_)) => write!(f, "{six}/64"),
+            Self::User(uid) => write!(f, "unix:uid={uid}"),
+        }
+    }
+}
+
+/// Outcome for a connection for want of a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RejectReason {
+    /// It lost its place to another one.
+    Evicted,
+    /// It got none.
+    Refused,
+}
+
+impl RejectReason {
+    /// Returns the label for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Evicted => "evicted",
+            Self::Refused => "refused",
+        }
+    }
+}
+
+/// Between two lines of the log about one limit.
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
+
+type Observer = Box<dyn Fn(RejectReason) + Send + Sync>;
+
+/// A limit on connections. Cheap to clone.
+#[derive(Clone)]
+pub struct ConnectionLimit(Arc<Inner>);
+
+struct Inner {
+    name: &'static str,
+    most: usize,
+    table: Mutex<Table>,
+    observer: Observer,
+}
+
+impl fmt::Debug for ConnectionLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (most, held) = (self.0.most, self.open_connections());
+        f.debug_struct("ConnectionLimit")
+            .field("most", &most)
+            .field("held", &held)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Table {
+    /// By the order in which they came.
+    slots: BTreeMap<u64, ConnectionEntry>,
+    sources: HashMap<Source, SourceUsage>,
+    /// Sources from which a place can be taken, in the order in which they lose one: the last is the first to.
+    evictable: BTreeSet<EvictionRank>,
+    waiting: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
+    turns: VecDeque<Source>,
+    next: u64,
+    /// Connections that were turned away since the log said so.
+    turned_away: usize,
+    logged: Option<Instant>,
+}
+
+struct ConnectionEntry {
+    source: Source,
+    activity: Arc<Activity>,
+    evicted: CancellationToken,
+}
+
+/// The use of one connection.
+#[derive(Debug)]
+struct Activity {
+    /// Guards that are held.
+    busy: AtomicUsize,
+    /// A guard was held once.
+    spoke: AtomicBool,
+    /// The table lists the connection as one that can be evicted, unless it is busy.
+    listed: AtomicBool,
+}
+
+/// The places of one source.
+#[derive(Default)]
+struct SourceUsage {
+    count: usize,
+    /// Connections that were silent when they were last looked at.
+    silent: BTreeSet<u64>,
+    /// Connections that were idle when they were last looked at.
+    idle: BTreeSet<u64>,
+}
+
+/// A source that a place can be taken from: the number of its places, whether one is silent, and its oldest of those.
+type EvictionRank = (usize, bool, Reverse<u64>, Source);
+
+impl SourceUsage {
+    /// Returns the rank of this source, if a place can be taken from it.
+    fn rank(&self, source: Source) -> Option<EvictionRank> {
+        let silent = self.silent.first();
+        let oldest = silent.or(self.idle.first())?;
+        Some((self.count, silent.is_some(), Reverse(*oldest), source))
+    }
+}
+
+impl Table {
+    /// Changes what is held of a source, and keeps the order of sources in step.
+    fn change(&mut self, source: Source, change: impl FnOnce(&mut SourceUsage)) {
+        let held = self.sources.entry(source).or_default();
+        let before = held.rank(source);
+        change(held);
+        let (after, count) = (held.rank(source), held.count);
+        if before != after {
+            if let Some(before) = before {
+                self.evictable.remove(&before);
+            }
+            self.evictable.extend(after);
+        }
+        if count == 0 {
+            self.sources.remove(&source);
+        }
+    }
+
+    fn count(&self, source: Source) -> usize {
+        self.sources.get(&source).map_or(0, |held| held.count)
+    }
+
+    /// Whether a source is within its share of `free` places.
+    fn has_room(&self, source: Source, free: usize) -> bool {
+        free > 0 && self.count(source) < free.saturating_mul(MAX_SHARE_DIVISOR)
+    }
+
+    /// The connection to evict for one of this source.
+    fn victim(&mut self, source: Source, free: usize) -> Option<u64> {
+        if free > 0 {
+            // A source that gets none of the places that are free is beyond its share.
+            return self.candidate(source);
+        }
+        loop {
+            let (.., largest) = *self.evictable.last()?;
+            if largest != source && self.count(largest) <= self.count(source) {
+                return self.candidate(source);
+            }
+            // A source of which none can be evicted is no longer among the evictable ones.
+            if let Some(id) = self.candidate(largest) {
+                return Some(id);
+            }
+        }
+    }
+
+    /// The oldest connection of this source that is silent, or else idle.
+    fn candidate(&mut self, source: Source) -> Option<u64> {
+        loop {
+            let held = self.sources.get(&source)?;
+            let id = *held.silent.first().or(held.idle.first())?;
+            let is_silent = held.silent.contains(&id);
+            let activity = self.slots.get(&id)?.activity.clone();
+            let is_busy = activity.busy.load(SeqCst) > 0 && {
+                // Whoever ends being busy from here on lists it again.
+                activity.listed.store(false, SeqCst);
+                activity.busy.load(SeqCst) > 0
+            };
+            if !is_busy {
+                activity.listed.store(true, SeqCst);
+                if !is_silent || !activity.spoke.load(SeqCst) {
+                    return Some(id);
+                }
+            }
+            self.change(source, |held| {
+                held.silent.remove(&id);
+                if is_busy {
+                    held.idle.remove(&id);
+                } else {
+                    held.idle.insert(id);
+                }
+            });
+        }
+    }
+
+    /// Lists a connection that is no longer busy.
+    fn list(&mut self, id: u64) {
+        let Some(entry) = self.slots.get(&id) else {
+            return;
+        };
+        entry.activity.listed.store(true, SeqCst);
+        self.change(entry.source, |held| {
+            held.idle.insert(id);
+        });
+    }
+
+    fn remove(&mut self, id: u64) -> Option<ConnectionEntry> {
+        let entry = self.slots.remove(&id)?;
+        self.change(entry.source, |held| {
+            held.count -= 1;
+            held.silent.remove(&id);
+            held.idle.remove(&id);
+        });
+        Some(entry)
+    }
+
+    fn insert(&mut self, limit: &ConnectionLimit, source: Source, evictable: bool) -> Slot {
+        let id = self.next;
+        self.next += 1;
+        let evicted = CancellationToken::new();
+        let activity = Arc::new(Activity {
+            busy: AtomicUsize::new(usize::from(!evictable)),
+            spoke: AtomicBool::new(false),
+            listed: AtomicBool::new(evictable),
+        });
+        let entry = ConnectionEntry {
+            source,
+            activity: activity.clone(),
+            evicted: evicted.clone(),
+        };
+        self.slots.insert(id, entry);
+        self.change(source, |held| {
+            held.count += 1;
+            if evictable {
+                held.silent.insert(id);
+            }
+        });
+        let limit = limit.clone();
+        Slot(Arc::new(Place {
+            limit,
+            id,
+            evicted,
+            activity,
+        }))
+    }
+}
+
+/// No place is free for a connection, and none can be taken from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("too many connections")]
+pub struct LimitReached;
+
+impl ConnectionLimit {
+    /// A limit of `most` connections under a `name` for the log. `observer` hears of each that is evicted or refused.
+    pub fn new(
+        name: &'static str,
+        most: usize,
+        observer: impl Fn(RejectReason) + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(Inner {
+            name,
+            most,
+            table: Mutex::default(),
+            observer: Box::new(observer),
+        }))
+    }
+
+    /// Returns how many places are held.
+    pub fn open_connections(&self) -> usize {
+        self.table(|table| table.slots.len())
+    }
+
+    /// Takes a place at once, that of another connection if need be.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn admit(&self, source: impl Into<Source>) -> Result<Slot, LimitReached> {
+        let source = source.into();
+        let (admitted, turned) = self.table(|table| {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            if table.has_room(source, free) {
+                return (Ok(table.insert(self, source, true)), None);
+            }
+            let victim = table.victim(source, free).and_then(|id| table.remove(id));
+            if let Some(victim) = victim {
+                victim.evicted.cancel();
+                self.log(RejectReason::Evicted, victim.source, table);
+                let slot = table.insert(self, source, true);
+                (Ok(slot), Some(RejectReason::Evicted))
+            } else {
+                self.log(RejectReason::Refused, source, table);
+                (Err(LimitReached), Some(RejectReason::Refused))
+            }
+        });
+        if let Some(turned) = turned {
+            (self.0.observer)(turned);
+        }
+        admitted
+    }
+
+    /// Waits for a place, which is then not evicted. Whoever waits has a bound of its own.
+    pub async fn acquire(&self, source: impl Into<Source>) -> Slot {
+        let source = source.into();
+        let granted = self.table(|table| {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            if !table.waiting.contains_key(&source) && table.has_room(source, free) {
+                return Ok(table.insert(self, source, false));
+            }
+            let (grant, granted) = oneshot::channel();
+            if !table.waiting.contains_key(&source) {
+                table.turns.push_back(source);
+            }
+            table.waiting.entry(source).or_default().push_back(grant);
+            Err(granted)
+        });
+        match granted {
+            Ok(slot) => slot,
+            Err(granted) => match granted.await {
+                Ok(slot) => slot,
+                // The table outlives whoever waits, and drops no grant.
+                Err(_) => std::future::pending().await,
+            },
+        }
+    }
+
+    /// Logs, now and then, that connections are turned away, with the source of the last one.
+    fn log(&self, turned: RejectReason, source: Source, table: &mut Table) {
+        table.turned_away += 1;
+        if table
+            .logged
+            .is_some_and(|logged| logged.elapsed() < LOG_INTERVAL)
+        {
+            return;
+        }
+        table.logged = Some(Instant::now());
+        let connections = std::mem::take(&mut table.turned_away);
+        let (limit, most, held) = (self.0.name, self.0.most, table.count(source));
+        let last = turned.as_str();
+        tracing::warn!(limit, most, connections, last, %source, held, "connections are turned away for want of places");
+    }
+
+    fn table<T>(&self, work: impl FnOnce(&mut Table) -> T) -> T {
+        work(&mut self.0.table.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn release(&self, id: u64) {
+        let granted = self.table(|table| {
+            table.remove(id);
+            self.grant(table)
+        });
+        for (grant, slot) in granted {
+            // A waiter that is gone gives the place back at once.
+            let _ = grant.send(slot);
+        }
+    }
+
+    /// Gives what is free to those who wait.
+    fn grant(&self, table: &mut Table) -> Vec<(oneshot::Sender<Slot>, Slot)> {
+        let mut granted = Vec::new();
+        for _ in 0..table.turns.len() {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            // A source keeps its turn until there is a place.
+            if free == 0 {
+                break;
+            }
+            let Some(source) = table.turns.pop_front() else {
+                break;
+            };
+            let Some(queue) = table.waiting.get_mut(&source) else {
+                continue;
+            };
+            queue.retain(|grant| !grant.is_closed());
+            let next = if table.has_room(source, free) {
+                table.waiting.get_mut(&source).and_then(VecDeque::pop_front)
+            } else {
+                None
+            };
+            if let Some(grant) = next {
+                granted.push((grant, table.insert(self, source, false)));
+            }
+            if table.waiting.get(&source).is_some_and(VecDeque::is_empty) {
+                table.waiting.remove(&source);
+            } else {
+                table.turns.push_back(source);
+            }
+        }
+        granted
+    }
+}
+
+/// The place of one connection, which is given back with its last clone.
+#[derive(Clone, Debug)]
+pub struct Slot(Arc<Place>);
+
+#[derive(Debug)]
+struct Place {
+    limit: ConnectionLimit,
+    id: u64,
+    evicted: CancellationToken,
+    activity: Arc<Activity>,
+}
+
+impl Place {
+    fn begin(&self) {
+        self.activity.busy.fetch_add(1, SeqCst);
+        self.activity.spoke.store(true, SeqCst);
+    }
+
+    fn end(&self) {
+        let was = self.activity.busy.fetch_sub(1, SeqCst);
+        if was == 1 && !self.activity.listed.load(SeqCst) {
+            self.limit.table(|table| table.list(self.id));
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.limit.release(self.id);
+    }
+}
+
+/// Keeps a connection from being evicted.
+#[derive(Debug)]
+pub struct Busy(Slot);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.0.end();
+    }
+}
+
+impl Slot {
+    /// Keeps the connection from being evicted until what is returned is dropped.
+    #[must_use]
+    pub fn busy(&self) -> Busy {
+        self.0.begin();
+        Busy(self.clone())
+    }
+
+    /// Keeps the connection from being evicted for good: its peer has proven who it is.
+    pub fn settle(&self) {
+        self.0.begin();
+    }
+
+    /// Returns once the place was given to another connection.
+    pub async fn evicted(&self) {
+        self.0.evicted.cancelled().await;
+    }
+
+    /// Runs `work` to its end, or until the place was given to another connection: then nothing is returned.
+    pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+        tokio::select! {
+            biased;
+            done = work => Some(done),
+            () = self.evicted() => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+
+    fn limit(most: usize) -> (ConnectionLimit, Arc<Mutex<Vec<RejectReason>>>) {
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let heard = events.clone();
+        let limit = ConnectionLimit::new("test", most, move |turned| {
+            heard.lock().unwrap().push(turned);
+        });
+        (limit, events)
+    }
+
+    fn source(last: u8) -> Source {
+        IpAddr::from([192, 0, 2, last]).into()
+    }
+
+    fn is_evicted(slot: &Slot) -> bool {
+        slot.evicted().now_or_never().is_some()
+    }
+
+    #[test]
+    fn one_source_leaves_a_quarter_to_others() {
+        let (limit, events) = limit(1024);
+        let flood: Vec<_> = (0..4_000)
+            .filter_map(|_| limit.admit(source(1)).ok())
+            .collect();
+        assert_eq!(flood.len(), 4_000, "each takes the place of the oldest");
+        assert_eq!(flood.iter().filter(|slot| !is_evicted(slot)).count(), 768);
+        assert!(is_evicted(&flood[0]) && !is_evicted(&flood[3_999]));
+        let others: Vec<_> = (2..60)
+            .map(|last| limit.admit(source(last)).unwrap())
+            .collect();
+        assert!(others.iter().all(|slot| !is_evicted(slot)));
+        let turned = events.lock().unwrap();
+        assert!(turned.iter().all(|turned| *turned == RejectReason::Evicted));
+        assert_eq!(turned.len(), 4_000 - 768);
+    }
+
+    #[test]
+    fn what_is_busy_or_settled_is_never_evicted_and_idle_goes_after_silent() {
+        let (limit, events) = limit(4);
+        let [busy, settled, idle] = [(); 3].map(|()| limit.admit(source(1)).unwrap());
+        let guard = busy.busy();
+        settled.settle();
+        drop(idle.busy());
+        let silent = limit.admit(source(2)).unwrap();
+        // The largest source gives before a smaller one, what is idle for want of what is silent.
+        let third = limit.admit(source(3)).unwrap();
+        assert!(is_evicted(&idle) && !is_evicted(&silent));
+        third.settle();
+        silent.settle();
+        assert_eq!(limit.admit(source(4)).unwrap_err(), LimitReached);
+        drop(guard);
+        let fourth = limit.admit(source(4)).unwrap();
+        assert!(is_evicted(&busy) && !is_evicted(&settled));
+        assert_eq!(
+            *events.lock().unwrap(),
+            [
+                RejectReason::Evicted,
+                RejectReason::Refused,
+                RejectReason::Evicted
+            ]
+        );
+        drop((busy, settled, idle, silent, third, fourth));
+        assert_eq!(limit.open_connections(), 0);
+    }
+
+    #[test]
+    fn of_sources_that_hold_as_much_the_oldest_connection_goes_whatever_its_address() {
+        let (limit, _) = limit(64);
+        // A crowd of addresses on both sides of the newcomer's, each with one silent connection.
+        let crowd = |number: u16| {
+            let [high, low] = number.to_be_bytes();
+            let first = if number.is_multiple_of(2) { 10 } else { 203 };
+            limit.admit(IpAddr::from([first, 0, high, low])).unwrap()
+        };
+        let mut held: Vec<_> = (0..64).map(crowd).collect();
+        let newcomer = limit.admit(source(1)).unwrap();
+        for later in 64..127 {
+            held.push(crowd(later));
+            assert!(!is_evicted(&newcomer), "{later}");
+        }
+        held.push(crowd(127));
+        assert!(is_evicted(&newcomer), "it is the oldest by now");
+        assert_eq!(held.iter().filter(|slot| !is_evicted(slot)).count(), 64);
+        // One that spoke and is idle goes behind all that are silent.
+        let idle = limit.admit(source(2)).unwrap();
+        drop(idle.busy());
+        held.extend((128..191).map(crowd));
+        assert!(!is_evicted(&idle));
+    }
+
+    #[test]
+    fn a_source_takes_nothing_from_one_that_holds_less() {
+        let (limit, _) = limit(4);
+        let many: Vec<_> = (0..3).map(|_| limit.admit(source(1)).unwrap()).collect();
+        many.iter().for_each(Slot::settle);
+        let few = limit.admit(source(2)).unwrap();
+        assert_eq!(limit.admit(source(1)).unwrap_err(), LimitReached);
+        assert!(!is_evicted(&few));
+        assert!(limit.admit(source(2)).is_ok(), "its own");
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_gets_a_turn_whatever_another_source_has_in_its_queue() {
+        let (limit, _) = limit(4);
+        let mut held: Vec<_> = (0..3)
+            .map(|_| limit.acquire(source(1)).now_or_never().unwrap())
+            .collect();
+        let mut queue: Vec<_> = (0..100)
+            .map(|_| Box::pin(limit.acquire(source(1))))
+            .collect();
+        for waiting in &mut queue {
+            held.extend(waiting.now_or_never());
+        }
+        let other = limit.acquire(source(2)).now_or_never();
+        assert!(other.is_some(), "a quarter is free");
+        let mut second = Box::pin(limit.acquire(source(3)));
+        assert!((&mut second).now_or_never().is_none());
+        let full = held.len();
+        drop(held.pop());
+        drop(held.pop());
+        assert!(second.now_or_never().is_some(), "one of {full} and a queue");
+        drop(queue);
+        drop((held, other));
+        assert!(limit.acquire(source(1)).now_or_never().is_some());
+    }
+
+    #[test]
+    fn a_source_is_an_address_or_the_network_that_a_host_has_to_itself() {
+        let of = |text: &str| Source::from(text.parse::<IpAddr>().unwrap()).to_string();
+        assert_eq!(of("192.0.2.1"), "192.0.2.1");
+        assert_eq!(of("::ffff:192.0.2.1"), "192.0.2.1");
+        assert_eq!(of("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::/64");
+        assert_eq!(Source::from(RemoteAddr::Unix(7)).to_string(), "unix:uid=7");
+    }
+}

@@ -1,0 +1,260 @@
+//! Listening sockets whose accept cannot fail.
+//!
+//! A peer that hangs up in the queue, or a process out of file descriptors, is logged, waited out and tried
+//! again inside: an accept loop has nothing to decide. A unix socket is 0600 from its first moment.
+
+use crate::socket::{Socket, set_tcp_options};
+use socket2::{Domain, Protocol, SockRef, Type};
+use std::{
+    fmt, io,
+    net::{IpAddr, SocketAddr},
+    os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tokio::{
+    net::{TcpListener, UnixListener},
+    time::sleep,
+};
+
+/// How long to wait when the process or the machine is out of something.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Who connected, as the socket knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RemoteAddr {
+    /// A TCP peer.
+    Tcp(SocketAddr),
+    /// A process on this machine, by its user id.
+    Unix(u32),
+}
+
+impl RemoteAddr {
+    /// The address, for a TCP peer; IPv4-mapped addresses become IPv4.
+    pub fn ip(self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(address) => Some(address.ip().to_canonical()),
+            Self::Unix(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for RemoteAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unix(uid) => write!(f, "unix:uid={uid}"),
+        }
+    }
+}
+
+/// A bound socket that belongs to no runtime yet; each thread attaches a clone of it.
+#[derive(Debug)]
+pub enum BoundSocket {
+    /// TCP.
+    Tcp(std::net::TcpListener),
+    /// Unix, and its path, which stays: whoever binds it next takes it over where nobody answers.
+    Unix(std::os::unix::net::UnixListener, PathBuf),
+}
+
+impl BoundSocket {
+    /// Binds a TCP address. An IPv6 wildcard takes IPv4 as well.
+    ///
+    /// # Errors
+    /// As the system says, most often that the address is in use.
+    pub fn tcp(address: SocketAddr) -> io::Result<Self> {
+        let domain = Domain::for_address(address);
+        let socket = socket2::Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_reuse_address(true)?;
+        if address.is_ipv6() {
+            socket.set_only_v6(!address.ip().is_unspecified())?;
+        }
+        socket.bind(&address.into())?;
+        socket.listen(4096)?;
+        socket.set_nonblocking(true)?;
+        Ok(Self::Tcp(socket.into()))
+    }
+
+    /// Binds a unix socket, 0600. A socket file that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// If somebody listens there, if something else than a socket is in the way, or as the system says.
+    pub fn unix(path: &Path) -> io::Result<Self> {
+        clear_stale(path)?;
+        Self::unix_instead(path)
+    }
+
+    /// Binds a unix socket, 0600, in place of any socket at this path.
+    ///
+    /// # Errors
+    /// As the system says, for example for a path of more than about 90 bytes.
+    pub fn unix_instead(path: &Path) -> io::Result<Self> {
+        // Bound inside a private folder and then moved, so that at no moment anybody else can connect.
+        let folder = path.with_extension(format!("bind-{}", std::process::id()));
+        // A process that was killed may have left it, and in a container the next one has the same id.
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
+        let bound = bind_private(&folder, path);
+        let _ = std::fs::remove_dir_all(&folder);
+        Ok(Self::Unix(bound?, path.to_owned()))
+    }
+
+    /// Another handle of the same socket, for another thread.
+    ///
+    /// # Errors
+    /// As the system says.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(tcp) => Self::Tcp(tcp.try_clone()?),
+            Self::Unix(unix, path) => Self::Unix(unix.try_clone()?, path.clone()),
+        })
+    }
+
+    /// The TCP address, with the port that the system chose.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(tcp) => tcp.local_addr().ok(),
+            Self::Unix(..) => None,
+        }
+    }
+
+    /// Puts the socket on this thread's runtime.
+    ///
+    /// # Errors
+    /// If the runtime cannot take it.
+    pub fn attach(self) -> io::Result<SocketListener> {
+        Ok(match self {
+            Self::Tcp(tcp) => SocketListener::Tcp(TcpListener::from_std(tcp)?),
+            Self::Unix(unix, _) => SocketListener::Unix(UnixListener::from_std(unix)?),
+        })
+    }
+}
+
+fn bind_private(folder: &Path, path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
+    let inside = folder.join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&inside)?;
+    std::fs::set_permissions(&inside, std::fs::Permissions::from_mode(0o600))?;
+    listener.set_nonblocking(true)?;
+    std::fs::rename(&inside, path)?;
+    Ok(listener)
+}
+
+fn clear_stale(path: &Path) -> io::Result<()> {
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(found) if !found.file_type().is_socket() => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "something that is not a socket is at this path",
+        )),
+        Ok(_) if std::os::unix::net::UnixStream::connect(path).is_ok() => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "another process listens on this path",
+        )),
+        Ok(_) => std::fs::remove_file(path),
+    }
+}
+
+/// A listening socket on this thread's runtime.
+#[derive(Debug)]
+pub enum SocketListener {
+    /// TCP.
+    Tcp(TcpListener),
+    /// Unix.
+    Unix(UnixListener),
+}
+
+impl SocketListener {
+    /// The next connection. Never fails: what goes wrong is logged and tried again.
+    pub async fn accept(&self) -> (Socket, RemoteAddr) {
+        let mut said = false;
+        loop {
+            match self.try_accept().await {
+                Ok(accepted) => return accepted,
+                Err(error) if is_of_one_peer(&error) => {
+                    tracing::debug!(%error, "a peer hung up before it was accepted");
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::warn!(%error, "cannot accept connections, trying again");
+                    }
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn try_accept(&self) -> io::Result<(Socket, RemoteAddr)> {
+        match self {
+            Self::Tcp(listener) => {
+                let (tcp, address) = listener.accept().await?;
+                set_tcp_options(&tcp);
+                Ok((tcp.into(), RemoteAddr::Tcp(address)))
+            }
+            Self::Unix(listener) => {
+                let (unix, _) = listener.accept().await?;
+                let uid = unix.peer_cred()?.uid();
+                Ok((unix.into(), RemoteAddr::Unix(uid)))
+            }
+        }
+    }
+}
+
+fn is_of_one_peer(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::Interrupted
+    )
+}
+
+/// Where a redirected connection was going before DNAT (`SO_ORIGINAL_DST`), if it was redirected.
+pub fn original_destination(socket: &Socket) -> Option<SocketAddr> {
+    let tcp = socket.tcp()?;
+    let local = tcp.local_addr().ok()?;
+    let sock = SockRef::from(tcp);
+    let original = if local.ip().to_canonical().is_ipv4() {
+        sock.original_dst_v4()
+    } else {
+        sock.original_dst_v6()
+    };
+    let original = original.ok()?.as_socket()?;
+    let canonical = |address: SocketAddr| (address.ip().to_canonical(), address.port());
+    (canonical(original) != canonical(local)).then_some(original)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_unix_socket_is_private_and_replaces_only_a_dead_one() {
+        let folder = std::env::temp_dir().join(format!("causeway-listener-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("front.sock");
+        let first = BoundSocket::unix(&path).unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let taken = BoundSocket::unix(&path).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        let again = BoundSocket::unix(&path).unwrap().attach().unwrap();
+        let (connected, accepted) =
+            tokio::join!(tokio::net::UnixStream::connect(&path), again.accept());
+        connected.unwrap();
+        assert!(matches!(accepted.1, RemoteAddr::Unix(_)));
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "a file").unwrap();
+        assert!(BoundSocket::unix(&path).is_err());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_address_in_use_says_so() {
+        let first = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let error = BoundSocket::tcp(first.local_addr().unwrap()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+}

@@ -1,0 +1,116 @@
+//! Tasks that have an owner: the only `spawn` of the workspace.
+//!
+//! Dropping a [`TaskGroup`] cancels everything below it. Stopping has three stages, always the same:
+//! *ask* (a token that the tasks hold), *wait* ([`TaskGroup::drain`]'s grace), *end* (cancel).
+
+use std::{future::Future, time::Duration};
+use tokio::{runtime::Handle, time::timeout};
+use tokio_util::{
+    future::FutureExt,
+    sync::{CancellationToken, DropGuard},
+    task::TaskTracker,
+};
+use tracing::{Instrument, Span};
+
+/// A branch of the tree of tasks. Dropping it cancels everything below.
+#[derive(Debug, Default)]
+pub struct TaskGroup {
+    tracker: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl TaskGroup {
+    /// A branch that ends when `parent` is cancelled.
+    pub fn new(parent: &CancellationToken) -> Self {
+        Self {
+            tracker: TaskTracker::new(),
+            stop: parent.child_token(),
+        }
+    }
+
+    /// Runs `task` on this thread's runtime until it ends or the branch does.
+    pub fn spawn<F>(&self, span: Span, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.spawn_on(&Handle::current(), span, task);
+    }
+
+    /// Runs `task` on another runtime.
+    pub fn spawn_on<F>(&self, runtime: &Handle, span: Span, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        // An `async` block around the task would hold it twice or more, and each task is moved as a whole into its place.
+        let owned = task.with_cancellation_token_owned(self.stop.clone());
+        self.tracker.spawn_on(owned.instrument(span), runtime);
+    }
+
+    /// Ends the branch when it is dropped: for an owner whose tasks hold the branch themselves, and so keep it.
+    pub fn guard(&self) -> DropGuard {
+        self.stop.clone().drop_guard()
+    }
+
+    /// How many run.
+    pub fn len(&self) -> usize {
+        self.tracker.len()
+    }
+
+    /// Whether none runs.
+    pub fn is_empty(&self) -> bool {
+        self.tracker.is_empty()
+    }
+
+    /// Waits until none runs.
+    pub async fn idle(&self) {
+        self.tracker.close();
+        self.tracker.wait().await;
+    }
+
+    /// Waits for what runs, then cancels what is left. Says how much was left.
+    pub async fn drain(&self, grace: Duration) -> usize {
+        self.drain_and(grace, || ()).await
+    }
+
+    /// As [`TaskGroup::drain`], with something to be done `before` what is left is cancelled.
+    pub async fn drain_and(&self, grace: Duration, before: impl FnOnce()) -> usize {
+        self.tracker.close();
+        let _ = timeout(grace, self.tracker.wait()).await;
+        before();
+        let left = self.tracker.len();
+        self.stop.cancel();
+        self.tracker.wait().await;
+        left
+    }
+}
+
+impl Drop for TaskGroup {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tracing::info_span;
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_ends_what_does_not_end_itself() {
+        let tasks = TaskGroup::new(&CancellationToken::new());
+        tasks.spawn(info_span!("t"), std::future::pending());
+        assert_eq!(tasks.drain(Duration::from_secs(30)).await, 1);
+    }
+
+    #[tokio::test]
+    async fn dropping_the_owner_ends_its_tasks() {
+        let tasks = TaskGroup::default();
+        let (alive, mut gone) = tokio::sync::mpsc::channel::<()>(1);
+        tasks.spawn(info_span!("t"), async move {
+            std::future::pending::<()>().await;
+            drop(alive);
+        });
+        drop(tasks);
+        assert!(gone.recv().await.is_none());
+    }
+}

@@ -1,0 +1,92 @@
+//! The kernel's memory for TCP sockets: how much is used, and how much there is.
+//!
+//! Linux counts the buffers of all TCP sockets of all network namespaces together (`mem` of `TCP:` in `/proc/net/sockstat`).
+//! From the second number of `net.ipv4.tcp_mem` on it calls that pressure, and beyond the third sockets get nothing. Inside a
+//! network namespace that number cannot be read; then it follows from the machine's memory, as the kernel derives it.
+
+use std::{fs, path::Path};
+
+/// Bytes of a page, in which the kernel counts. Machines with larger pages have more memory than is assumed here.
+const PAGE: usize = 4096;
+/// The part of where pressure begins that may be used before streams are evicted.
+const PRESSURE_DIVISOR: usize = 2;
+/// The kernel's default: pressure begins when a 16th of the memory is used (`tcp_init_mem`).
+const DEFAULT_DIVISOR: usize = 16;
+
+/// A reader of the kernel's numbers, with a bound on what may be used.
+#[derive(Debug)]
+pub struct TcpMemory {
+    bound: usize,
+}
+
+impl TcpMemory {
+    /// Returns `None` if the kernel does not tell what is used, or nothing tells how much there is.
+    pub fn open(bound: Option<usize>) -> Option<Self> {
+        let bound = bound.or_else(|| Some(pressure()? / PRESSURE_DIVISOR))?;
+        let memory = Self { bound };
+        memory.used()?;
+        Some(memory)
+    }
+
+    /// Bytes that may be used.
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// Bytes that all TCP sockets of this machine use now.
+    #[allow(clippy::unused_self, reason = "only an open reader may ask")]
+    pub fn used(&self) -> Option<usize> {
+        // The kernel answers from memory: nothing waits for a disk.
+        used(&read("/proc/net/sockstat")?)
+    }
+}
+
+fn read(path: impl AsRef<Path>) -> Option<String> {
+    fs::read_to_string(path).ok()
+}
+
+/// Bytes from which on the kernel calls it pressure.
+fn pressure() -> Option<usize> {
+    let set = read("/proc/sys/net/ipv4/tcp_mem").and_then(|text| second(&text));
+    set.or_else(|| Some(total(&read("/proc/meminfo")?)? / DEFAULT_DIVISOR))
+}
+
+fn used(sockstat: &str) -> Option<usize> {
+    let tcp = sockstat
+        .lines()
+        .find_map(|line| line.strip_prefix("TCP:"))?;
+    let mut words = tcp.split_whitespace();
+    words.find(|word| *word == "mem")?;
+    words.next()?.parse::<usize>().ok()?.checked_mul(PAGE)
+}
+
+fn second(tcp_mem: &str) -> Option<usize> {
+    let pages = tcp_mem.split_whitespace().nth(1)?;
+    pages.parse::<usize>().ok()?.checked_mul(PAGE)
+}
+
+fn total(meminfo: &str) -> Option<usize> {
+    let total = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib = total.split_whitespace().next()?.parse::<usize>().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_numbers_are_read() {
+        let sockstat =
+            "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 7\n";
+        assert_eq!(used(sockstat), Some(25 * PAGE));
+        assert_eq!(second("287898\t383866\t575796\n"), Some(383_866 * PAGE));
+        let meminfo = "MemTotal:       24684244 kB\nMemFree:        13037300 kB\n";
+        assert_eq!(total(meminfo), Some(24_684_244 * 1024));
+        for broken in ["", "TCP: mem", "TCP: mem x", "UDP: mem 7"] {
+            assert_eq!(used(broken), None, "{broken}");
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! One flag for each key of a configuration, made from its schema.
+//!
+//! Values stay texts here: `settings` reads them, together with the file and the
+//! environment, so that their faults come out with all others.
+
+use std::marker::PhantomData;
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
+use schemars::JsonSchema;
+
+use crate::config_loader::{ConfigKey, ValueForm, keys, plain};
+
+/// The keys of `C` that were given as flags, by name, each with its texts.
+#[derive(Debug)]
+pub(crate) struct ConfigFlags<C> {
+    pub(crate) given: Vec<(String, Vec<String>)>,
+    side: PhantomData<fn() -> C>,
+}
+
+fn flags<C: JsonSchema>() -> impl Iterator<Item = ConfigKey> {
+    keys::<C>().into_iter().filter(|key| key.settable)
+}
+
+fn arg(key: &ConfigKey) -> Arg {
+    let meaning = key.help.trim_end_matches('.');
+    let empty = |text: &String| matches!(text.as_str(), "" | "…" | "[]" | "{}");
+    let default = key.default.as_ref().map(plain);
+    let help = match default.filter(|text| !empty(text)) {
+        Some(default) => format!("{meaning} [default: {default}]"),
+        None => meaning.to_owned(),
+    };
+    let flag = key.flag();
+    let arg = Arg::new(key.name.clone())
+        .value_name(key.placeholder())
+        .help(help)
+        .help_heading("Configuration keys")
+        .hide_env(true);
+    let address = flag.strip_suffix("es").filter(|word| word.ends_with("ss"));
+    match (key.form, address.or_else(|| flag.strip_suffix('s'))) {
+        (ValueForm::List, Some(singular)) => arg
+            .visible_alias(singular.to_owned())
+            .action(ArgAction::Append),
+        (ValueForm::List, None) => arg.action(ArgAction::Append),
+        _ => arg,
+    }
+    .long(flag)
+}
+
+impl<C: JsonSchema> Args for ConfigFlags<C> {
+    fn augment_args(command: Command) -> Command {
+        command.args(flags::<C>().map(|key| arg(&key)))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl<C: JsonSchema> FromArgMatches for ConfigFlags<C> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        let texts = |key: &ConfigKey| {
+            let texts = matches.get_many::<String>(&key.name)?;
+            Some((key.name.clone(), texts.cloned().collect()))
+        };
+        Ok(Self {
+            given: flags::<C>().filter_map(|key| texts(&key)).collect(),
+            side: PhantomData,
+        })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}

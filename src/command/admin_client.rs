@@ -1,0 +1,215 @@
+//! One request to the admin listener of a running process.
+//!
+//! The address is given by flag or environment, or stands in the data directory, where a
+//! running gateway, edge or demo notes it. Beside it there is a unix socket, which nobody but the owner of the
+//! directory and root can connect to: it is asked first, so that other users of the machine cannot hold up a command by
+//! taking all connections of the admin listener. Every failure says which address was asked, how it
+//! was found and what to do.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fmt, io};
+
+use anyhow::{Context, bail};
+use causeway_certs::{OpenMode, Store, StoreError};
+use causeway_config::host_port;
+use causeway_rt::resolve;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+
+/// Under this name a running process notes its admin address in its data directory.
+pub(super) const NAME: &str = "admin";
+
+/// A process on the same machine that does not answer within this is stuck.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The address and socket at which a running process is asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// The address of its admin listener, `HOST:PORT`.
+    address: String,
+    /// The socket in its data directory, if the process was found by that.
+    socket: Option<PathBuf>,
+}
+
+impl From<String> for Place {
+    fn from(address: String) -> Self {
+        Self {
+            address,
+            socket: None,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
+}
+
+/// The admin address, and in words where it was found.
+pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<(Place, String)> {
+    if let Some(address) = given {
+        return Ok((address.into(), "as told".into()));
+    }
+    let remedy =
+        "name the process with --admin HOST:PORT, or its data directory with --data-dir DIR";
+    match address_from_data_dir(data_dir).context(remedy)? {
+        Some(address) => Ok((address, format!("as {} says", data_dir.display()))),
+        None => bail!(
+            "no gateway or edge runs in {}; {remedy}",
+            data_dir.display()
+        ),
+    }
+}
+
+/// Forgets where a process is asked that ends.
+pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
+    store.remove_runtime(NAME)?;
+    // A socket that stays answers nobody, and the next process replaces it.
+    let _ = std::fs::remove_file(store.admin_socket());
+    Ok(())
+}
+
+/// The admin address of the process that lives on a data directory, if there are such a directory and process.
+pub(super) fn address_from_data_dir(data_dir: &Path) -> anyhow::Result<Option<Place>> {
+    let asked = Store::open(data_dir, OpenMode::Existing).and_then(|store| {
+        let address = store.read_runtime(NAME)?;
+        Ok(address.map(|address| Place {
+            address: address.trim().to_owned(),
+            socket: Some(store.admin_socket()),
+        }))
+    });
+    match asked {
+        Ok(place) => Ok(place),
+        Err(StoreError::Missing { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether this user may not read the data directory.
+pub(super) fn is_denied(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let cause = cause.downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
+    })
+}
+
+/// The answer's status and body to a GET.
+pub(super) async fn get(place: &Place, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+    request(Method::GET, place, path).await
+}
+
+/// The answer's status and body.
+pub(super) async fn request(
+    method: Method,
+    place: &Place,
+    path: &str,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let asking = async {
+        if let Some(socket) = &place.socket
+            && let Ok(stream) = UnixStream::connect(socket).await
+        {
+            return exchange(method, stream, (place, path)).await;
+        }
+        exchange(method, connect(&place.address).await?, (place, path)).await
+    };
+    tokio::time::timeout(PATIENCE, asking)
+        .await
+        .with_context(|| format!("{place} has not answered within {PATIENCE:?}"))?
+}
+
+async fn connect(address: &str) -> anyhow::Result<TcpStream> {
+    let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
+    let addresses = resolve(host, port)
+        .await
+        .with_context(|| format!("cannot resolve {host}"))?;
+    TcpStream::connect(addresses.as_slice())
+        .await
+        .with_context(|| format!("cannot connect to {address}; is the process running?"))
+}
+
+async fn exchange(
+    method: Method,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    (place, path): (&Place, &str),
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header(header::HOST, &place.address)
+        .body(Full::<Bytes>::default())?;
+    let ask = async move {
+        let answer = sender.send_request(request).await?;
+        let status = answer.status();
+        let body = answer.into_body().collect().await?.to_bytes();
+        Ok::<_, hyper::Error>((status, body))
+    };
+    // The connection ends by itself once `ask` has dropped its sender.
+    let (answer, _) = tokio::join!(ask, connection);
+    answer.with_context(|| format!("{place} does not answer as an admin listener does"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    /// What `get` makes of an answer.
+    async fn answered(answer: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let place = Place::from(listener.local_addr()?.to_string());
+        let serve = async {
+            let (mut stream, _) = listener.accept().await?;
+            let mut request = [0; 1024];
+            let read = stream.read(&mut request).await?;
+            assert!(request[..read].starts_with(b"GET /healthz HTTP/1.1\r\n"));
+            stream.write_all(answer.as_bytes()).await
+        };
+        let (asked, served) = tokio::join!(get(&place, "/healthz"), serve);
+        served?;
+        asked
+    }
+
+    #[tokio::test]
+    async fn an_answer_comes_back_with_its_status() {
+        let answer = "HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\nno";
+        let (status, body) = answered(answer).await.unwrap();
+        assert_eq!(
+            (status, &body[..]),
+            (StatusCode::SERVICE_UNAVAILABLE, &b"no"[..])
+        );
+    }
+
+    #[tokio::test]
+    async fn what_is_no_admin_listener_is_told_so() {
+        let error = answered("SSH-2.0-OpenSSH\r\n").await.unwrap_err();
+        assert!(
+            format!("{error:#}").contains("as an admin listener does"),
+            "{error:#}"
+        );
+    }
+
+    #[test]
+    fn an_address_that_is_told_wins() {
+        let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
+        assert_eq!(found.0, Place::from("127.0.0.1:1".to_owned()));
+    }
+
+    #[test]
+    fn where_no_gateway_runs_the_remedy_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = address(None, folder.path()).unwrap_err();
+        assert!(
+            format!("{error:#}").contains("--admin HOST:PORT"),
+            "{error:#}"
+        );
+    }
+}

@@ -1,0 +1,299 @@
+//! `causeway ca rotate prepare|activate|retire`: another root takes the place of the one that signs.
+//!
+//! Each step changes the data directory in one go, and then tells the gateway that runs on it; made again it changes
+//! nothing and tells again. A step that would leave edges behind is refused with their names, unless it is forced.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use causeway_certs::{Ca, Fingerprint, NodeName, RootStage, RotationStep, Store};
+use hyper::Method;
+use rustls::pki_types::UnixTime;
+use serde::Deserialize;
+
+use super::{admin_client, data_dir, operator};
+use crate::cli::{Rotate, RotateArgs, RotatePrepare};
+use crate::output::outln;
+
+/// Where a gateway says how far edges are.
+const PROGRESS: &str = "/api/v1/ca";
+/// Nodes that are named before the rest is counted.
+const NAMED: usize = 5;
+
+/// What a gateway says.
+#[derive(Debug, Deserialize)]
+pub(super) struct RotationStatus {
+    roots: Vec<RootStatus>,
+    connected: usize,
+    #[serde(default)]
+    too_old: BTreeSet<NodeName>,
+    without_roots: BTreeSet<NodeName>,
+    on_another_root: BTreeSet<NodeName>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RootStatus {
+    stage: RootStage,
+}
+
+/// Makes a step.
+pub(crate) async fn run(order: Rotate) -> anyhow::Result<()> {
+    match order {
+        Rotate::Prepare(ask) => prepare(&ask).await,
+        Rotate::Activate(ask) => activate(&ask).await,
+        Rotate::Retire(ask) => retire(&ask).await,
+    }
+}
+
+async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
+    let directory = &ask.step.data.data_dir;
+    let operator = operator::read(&ask.operator)?;
+    let (store, before) = data_dir::with_ca(directory)?;
+    let (ca, _) = change(&store, |ca| match &operator {
+        Some(operator) => ca.prepare_signed_by(operator),
+        None => ca.prepare(),
+    })?;
+    say(
+        if before.other() == ca.other() {
+            RotationStep::Standing
+        } else {
+            RotationStep::Made
+        },
+        "a new root is prepared, and trusted beside the one that signs",
+        "a new root is prepared already",
+    )?;
+    if let Some((_, next)) = ca.other() {
+        outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
+    }
+    if let Some(operator) = &operator {
+        operator::say(&ca, operator)?;
+    } else if ca.leaves_operator() {
+        outln!("{}", left_by_operator("ca rotate prepare"))?;
+    }
+    let heard = notify_gateway(directory)
+        .await?
+        .map_or_else(String::new, |progress| {
+            let (all, left) = (progress.connected, progress.without_roots.len());
+            format!(
+                "{} of {all} connected edges believe it; ",
+                all - left.min(all)
+            )
+        });
+    outln!(
+        "{heard}callers that name {} want its new text {}; next: causeway ca rotate activate",
+        store.root_path().display(),
+        if ca.signs_itself() {
+            "before that, since the root is from before intermediates"
+        } else {
+            "by the time that the old root is retired"
+        }
+    )?;
+    Ok(())
+}
+
+async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, ca) = data_dir::with_ca(directory)?;
+    let prepared = matches!(ca.other(), Some((RootStage::Prepared, _)));
+    if prepared && !ask.force && ca.leaves_operator() {
+        bail!(
+            "{}; or go on by --force",
+            left_by_operator("ca rotate prepare")
+        );
+    }
+    if prepared
+        && !ask.force
+        && let Some(progress) = notify_gateway(directory).await?
+        && !progress.without_roots.is_empty()
+    {
+        if !progress.too_old.is_empty() {
+            bail!(
+                "{} of {} connected edges are of a version that takes up no root: {}; upgrade them first, or have them join again with new tokens afterwards and go on by --force",
+                progress.too_old.len(),
+                progress.connected,
+                names(&progress.too_old)
+            );
+        }
+        bail!(
+            "{} of {} connected edges do not believe the prepared root yet: {}; wait for them (causeway status), or leave them to hear of it later by --force",
+            progress.without_roots.len(),
+            progress.connected,
+            names(&progress.without_roots)
+        );
+    }
+    let (ca, step) = change(&store, Ca::activate)?;
+    say(
+        step,
+        "the new root signs from now on",
+        "the new root signs already",
+    )?;
+    outln!("signs     {}", ca.fingerprint())?;
+    notify_gateway(directory).await?;
+    outln!(
+        "the old one is trusted still, and edges renew by the new one; next: causeway ca rotate retire"
+    )?;
+    Ok(())
+}
+
+async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, ca) = data_dir::with_ca(directory)?;
+    let retiring = matches!(ca.other(), Some((RootStage::Retiring, _)));
+    if retiring && !ask.force {
+        if ca.leaves_operator() {
+            bail!("{}; or go on by --force", left_by_operator("ca init"));
+        }
+        let mut left = on_another_root(&store, ca.fingerprint())?;
+        if let Some(progress) = notify_gateway(directory).await? {
+            left.extend(progress.on_another_root);
+        }
+        if !left.is_empty() {
+            bail!(
+                "{} enrolled edges have certificates of the old root still, and would be shut out: {}; wait until they have renewed (causeway status), remove those that are gone for good (causeway edge remove NODE), or shut them out by --force",
+                left.len(),
+                names(&left)
+            );
+        }
+    }
+    let (ca, step) = change(&store, Ca::retire)?;
+    say(
+        step,
+        "the old root is trusted no more",
+        "there is one root, and nothing to retire",
+    )?;
+    outln!("signs     {}", ca.fingerprint())?;
+    notify_gateway(directory).await?;
+    if step == RotationStep::Made {
+        outln!(
+            "join tokens and callers' certificates of the old root are good no more; make new ones where that matters"
+        )?;
+    }
+    Ok(())
+}
+
+fn change(
+    store: &Store,
+    step: impl FnOnce(Ca) -> Result<(Ca, RotationStep), causeway_certs::CaError>,
+) -> anyhow::Result<(Ca, RotationStep)> {
+    store.change_ca(|ca| Ok(step(ca)?))
+}
+
+/// What is to be done for callers who trust an operator's CA alone.
+fn left_by_operator(mend: &str) -> String {
+    format!(
+        "your own CA has signed the root that goes and not the one that comes: callers that trust yours alone would believe no front; have it signed by: causeway {mend} --from-certificate FILE --from-key FILE"
+    )
+}
+
+/// Has the gateway take up what the directory says, if one runs there, and asks how far the edges are.
+pub(super) async fn notify_gateway(directory: &Path) -> anyhow::Result<Option<RotationStatus>> {
+    let Some(address) = admin_client::address_from_data_dir(directory)? else {
+        return Ok(None);
+    };
+    let told = admin_client::request(Method::POST, &address, PROGRESS).await;
+    let (status, body) = told.with_context(|| {
+        format!(
+            "the gateway that should run in {} was not told: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start takes up what the directory says",
+            directory.display()
+        )
+    })?;
+    if !status.is_success() {
+        let said = String::from_utf8_lossy(&body);
+        bail!(
+            "the gateway at {address} did not take up its CA: {status} {}",
+            said.trim()
+        );
+    }
+    serde_json::from_slice(&body)
+        .map(Some)
+        .with_context(|| format!("{address} does not say how far edges are"))
+}
+
+/// Nodes whose certificate is good and does not hang on this root, as far as the directory knows.
+fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<NodeName>> {
+    let now = UnixTime::now().as_secs();
+    let records = store.nodes().all()?.into_iter();
+    let left = records.filter(|record| {
+        let ended = record.not_after.is_some_and(|ends| ends < now);
+        // Of a node whose certificates another system makes there is none.
+        let ours = !record.serial.is_empty();
+        ours && record.root != Some(root) && !ended && record.revoked.is_none()
+    });
+    Ok(left.map(|record| record.node).collect())
+}
+
+fn say(step: RotationStep, made: &str, standing: &str) -> anyhow::Result<()> {
+    outln!(
+        "{}",
+        if step == RotationStep::Made {
+            made
+        } else {
+            standing
+        }
+    )
+}
+
+/// The first few of them.
+fn names(nodes: &BTreeSet<NodeName>) -> String {
+    let mut text = String::new();
+    for node in nodes.iter().take(NAMED) {
+        let comma = if text.is_empty() { "" } else { ", " };
+        // A String takes all that is written.
+        let _ = write!(text, "{comma}{node}");
+    }
+    if nodes.len() > NAMED {
+        let _ = write!(text, " and {} more", nodes.len() - NAMED);
+    }
+    text
+}
+
+/// How far a rotation is, for whoever looks at the edges; nothing where none is under way.
+pub(super) async fn status_line(address: &admin_client::Place) -> Option<String> {
+    let (status, body) = admin_client::get(address, PROGRESS).await.ok()?;
+    // An edge, or a gateway from before, says nothing of this.
+    let progress: RotationStatus = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| status.is_success())?;
+    let all = progress.connected;
+    let of = |stage| {
+        progress
+            .roots
+            .iter()
+            .any(|root: &RootStatus| root.stage == stage)
+    };
+    let (what, left) = if of(RootStage::Prepared) {
+        (
+            "a new root is prepared; it is believed by",
+            &progress.without_roots,
+        )
+    } else if of(RootStage::Retiring) {
+        (
+            "a new root signs; a certificate of it is held by",
+            &progress.on_another_root,
+        )
+    } else {
+        return None;
+    };
+    let mut text = format!(
+        "{what} {} of {all} connected edges",
+        all - left.len().min(all)
+    );
+    if !left.is_empty() {
+        let _ = write!(text, ", and not by {}", names(left));
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_nodes_are_named_and_the_rest_is_counted() {
+        let nodes = |count: u32| (1..=count).map(|n| NodeName::parse(&format!("n{n}")).unwrap());
+        assert_eq!(names(&nodes(2).collect()), "n1, n2");
+        assert_eq!(names(&nodes(7).collect()), "n1, n2, n3, n4, n5 and 2 more");
+    }
+}

@@ -1,0 +1,213 @@
+//! The demo's gateway, which SIGUSR1 stops and starts again, and what its edges read of the cluster that it stands in for.
+//!
+//! It comes back where it was: edges dial the address that they know, and printed commands go on working.
+
+use super::{DRAIN, PATIENCE, PORT};
+use crate::command::{admin_client, manifests};
+use crate::output::outln;
+use anyhow::Context;
+use causeway_gateway::{
+    Bound, Config, Gateway,
+    config::{AccessLog, ApiCache, ListenAddr, Listener, ListenerProtocol},
+    server::BoundAddresses,
+};
+use hyper::StatusCode;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    path::Path,
+    pin::pin,
+    time::Duration,
+};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    time::{Instant, sleep},
+};
+use tokio_util::sync::CancellationToken;
+
+/// The path of all `EndpointSlices`.
+pub(super) const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+/// How often a free address is looked for.
+const TRIES: usize = 3;
+/// Between two looks at what an edge has read.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A gateway that is bound.
+pub(super) struct DemoGateway {
+    pub(super) addresses: BoundAddresses,
+    pub(super) front: SocketAddr,
+    bound: Bound,
+    /// With all addresses as they are.
+    config: Config,
+    switch: Signal,
+}
+
+impl DemoGateway {
+    /// A gateway on free ports, and at `listen` for callers if that is named.
+    pub(super) fn bind(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<Self> {
+        let switch = signal(SignalKind::user_defined1()).context("cannot listen to SIGUSR1")?;
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let mut config = Config {
+            data_dir: dir.to_owned(),
+            readers: Some(ApiCache {
+                manifests: Some(dir.join("objects")),
+                ..ApiCache::default()
+            }),
+            ..Config::default()
+        };
+        config.tunnel.listen = loopback;
+        config.admin.listen = loopback;
+        config.timeouts.drain = DRAIN;
+        config.access_log = AccessLog::None;
+        write_objects(&dir.join("objects"))?;
+        let bound = match listen {
+            Some(listen) => begin(&at(&config, listen))?,
+            // Another demo that starts now may be quicker; it leaves addresses enough.
+            None => (0..TRIES)
+                .find_map(|_| begin(&at(&config, free(PORT))).ok())
+                .map_or_else(|| begin(&at(&config, loopback)), Ok)?,
+        };
+        let addresses = bound.addresses();
+        let front = addresses.front("https");
+        let front = front.context("the https front has an address")?;
+        config.tunnel.listen = addresses.tunnel;
+        config.admin.listen = addresses.admin;
+        Ok(Self {
+            config: at(&config, front),
+            addresses,
+            front,
+            bound,
+            switch,
+        })
+    }
+
+    /// Serves until `stop`, but for while it is switched off.
+    pub(super) async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
+        let Self {
+            mut bound,
+            config,
+            mut switch,
+            ..
+        } = self;
+        loop {
+            let off = stop.child_token();
+            let mut running = pin!(bound.run(off.clone()));
+            tokio::select! {
+                () = running.as_mut() => return Ok(()),
+                _ = switch.recv() => {
+                    off.cancel();
+                    running.await;
+                }
+            }
+            // The demo goes on without a reader.
+            let _ = outln!("\nthe gateway has stopped; SIGUSR1 starts it again");
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                _ = switch.recv() => {}
+            }
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                begun = begin_again(&config) => bound = begun?,
+            }
+            let _ = outln!("the gateway runs again");
+        }
+    }
+}
+
+/// The same with its front here.
+fn at(config: &Config, front: SocketAddr) -> Config {
+    let front = Listener {
+        port: Some(PORT),
+        ..Listener::new("https", ListenerProtocol::Https, ListenAddr::Tcp(front))
+    };
+    Config {
+        fronts: vec![front],
+        ..config.clone()
+    }
+}
+
+/// A loopback address where `port` is free, so that URLs can name the node's own port; else any port.
+fn free(port: u16) -> SocketAddr {
+    (1..=254)
+        .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
+        .find(|address| std::net::TcpListener::bind(address).is_ok())
+        .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+}
+
+/// As [`begin`], within [`PATIENCE`]: while nobody listened, another process may have taken a port for a connection of its own.
+async fn begin_again(config: &Config) -> anyhow::Result<Bound> {
+    let end = Instant::now() + PATIENCE;
+    let mut has_said = false;
+    loop {
+        match begin(config) {
+            Err(error) if Instant::now() < end => {
+                if !std::mem::replace(&mut has_said, true) {
+                    let _ = outln!("the gateway cannot start again yet: {error:#}");
+                }
+                sleep(LOOK).await;
+            }
+            begun => return begun,
+        }
+    }
+}
+
+/// Binds a gateway that has its objects.
+fn begin(config: &Config) -> anyhow::Result<Bound> {
+    let bound = Gateway::new(config.clone()).bind()?;
+    let dir = config
+        .readers
+        .as_ref()
+        .and_then(|readers| readers.manifests.as_ref());
+    if let Some((dir, pool)) = dir.zip(bound.pool()) {
+        manifests::read(dir, pool)?.hold();
+    }
+    Ok(bound)
+}
+
+/// A Service of two slices, and one of a single slice.
+fn write_objects(dir: &Path) -> anyhow::Result<()> {
+    let service = |name: &str, address: &str| {
+        json!({
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": { "name": name, "namespace": "demo" },
+            "spec": { "clusterIP": address, "ports": [{ "port": PORT }] },
+        })
+    };
+    let slice = |name: &str, of: &str, address: &str| {
+        json!({
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": { "name": name, "namespace": "demo", "labels": { "kubernetes.io/service-name": of } },
+            "addressType": "IPv4",
+            "endpoints": [{ "addresses": [address] }],
+            "ports": [{ "port": PORT }],
+        })
+    };
+    let items = [
+        service("web", "10.96.0.10"),
+        slice("web-1", "web", "10.244.1.10"),
+        slice("web-2", "web", "10.244.2.10"),
+        service("db", "10.96.0.11"),
+        slice("db-1", "db", "10.244.1.11"),
+    ];
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
+    let file = dir.join("demo.json");
+    fs::create_dir_all(dir)
+        .and_then(|()| fs::write(&file, format!("{list:#}\n")))
+        .with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// How many slices are to be read at an edge, as soon as it has them.
+pub(super) async fn read_at(reader: SocketAddr) -> anyhow::Result<usize> {
+    loop {
+        let (status, body) = admin_client::get(&reader.to_string().into(), SLICES).await?;
+        if status == StatusCode::OK {
+            let list: Value = serde_json::from_slice(&body)?;
+            return Ok(list["items"].as_array().map_or(0, Vec::len));
+        }
+        // It has not read them yet.
+        tokio::time::sleep(LOOK).await;
+    }
+}

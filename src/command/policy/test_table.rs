@@ -1,0 +1,196 @@
+//! `causeway policy test`: a table of expectations, for the user's own CI.
+//!
+//! ```yaml
+//! policy: policy.yaml
+//! nodes:
+//!   edge-1: { pool: north, labels: { tier: gold } }
+//! expect:
+//!   - { as: prometheus, method: GET, url: "https://edge-1:9100/metrics", then: allow, rule: scraping }
+//! ```
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::{Context, bail};
+use causeway_certs::NodeName;
+use causeway_config::{ConfigError, ConfigErrors, Validate};
+use causeway_gateway::{
+    config::policy::Effect,
+    state::{Node, policy::Decision},
+};
+use hyper::Method;
+use serde::Deserialize;
+
+use super::{Denied, RequestSpec, Subject, To, read};
+use crate::cli::PolicyTest;
+use crate::config_loader;
+use crate::output::outln;
+
+/// What is expected of a policy.
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct TestTable {
+    /// The policy file, seen from this one.
+    #[serde(default)]
+    policy: Option<PathBuf>,
+    /// What is confirmed of the nodes, by name.
+    #[serde(default)]
+    nodes: BTreeMap<String, NodeSpec>,
+    /// Who asks for what, and what is to come of it.
+    expect: Vec<Expectation>,
+}
+
+/// What is confirmed of a node.
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct NodeSpec {
+    /// Its pool.
+    #[serde(default)]
+    pool: Option<String>,
+    /// Its labels.
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+}
+
+/// One request.
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Expectation {
+    /// The caller's name; nobody in particular without it.
+    #[serde(default, rename = "as")]
+    user: Option<String>,
+    /// The caller's groups.
+    #[serde(default)]
+    groups: Vec<String>,
+    /// The URIs in the caller's certificate.
+    #[serde(default)]
+    spiffe: Vec<String>,
+    /// Where the caller comes from.
+    #[serde(default)]
+    from: Option<IpAddr>,
+    /// The method, or CONNECT.
+    method: String,
+    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT; 10.96.0.10:443 for one to what a front dials itself.
+    url: String,
+    /// Whether it switches protocols.
+    #[serde(default)]
+    upgrade: bool,
+    /// What is to come of it: `allow` or `deny`.
+    then: Effect,
+    /// The rule that is to decide.
+    #[serde(default)]
+    rule: Option<String>,
+}
+
+impl Expectation {
+    fn request(&self) -> anyhow::Result<(Method, RequestSpec)> {
+        let method = Method::from_str(&self.method)
+            .with_context(|| format!("\"{}\" is no method", self.method))?;
+        let written = RequestSpec::of(&method, &self.url, self.upgrade)?;
+        Ok((method, written))
+    }
+
+    fn is_met(&self, decision: &Decision) -> bool {
+        let rule = decision.by.as_ref().map(|by| &*by.rule);
+        decision.allow == (self.then == Effect::Allow)
+            && (self.rule.is_none() || self.rule.as_deref() == rule)
+    }
+}
+
+impl Validate for TestTable {
+    fn validate(&self) -> Vec<ConfigError> {
+        let mut faults = ConfigErrors::default();
+        for name in self.nodes.keys() {
+            if let Err(error) = NodeName::parse(name) {
+                faults.add(format!("nodes.{name}"), error.to_string());
+            }
+        }
+        for (index, expectation) in self.expect.iter().enumerate() {
+            let path = format!("expect[{index}]");
+            let listed =
+                |node: &NodeName| self.nodes.is_empty() || self.nodes.contains_key(node.as_str());
+            match expectation.request() {
+                Err(error) => faults.add(path, format!("{error:#}")),
+                Ok((
+                    _,
+                    RequestSpec {
+                        to: To::Node(node), ..
+                    },
+                )) if !listed(&node) => {
+                    faults.add(path, format!("{node} is not among nodes; add it, with {{}} if nothing is confirmed of it"));
+                }
+                Ok(_) => {}
+            }
+        }
+        if self.expect.is_empty() {
+            faults.add(
+                "expect",
+                "is empty, which would prove nothing; name at least one request",
+            );
+        }
+        faults.into_vec()
+    }
+}
+
+/// Prints each expectation that is not met, and how many are.
+pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
+    let (table, lines) = config_loader::document::<TestTable>(&ask.table)?;
+    let policy = file(ask, &table)?;
+    let rules = read(&policy)?;
+    let mut missed = 0;
+    for (index, expectation) in table.expect.iter().enumerate() {
+        let (method, written) = expectation.request()?;
+        let known = match &written.to {
+            To::Node(node) => table.nodes.get(node.as_str()),
+            To::Direct(_) => None,
+        };
+        let node = known.map_or_else(Node::default, |known| Node {
+            pool: known.pool.clone(),
+            labels: known.labels.clone(),
+            ..Node::default()
+        });
+        let caller = Subject {
+            user: expectation.user.as_deref(),
+            groups: &expectation.groups,
+            uris: &expectation.spiffe,
+            from: expectation.from,
+        };
+        let decision = written.decide(&rules, &method, &caller, &node);
+        if !expectation.is_met(&decision) {
+            missed += 1;
+            let line = lines.of(&format!("expect[{index}]"));
+            outln!(
+                "{}:{line}: {} {method} {}: {}",
+                ask.table.display(),
+                expectation.user.as_deref().unwrap_or("(nobody)"),
+                expectation.url,
+                super::said(&decision, &policy)
+            )?;
+        }
+    }
+    let all = table.expect.len();
+    outln!("{} of {all} expectations are met", all - missed)?;
+    if missed > 0 {
+        let said = format!(
+            "{missed} of {all} expectations are not met by {}",
+            policy.display()
+        );
+        return Err(Denied(said).into());
+    }
+    Ok(())
+}
+
+fn file(ask: &PolicyTest, table: &TestTable) -> anyhow::Result<PathBuf> {
+    if let Some(given) = &ask.policy {
+        return Ok(given.clone());
+    }
+    let Some(named) = &table.policy else {
+        bail!(
+            "{} names no policy; add the key \"policy\", or give --policy FILE",
+            ask.table.display()
+        );
+    };
+    Ok(ask.table.parent().unwrap_or(Path::new("")).join(named))
+}

@@ -1,0 +1,415 @@
+//! A YAML file, the environment and flags → the typed configuration of gateway or edge.
+//!
+//! 1. `yaml` reads the file and remembers where each value stands.
+//! 2. Variables and flags are laid over it: flags over environment over file.
+//! 3. `shape` holds the whole against the schema and takes out what does not fit; `variables` fills in where to listen.
+//! 4. serde reads the rest, again and again, less the value at which it stopped.
+//! 5. `validate` judges what is left. All faults of all steps come out together, each
+//!    with the file, line and column, the flag or the variable that it came from.
+
+mod env_expand;
+mod path;
+mod reference;
+mod schema;
+mod schema_check;
+mod yaml;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use causeway_config::{ConfigError, ConfigErrors, Log, LogFormat, Validate};
+use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::telemetry;
+use env_expand::Environment;
+use path::{PathSegment, ValuePath, parent};
+use schema_check::SchemaChecker;
+use yaml::{KeyValuePositions, Position};
+
+pub(crate) use env_expand::unknown;
+pub(crate) use reference::{plain, reference};
+pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys};
+
+/// What a file says, held against its schema and judged.
+pub(crate) trait ConfigDocument: DeserializeOwned + JsonSchema + Validate {}
+
+impl<C: DeserializeOwned + JsonSchema + Validate> ConfigDocument for C {}
+
+/// A configuration that can be read from files, variables and flags.
+pub(crate) trait ProcessConfig: ConfigDocument + AsRef<Log> {}
+
+impl<C: ConfigDocument + AsRef<Log>> ProcessConfig for C {}
+
+/// Where a configuration comes from.
+#[derive(Debug, Default)]
+pub(crate) struct ConfigSources {
+    /// The YAML file; without one, defaults.
+    pub(crate) file: Option<PathBuf>,
+    /// Variables of the environment.
+    pub(crate) environment: Vec<(String, String)>,
+    /// Keys by name, each with the texts of its flag.
+    pub(crate) flags: Vec<(String, Vec<String>)>,
+    /// Keys by name that take a common variable, such as `HTTPS_PROXY`, if nothing sets them.
+    pub(crate) fallbacks: &'static [(&'static str, &'static str)],
+}
+
+/// A configuration that cannot be used: every fault, a line each.
+#[derive(Debug, thiserror::Error)]
+pub(crate) struct RejectedConfig {
+    pub(crate) faults: Vec<String>,
+    /// Format of the log that the configuration asks for, as far as that can be read.
+    pub(crate) format: LogFormat,
+}
+
+impl From<Vec<String>> for RejectedConfig {
+    fn from(faults: Vec<String>) -> Self {
+        Self {
+            faults,
+            format: LogFormat::Text,
+        }
+    }
+}
+
+impl fmt::Display for RejectedConfig {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.faults.join("\n"))
+    }
+}
+
+/// Reads and judges the configuration.
+pub(crate) fn load<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
+    load_judged(sources, judge)
+}
+
+/// As [`load`], and judges all files that the configuration names as well.
+pub(crate) fn load_with_files<C: ProcessConfig>(
+    sources: &ConfigSources,
+) -> Result<C, RejectedConfig> {
+    load_judged(sources, |config: &C| {
+        let mut faults = judge(config);
+        faults.extend(config.validate_files());
+        faults
+    })
+}
+
+fn load_judged<C: ProcessConfig>(
+    sources: &ConfigSources,
+    judge: impl FnOnce(&C) -> Vec<ConfigError>,
+) -> Result<C, RejectedConfig> {
+    let mut draft = PartialConfig::default();
+    draft.read_file(sources.file.as_deref());
+    draft.lay_over::<C>(sources);
+    let json = draft.value["log"]["format"] == "json";
+    match draft.finish(judge) {
+        Ok((config, _)) => Ok(config),
+        Err(refused) if json => Err(RejectedConfig {
+            format: LogFormat::Json,
+            ..refused
+        }),
+        Err(refused) => Err(refused),
+    }
+}
+
+/// As [`load`] for a process that runs: a file in which there is nothing is one that somebody is about to write.
+pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
+    if let Some(file) = &sources.file
+        && std::fs::read_to_string(file).is_ok_and(|text| text.trim().is_empty())
+    {
+        let file = file.display();
+        let why =
+            format!("{file}:1:1: there is nothing in it; write {{}} if all defaults are meant");
+        return Err(vec![why].into());
+    }
+    load(sources)
+}
+
+/// YAML, or JSON, of which no type is known; a fault with its line and column.
+pub(crate) fn untyped(text: &str) -> Result<serde_json::Value, String> {
+    let document = yaml::parse(text);
+    match document.faults.into_iter().next() {
+        Some((spot, _, fault)) => Err(format!("{}:{}: {fault}", spot.line, spot.column)),
+        None => Ok(document.value),
+    }
+}
+
+/// Reads and judges a file that stands for itself; also says where what is in it stands.
+pub(crate) fn document<C: ConfigDocument>(
+    file: &std::path::Path,
+) -> Result<(C, SourceMap), RejectedConfig> {
+    let mut draft = PartialConfig::default();
+    draft.read_file(Some(file));
+    let (document, spots) = draft.finish(C::validate)?;
+    Ok((document, SourceMap(spots)))
+}
+
+/// Where the values of a file stand.
+#[derive(Debug)]
+pub(crate) struct SourceMap(HashMap<String, KeyValuePositions>);
+
+impl SourceMap {
+    /// The line of the value at this path, from 1; 0 where there is none.
+    pub(crate) fn of(&self, path: &str) -> usize {
+        self.0.get(path).map_or(0, |spots| spots.value.line)
+    }
+}
+
+/// The flag or variable that gave a value.
+type Origin = String;
+
+/// A configuration while it is put together.
+#[derive(Debug, Default)]
+struct PartialConfig {
+    file: String,
+    value: Value,
+    spots: HashMap<String, KeyValuePositions>,
+    origins: HashMap<String, Origin>,
+    variables: Environment,
+    faults: Vec<LocatedError>,
+}
+
+/// A fault with its place, which orders it: the file from top to bottom, then the rest.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct LocatedError {
+    elsewhere: bool,
+    spot: Option<Position>,
+    text: String,
+}
+
+impl PartialConfig {
+    fn read_file(&mut self, file: Option<&std::path::Path>) {
+        self.value = Value::Object(Map::new());
+        let Some(file) = file else {
+            self.file = "configuration".into();
+            return;
+        };
+        self.file = file.display().to_string();
+        let text = match std::fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) => return self.fault_in_file(None, "", &format!("cannot be read: {error}")),
+        };
+        let document = yaml::parse(&text);
+        self.spots = document.spots;
+        for (spot, path, message) in &document.faults {
+            self.fault_in_file(Some(*spot), path, message);
+        }
+        match document.value {
+            Value::Object(_) => self.value = document.value,
+            // A fault of the text was found, and nothing can be said of the rest.
+            Value::Null => {}
+            _ => self.fault_in_file(None, "", "must be a map: lines of \"key: value\""),
+        }
+    }
+
+    fn lay_over<C: ProcessConfig>(&mut self, sources: &ConfigSources) {
+        self.variables = Environment::new(&sources.environment);
+        let keys: Vec<ConfigKey> = keys::<C>().into_iter().filter(|key| key.settable).collect();
+        let variable = |name: &str| {
+            let found = sources
+                .environment
+                .iter()
+                .find(|(variable, _)| variable == name);
+            // An empty variable is how many tools unset one.
+            found.map(|(_, text)| text).filter(|text| !text.is_empty())
+        };
+        for key in &keys {
+            let flag = sources.flags.iter().find(|(name, _)| *name == key.name);
+            if let Some((_, texts)) = flag {
+                self.lay(key, texts, format!("flag --{}", key.flag()));
+            } else if let Some(text) = variable(&key.variable()) {
+                self.lay(
+                    key,
+                    std::slice::from_ref(text),
+                    format!("environment {}", key.variable()),
+                );
+            }
+        }
+        for (name, fallback) in sources.fallbacks {
+            let key = keys.iter().find(|key| key.name == *name);
+            let absent = self.value.get(*name).is_none_or(Value::is_null);
+            if let (Some(key), true, Some(text)) = (key, absent, variable(fallback)) {
+                self.lay(
+                    key,
+                    std::slice::from_ref(text),
+                    format!("environment {fallback}"),
+                );
+            }
+        }
+    }
+
+    /// Lays one key's texts over what the file says of it.
+    fn lay(&mut self, key: &ConfigKey, texts: &[String], origin: Origin) {
+        let start = ValuePath::default();
+        let path = key.name.split('.').fold(start, |path, step| path.key(step));
+        let last = texts.last().map_or("", String::as_str);
+        let value = match key.form {
+            ValueForm::Text => Value::from(last),
+            ValueForm::Scalar => yaml::scalar(last),
+            ValueForm::List if !last.starts_with('[') => texts
+                .iter()
+                .flat_map(|text| text.split(','))
+                .map(|text| Value::from(text.trim()))
+                .collect(),
+            ValueForm::List | ValueForm::Yaml => {
+                let document = yaml::parse(last);
+                for (spot, _, message) in document.faults {
+                    let column = spot.column;
+                    self.fault_elsewhere(
+                        &origin,
+                        &key.name,
+                        &format!("column {column}: {message}"),
+                    );
+                }
+                document.value
+            }
+        };
+        path.set(&mut self.value, value);
+        let name = path.to_string();
+        self.spots.retain(|spot, _| !is_within(spot, &name));
+        self.origins.insert(name, origin);
+    }
+
+    fn finish<C: ConfigDocument>(
+        mut self,
+        judge: impl FnOnce(&C) -> Vec<ConfigError>,
+    ) -> Result<(C, HashMap<String, KeyValuePositions>), RejectedConfig> {
+        let schema = schema::of::<C>();
+        let mut value = std::mem::take(&mut self.value);
+        let mut shape = SchemaChecker::by(std::mem::take(&mut self.variables));
+        shape.check(&mut value, &schema, &ValuePath::default());
+        let config = self.read::<C>(&mut value, &mut shape);
+        for finding in std::mem::take(&mut shape.findings) {
+            self.fault(&finding.path.to_string(), finding.at_key, &finding.message);
+        }
+        let written = |path: &str| shape.pruned.original(&ValuePath::parse(path)).to_string();
+        let spoilt = shape.pruned.spoilt();
+        let sound = |path: &str| {
+            let overlap = |around: &String| is_within(path, around) || is_within(around, path);
+            !spoilt.iter().any(overlap)
+        };
+        for fault in config.as_ref().map(judge).unwrap_or_default() {
+            let (path, rests_on) = (written(&fault.path), fault.rests_on.as_deref().map(written));
+            if sound(&path) && rests_on.as_deref().is_none_or(sound) {
+                self.fault(&path, false, &fault.message);
+            }
+        }
+        match config {
+            Some(config) if self.faults.is_empty() => Ok((config, self.spots)),
+            _ => {
+                self.faults.sort();
+                self.faults.dedup();
+                let faults = self.faults.into_iter().map(|fault| fault.text);
+                Err(faults.collect::<Vec<_>>().into())
+            }
+        }
+    }
+
+    /// Lets serde read the value; where it stops, that is a fault and is taken out.
+    fn read<C: ConfigDocument>(
+        &mut self,
+        value: &mut Value,
+        shape: &mut SchemaChecker,
+    ) -> Option<C> {
+        loop {
+            let error = match serde_path_to_error::deserialize::<_, C>(&*value) {
+                Ok(config) => return Some(config),
+                Err(error) => error,
+            };
+            let path = steps(error.path());
+            let written = shape.pruned.original(&path);
+            // A struct that lacks what was taken out of it has had its fault already.
+            if !shape.pruned.within(&written) {
+                self.fault(&written.to_string(), false, &error.inner().to_string());
+            }
+            if !path.remove(value) {
+                return None;
+            }
+            shape.pruned.add(written);
+        }
+    }
+
+    fn fault(&mut self, path: &str, at_key: bool, message: &str) {
+        let mut at = Some(path);
+        while let Some(place) = at {
+            if let Some(origin) = self.origins.get(place).cloned() {
+                return self.fault_elsewhere(&origin, path, message);
+            }
+            if let Some(spots) = self.spots.get(place).copied() {
+                let spot = if at_key && place == path {
+                    spots.key
+                } else {
+                    spots.value
+                };
+                return self.fault_in_file(Some(spot), path, message);
+            }
+            at = parent(place);
+        }
+        self.fault_in_file(None, path, message);
+    }
+
+    fn fault_in_file(&mut self, spot: Option<Position>, path: &str, message: &str) {
+        let mut place = self.file.clone();
+        if let Some(Position { line, column }) = spot {
+            place = format!("{place}:{line}:{column}");
+        }
+        self.push(false, spot, &place, (path, message));
+    }
+
+    fn fault_elsewhere(&mut self, origin: &str, path: &str, message: &str) {
+        self.push(true, None, origin, (path, message));
+    }
+
+    fn push(
+        &mut self,
+        elsewhere: bool,
+        spot: Option<Position>,
+        place: &str,
+        (path, message): (&str, &str),
+    ) {
+        let about = if path.is_empty() {
+            String::new()
+        } else {
+            format!("{path}: ")
+        };
+        let text = format!("{place}: {about}{message}");
+        self.faults.push(LocatedError {
+            elsewhere,
+            spot,
+            text,
+        });
+    }
+}
+
+/// What the configuration finds wrong with itself, and what the log does.
+fn judge<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
+    let mut faults = ConfigErrors::default();
+    let log: &Log = config.as_ref();
+    if let Err(error) = telemetry::filter(&log.filter) {
+        faults.add("log.filter", error.to_string());
+    }
+    let mut all = config.validate();
+    all.extend(faults.into_vec());
+    all
+}
+
+/// Whether `path` is `around` or inside it.
+fn is_within(path: &str, around: &str) -> bool {
+    path.strip_prefix(around)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+}
+
+fn steps(path: &serde_path_to_error::Path) -> ValuePath {
+    use serde_path_to_error::Segment;
+    path.iter()
+        .fold(ValuePath::default(), |path, segment| match segment {
+            Segment::Seq { index } => path.step(PathSegment::Index(*index)),
+            Segment::Map { key } => path.key(key),
+            Segment::Enum { variant } => path.key(variant),
+            Segment::Unknown => path,
+        })
+}
+
+#[cfg(test)]
+mod tests;

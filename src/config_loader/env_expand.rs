@@ -1,0 +1,154 @@
+//! Variables of the environment in the address of a listener: `$(POD_IP):10255`.
+//!
+//! A pod knows its own address as a variable alone, and before it has one nobody can write it down. They are filled in
+//! here and nowhere else, written as Kubernetes writes them; what they say is judged as if it stood in their place.
+
+use std::net::Ipv6Addr;
+
+use super::schema_check::nearest;
+
+/// The environment, by name.
+#[derive(Debug, Default)]
+pub(super) struct Environment(Vec<(String, String)>);
+
+impl Environment {
+    pub(super) fn new(environment: &[(String, String)]) -> Self {
+        Self(environment.to_vec())
+    }
+
+    /// The text with what these say in the place of their names; an address of IPv6 gets the brackets that it needs.
+    pub(super) fn fill(&self, text: &str) -> Result<String, String> {
+        let (mut filled, mut rest) = (String::new(), text);
+        while let Some((before, named)) = rest.split_once("$(") {
+            let Some((name, after)) = named.split_once(')') else {
+                break;
+            };
+            filled.push_str(before);
+            let value = self.of(name)?;
+            let bare = value.parse::<Ipv6Addr>().is_ok() && !before.ends_with('[');
+            let (open, close) = if bare { ("[", "]") } else { ("", "") };
+            filled.extend([open, value, close]);
+            rest = after;
+        }
+        Ok(filled + rest)
+    }
+
+    fn of(&self, name: &str) -> Result<&str, String> {
+        let found = self.0.iter().find(|(variable, _)| variable == name);
+        let value = found.map(|(_, value)| value.trim());
+        // An empty variable is how many tools unset one.
+        value.filter(|value| !value.is_empty()).ok_or_else(|| {
+            format!(
+                "the environment has no {name}; set it (in a pod by valueFrom, such as status.podIP), or write the address here"
+            )
+        })
+    }
+}
+
+/// Returns a sentence for each variable `CAUSEWAY_…` that is not among the known ones. `texts` are what a process was
+/// given besides: variables that stand there in an address are known.
+pub(crate) fn unknown(
+    environment: &[(String, String)],
+    known: &[String],
+    texts: &[&str],
+) -> Vec<String> {
+    let names = environment.iter().map(|(name, _)| name.as_str());
+    let names: Vec<_> = names.filter(|name| name.starts_with(PREFIX)).collect();
+    // Of a Service named causeway-… the kubelet tells all pods of the namespace by such variables.
+    let of_services: Vec<_> = names
+        .iter()
+        .filter_map(|name| name.strip_suffix("_SERVICE_HOST"))
+        .collect();
+    let of_service = |name: &str| {
+        let rest = of_services
+            .iter()
+            .filter_map(|service| name.strip_prefix(service));
+        rest.into_iter()
+            .any(|rest| rest.starts_with("_SERVICE_") || rest.starts_with("_PORT"))
+    };
+    let stands = |name: &str| {
+        let reference = format!("$({name})");
+        let values = environment.iter().map(|(_, value)| value.as_str());
+        values
+            .chain(texts.iter().copied())
+            .any(|text| text.contains(&reference))
+    };
+    let is_known = |name: &str| known.iter().any(|known| known == name);
+    let unknown = names
+        .iter()
+        .filter(|name| !is_known(name) && !of_service(name) && !stands(name));
+    let lower: Vec<String> = known.iter().map(|known| known.to_lowercase()).collect();
+    let say = |name: &&str| {
+        let near = nearest(name, lower.iter().map(String::as_str));
+        let near = near.map(|near| format!("; did you mean {}?", near.to_uppercase()));
+        let near = near.unwrap_or_default();
+        format!("the variable {name} is unknown and has no effect{near}")
+    };
+    unknown.map(say).collect()
+}
+
+/// How the variables of this program begin.
+const PREFIX: &str = "CAUSEWAY_";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_stands_for_an_address_of_either_family() {
+        let own = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let variables = Environment::new(&[
+            own("POD_IP", "10.244.1.7"),
+            own("SIX", "fd00::7"),
+            own("EMPTY", ""),
+        ]);
+        for (text, filled) in [
+            ("$(POD_IP):10255", "10.244.1.7:10255"),
+            ("$(SIX):10255", "[fd00::7]:10255"),
+            ("[$(SIX)]:10255", "[fd00::7]:10255"),
+            ("127.0.0.1:1", "127.0.0.1:1"),
+            ("$(POD_IP:1", "$(POD_IP:1"),
+        ] {
+            assert_eq!(variables.fill(text).unwrap(), filled);
+        }
+        for absent in ["NOBODYS", "EMPTY", ""] {
+            let why = variables.fill(&format!("$({absent}):1")).unwrap_err();
+            assert!(
+                why.starts_with(&format!("the environment has no {absent};")),
+                "{why}"
+            );
+        }
+    }
+
+    #[test]
+    fn variables_that_nothing_reads_are_named() {
+        let environment = [
+            ("CAUSEWAY_LOG_FITLER", "debug"),
+            ("CAUSEWAY_LOG_FORMAT", "json"),
+            ("CAUSEWAY_POD_IP", "10.0.0.1"),
+            ("CAUSEWAY_LISTEN", "$(CAUSEWAY_OTHER_IP):1"),
+            ("CAUSEWAY_OTHER_IP", "10.0.0.2"),
+            ("CAUSEWAY_GW_SERVICE_HOST", "10.0.0.3"),
+            ("CAUSEWAY_GW_SERVICE_PORT_TUNNEL", "10262"),
+            ("CAUSEWAY_GW_PORT_10262_TCP_ADDR", "10.0.0.3"),
+            ("HOME", "/root"),
+        ];
+        let environment = environment.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let known = [
+            "CAUSEWAY_LOG_FILTER",
+            "CAUSEWAY_LOG_FORMAT",
+            "CAUSEWAY_LISTEN",
+        ];
+        let found = unknown(
+            &environment,
+            &known.map(String::from),
+            &["at: $(CAUSEWAY_POD_IP):1"],
+        );
+        assert_eq!(
+            found,
+            [
+                "the variable CAUSEWAY_LOG_FITLER is unknown and has no effect; did you mean CAUSEWAY_LOG_FILTER?"
+            ]
+        );
+    }
+}

@@ -1,0 +1,109 @@
+//! Where a value stands in a configuration: `fronts[1].callers.client_ca[0]`.
+//!
+//! Faults, places in a file and flags all speak of values by this path. The text form is
+//! that of `causeway_config::Fault`.
+
+use std::fmt;
+
+use serde_json::Value;
+
+/// The way from the root to a value.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ValuePath(Vec<PathSegment>);
+
+/// One step of it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum PathSegment {
+    Key(String),
+    Index(usize),
+}
+
+impl ValuePath {
+    /// Reads the text form. Keys with dots in them (labels) read as several.
+    pub(super) fn parse(text: &str) -> Self {
+        let steps = text.split(['.', '[']).map(|step| {
+            let index = step.strip_suffix(']').and_then(|index| index.parse().ok());
+            index.map_or_else(|| PathSegment::Key(step.into()), PathSegment::Index)
+        });
+        Self(steps.collect())
+    }
+
+    pub(super) fn key(&self, key: &str) -> Self {
+        self.step(PathSegment::Key(key.into()))
+    }
+
+    pub(super) fn index(&self, index: usize) -> Self {
+        self.step(PathSegment::Index(index))
+    }
+
+    pub(super) fn step(&self, step: PathSegment) -> Self {
+        let mut steps = self.0.clone();
+        steps.push(step);
+        Self(steps)
+    }
+
+    pub(super) fn steps(&self) -> &[PathSegment] {
+        &self.0
+    }
+
+    pub(super) fn parent(&self) -> Option<Self> {
+        let (_, rest) = self.0.split_last()?;
+        Some(Self(rest.to_vec()))
+    }
+
+    /// The value at this path.
+    pub(super) fn get_mut<'a>(&self, root: &'a mut Value) -> Option<&'a mut Value> {
+        self.0.iter().try_fold(root, |value, step| match step {
+            PathSegment::Key(key) => value.get_mut(key),
+            PathSegment::Index(index) => value.get_mut(*index),
+        })
+    }
+
+    /// Puts a value at a path of keys; what is no map on the way becomes one.
+    pub(super) fn set(&self, root: &mut Value, value: Value) {
+        let mut at = root;
+        for step in &self.0 {
+            let PathSegment::Key(key) = step else { return };
+            if !at.is_object() {
+                *at = Value::Object(serde_json::Map::new());
+            }
+            at = &mut at[key.as_str()];
+        }
+        *at = value;
+    }
+
+    /// Takes the value out; whether there was one.
+    pub(super) fn remove(&self, root: &mut Value) -> bool {
+        let (Some(parent), Some(last)) = (self.parent(), self.0.last()) else {
+            return false;
+        };
+        match (parent.get_mut(root), last) {
+            (Some(Value::Object(map)), PathSegment::Key(key)) => map.shift_remove(key).is_some(),
+            (Some(Value::Array(elements)), PathSegment::Index(index))
+                if *index < elements.len() =>
+            {
+                elements.remove(*index);
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for ValuePath {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, step) in self.0.iter().enumerate() {
+            match step {
+                PathSegment::Key(key) if position == 0 => out.write_str(key)?,
+                PathSegment::Key(key) => write!(out, ".{key}")?,
+                PathSegment::Index(index) => write!(out, "[{index}]")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The text of the value that holds `path`, if it is not the root.
+pub(super) fn parent(path: &str) -> Option<&str> {
+    path.rfind(['.', '[']).map(|end| &path[..end])
+}

@@ -1,0 +1,346 @@
+//! The keys of a configuration, out of its schema: name, flag, variable, default, meaning.
+//!
+//! The types' doc comments are the only text: flags' help and the README's reference both
+//! come from here. A leaf (a scalar, a list, a map) is one key; a section's leaves are
+//! named `section.key`. Keys inside lists and maps have no flag of their own.
+//!
+//! The schema is derived from the types by `schemars` whenever it is needed.
+
+use schemars::{JsonSchema, Schema, generate::SchemaSettings, transform::RecursiveTransform};
+use serde_json::{Value, json};
+
+/// One key of a configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct ConfigKey {
+    /// `tunnel.listen`, or `fronts[].name` inside a list.
+    pub(crate) name: String,
+    /// How a text given for it is read.
+    pub(crate) form: ValueForm,
+    /// What it means.
+    pub(crate) help: String,
+    /// What holds without it, in JSON.
+    pub(crate) default: Option<Value>,
+    /// It has a flag and a variable of its own.
+    pub(crate) settable: bool,
+}
+
+/// How a text given in a flag or a variable is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ValueForm {
+    /// As it stands.
+    Text,
+    /// `true`, `false` or a number.
+    Scalar,
+    /// Comma-separated texts, or a YAML list.
+    List,
+    /// YAML.
+    Yaml,
+}
+
+impl ConfigKey {
+    /// The long flag without its dashes: `tunnel-listen`.
+    pub(crate) fn flag(&self) -> String {
+        self.name.replace(['.', '_'], "-")
+    }
+
+    /// The environment variable: `CAUSEWAY_TUNNEL_LISTEN`.
+    pub(crate) fn variable(&self) -> String {
+        format!("CAUSEWAY_{}", self.name.replace('.', "_").to_uppercase())
+    }
+
+    /// What stands for the value in help.
+    pub(crate) fn placeholder(&self) -> &'static str {
+        match self.form {
+            ValueForm::Text => "TEXT",
+            ValueForm::Scalar => "VALUE",
+            ValueForm::List => "LIST",
+            ValueForm::Yaml => "YAML",
+        }
+    }
+}
+
+/// Returns the schema of `C` (JSON Schema, draft 2020-12) without references.
+pub(super) fn of<C: JsonSchema>() -> Value {
+    generate::<C>(settings())
+}
+
+/// Returns the schema of `C` as text for editors.
+pub(crate) fn json_schema<C: JsonSchema>() -> String {
+    let settings = settings().with_transform(RecursiveTransform(allow_empty_section));
+    format!("{:#}\n", generate::<C>(settings))
+}
+
+fn settings() -> SchemaSettings {
+    SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true)
+}
+
+fn generate<C: JsonSchema>(settings: SchemaSettings) -> Value {
+    let generator = settings.into_generator();
+    generator.into_root_schema_for::<C>().to_value()
+}
+
+/// Accepts a section without a value (`tunnel:`), as the reader of configuration files does.
+fn allow_empty_section(schema: &mut Schema) {
+    let is_object = schema.get("type").is_some_and(|kind| kind == "object");
+    if is_object && schema.get("required").is_none() {
+        schema.insert("type".to_owned(), json!(["object", "null"]));
+    }
+}
+
+/// All keys of `C`, in the order of its definition.
+pub(crate) fn keys<C: JsonSchema>() -> Vec<ConfigKey> {
+    let mut keys = Vec::new();
+    collect(&of::<C>(), "", true, &mut keys);
+    keys
+}
+
+fn collect(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<ConfigKey>) {
+    for (name, schema) in properties(schema) {
+        let name = format!("{prefix}{name}");
+        if is_section(schema) {
+            collect(schema, &format!("{name}."), settable, keys);
+            continue;
+        }
+        let text = |field: &str| schema[field].as_str().unwrap_or_default().to_owned();
+        keys.push(ConfigKey {
+            form: form(schema),
+            help: text("description"),
+            default: schema
+                .get("default")
+                .filter(|value| !value.is_null())
+                .cloned(),
+            name: name.clone(),
+            settable,
+        });
+        if let Some(inner) = schema.get("items").or_else(|| entries(schema)) {
+            let hole = if schema.get("items").is_some() {
+                "[]."
+            } else {
+                ".*."
+            };
+            collect(inner, &format!("{name}{hole}"), false, keys);
+        } else {
+            collect(schema, &format!("{name}."), false, keys);
+        }
+    }
+}
+
+/// The known keys of a map, with their schemas.
+pub(super) fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    schema["properties"].as_object().into_iter().flatten()
+}
+
+/// The schema of a map's values where its keys are free.
+pub(super) fn entries(schema: &Value) -> Option<&Value> {
+    let patterns = schema["patternProperties"].as_object();
+    patterns
+        .and_then(|patterns| patterns.values().next())
+        .or_else(|| {
+            schema
+                .get("additionalProperties")
+                .filter(|inner| inner.is_object())
+        })
+}
+
+/// Whether the value may have this type.
+pub(super) fn allows(schema: &Value, kind: &str) -> bool {
+    match &schema["type"] {
+        Value::String(only) => only == kind,
+        Value::Array(several) => several.iter().any(|one| one == kind),
+        _ => false,
+    }
+}
+
+/// The words of an enumeration.
+pub(super) fn words(schema: &Value) -> Vec<&str> {
+    let listed = schema["enum"].as_array().into_iter().flatten();
+    let described = schema["oneOf"].as_array().into_iter().flatten();
+    listed
+        .chain(described.map(|one| &one["const"]))
+        .filter_map(Value::as_str)
+        .collect()
+}
+
+fn is_section(schema: &Value) -> bool {
+    schema.get("properties").is_some() && !allows(schema, "null")
+}
+
+fn form(schema: &Value) -> ValueForm {
+    if allows(schema, "array") {
+        let text = allows(&schema["items"], "string");
+        return if text {
+            ValueForm::List
+        } else {
+            ValueForm::Yaml
+        };
+    }
+    if allows(schema, "object") {
+        return ValueForm::Yaml;
+    }
+    if allows(schema, "string") || !words(schema).is_empty() {
+        return ValueForm::Text;
+    }
+    ValueForm::Scalar
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn unique_and_explained<C: JsonSchema>() {
+        let keys = keys::<C>();
+        let mut flags = HashSet::new();
+        for key in keys.iter().filter(|key| key.settable) {
+            assert!(flags.insert(key.flag()), "two keys share --{}", key.flag());
+            assert!(!["config", "check-config", "help"].contains(&key.flag().as_str()));
+        }
+        for key in &keys {
+            assert!(key.help.ends_with('.'), "{} is not explained", key.name);
+        }
+    }
+
+    #[test]
+    fn every_key_has_a_flag_of_its_own_and_is_explained() {
+        unique_and_explained::<causeway_gateway::config::Config>();
+        unique_and_explained::<causeway_edge::config::Config>();
+    }
+
+    fn validator<C: JsonSchema>() -> impl Fn(&std::path::Path) -> Result<(), String> {
+        let schema: Value = serde_json::from_str(&json_schema::<C>()).unwrap();
+        let dialect = "https://json-schema.org/draft/2020-12/schema";
+        assert_eq!(schema["$schema"], dialect);
+        let mut compiler = boon::Compiler::new();
+        compiler.enable_format_assertions();
+        compiler.add_resource("config.json", schema).unwrap();
+        let mut schemas = boon::Schemas::new();
+        // Also validates the schema itself against its dialect.
+        let index = compiler.compile("config.json", &mut schemas).unwrap();
+        move |file| {
+            let text = std::fs::read_to_string(file).unwrap();
+            let value = crate::config_loader::untyped(&text).unwrap();
+            let result = schemas.validate(&value, index);
+            result.map_err(|error| format!("{}: {error:#}", file.display()))
+        }
+    }
+
+    /// Returns the configuration files in `examples`, `packaging` and the fixtures, by the process that reads them.
+    fn shipped(side: &str) -> Vec<std::path::PathBuf> {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let entries = |folder: &std::path::Path| {
+            let entries = std::fs::read_dir(folder).unwrap();
+            entries.map(|entry| entry.unwrap().path())
+        };
+        let folders = entries(&root.join("examples")).filter(|path| path.is_dir());
+        let mut files: Vec<_> = folders
+            .chain([root.join("packaging")])
+            .map(|folder| folder.join(side).with_extension("yaml"))
+            .filter(|file| file.exists())
+            .collect();
+        let of_side = |file: &std::path::PathBuf| {
+            let name = file.file_name().unwrap().to_string_lossy();
+            name.starts_with(&format!("{side}-")) && name.ends_with(".yaml")
+        };
+        files.extend(entries(&root.join("tests/fixtures/config/valid")).filter(of_side));
+        files
+    }
+
+    #[test]
+    fn json_schema_accepts_every_shipped_configuration() {
+        let gateway = validator::<causeway_gateway::config::Config>();
+        let edge = validator::<causeway_edge::config::Config>();
+        for (side, least, validate) in [
+            ("gateway", 10, &gateway as &dyn Fn(&std::path::Path) -> _),
+            ("edge", 5, &edge),
+        ] {
+            let files = shipped(side);
+            assert!(files.len() >= least, "{files:?}");
+            let faults: Vec<String> = files
+                .iter()
+                .filter_map(|file| validate(file).err())
+                .collect();
+            assert!(faults.is_empty(), "{}", faults.join("\n"));
+        }
+    }
+
+    #[test]
+    fn json_schema_rejects_unknown_keys_and_wrong_types() {
+        let validate = validator::<causeway_gateway::config::Config>();
+        let invalid = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let invalid = invalid.join("tests/fixtures/config/invalid");
+        for name in ["gateway-unknown-keys.yaml", "gateway-types.yaml"] {
+            assert!(validate(&invalid.join(name)).is_err(), "{name}");
+        }
+    }
+
+    /// Returns the schema without texts for people, which the README has.
+    fn without_texts(schema: &mut serde_json::Value) {
+        if let Some(object) = schema.as_object_mut() {
+            // A key of a configuration may have one of these names, and is an object itself.
+            object.retain(|key, value| {
+                let text = ["$schema", "title", "description"].contains(&key.as_str());
+                !(text && value.is_string()) && (key != "default" || value.get("type").is_some())
+            });
+            object.values_mut().for_each(without_texts);
+        } else if let Some(list) = schema.as_array_mut() {
+            list.iter_mut().for_each(without_texts);
+        }
+    }
+
+    /// With `CAUSEWAY_TEST_BLESS` set the chart's schema is written instead of compared.
+    #[test]
+    fn the_chart_refuses_the_keys_that_the_configurations_do_not_have() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/deploy/chart/values.schema.json"
+        );
+        let text = std::fs::read_to_string(path).unwrap();
+        let mut values: serde_json::Value = serde_json::from_str(&text).unwrap();
+        for (place, schema) in [
+            (
+                "/properties/gateway/properties/config",
+                json_schema::<causeway_gateway::config::Config>(),
+            ),
+            (
+                "/properties/edge/properties/config",
+                json_schema::<causeway_edge::config::Config>(),
+            ),
+        ] {
+            let mut schema = serde_json::from_str(&schema).unwrap();
+            without_texts(&mut schema);
+            *values.pointer_mut(place).unwrap() = schema;
+        }
+        let expected = format!("{values:#}\n");
+        if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
+            std::fs::write(path, expected).unwrap();
+            return;
+        }
+        assert!(
+            text == expected,
+            "deploy/chart/values.schema.json is not what the code says; run CAUSEWAY_TEST_BLESS=1 cargo test -p causeway chart"
+        );
+    }
+
+    #[test]
+    fn json_schema_is_the_same_each_time() {
+        let schema = json_schema::<causeway_gateway::config::Config>;
+        assert_eq!(schema(), schema());
+    }
+
+    #[test]
+    fn sections_lists_and_maps_are_named_as_they_are_written() {
+        let keys = keys::<causeway_gateway::config::Config>();
+        let find = |name: &str| keys.iter().find(|key| key.name == name);
+        let listen = find("tunnel.listen").unwrap();
+        assert_eq!(
+            (listen.flag(), listen.variable()),
+            ("tunnel-listen".into(), "CAUSEWAY_TUNNEL_LISTEN".into())
+        );
+        assert_eq!(find("tunnel.advertise").unwrap().form, ValueForm::List);
+        assert_eq!(find("fronts").unwrap().form, ValueForm::Yaml);
+        assert_eq!(find("cores").unwrap().form, ValueForm::Scalar);
+        assert_eq!(find("access_log").unwrap().form, ValueForm::Text);
+        assert!(!find("fronts[].callers.tokens").unwrap().settable);
+    }
+}

@@ -1,0 +1,381 @@
+//! The files of a configuration: whether they say something else, and whether whoever writes them has come to an end.
+//!
+//! Folders are watched for names that come, go and move, since editors and Kubernetes put new files in the place of old
+//! ones, and the files themselves for writes. Writes to other files of a folder, such as a log, wake nobody. A file counts
+//! as changed when its content has. `generate >file` empties a file first and fills it later: one that is open for
+//! writing is waited for. Nothing here reads a disk on the thread that asks.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
+use sha2::{Digest, Sha256};
+use tokio::io::unix::AsyncFd;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
+
+/// What a file says must be the same for so long. Files that belong together are rarely written at once: a
+/// certificate, then its key.
+const SETTLED: Duration = Duration::from_millis(300);
+/// A writer that has not come to an end by then has forgotten the file.
+const WRITING: Duration = Duration::from_secs(10);
+/// How often files are looked at where nobody tells of changes, as on NFS.
+const LOOK: Duration = Duration::from_mins(1);
+/// The same where the system has nobody left to tell: Linux has 128 for each user.
+const LOOK_OURSELVES: Duration = Duration::from_secs(5);
+
+/// Files, and what each says as a hash; nothing where it cannot be read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct FileHashes(BTreeMap<PathBuf, Option<[u8; 32]>>);
+
+impl FileHashes {
+    /// Notes what the files say now. Blocks on the disk.
+    pub(crate) fn files(&mut self, files: impl IntoIterator<Item = PathBuf>) {
+        for file in files {
+            let said = said(&file);
+            self.0.insert(file, said);
+        }
+    }
+
+    /// Both; where both know a file, `other` knows it better.
+    pub(super) fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
+    /// What the same files say now. Blocks on the disk.
+    pub(super) fn anew(&self) -> Self {
+        let mut now = Self::default();
+        now.files(self.0.keys().cloned());
+        now
+    }
+
+    /// The same, on a thread that may block.
+    async fn now(&self) -> Self {
+        let noted = self.clone();
+        // It does not panic; and what cannot be looked at has not changed.
+        let read = spawn_blocking(move || noted.anew()).await;
+        read.unwrap_or_else(|_| self.clone())
+    }
+}
+
+/// Of a directory it is the names in it that count.
+fn said(file: &Path) -> Option<[u8; 32]> {
+    if let Ok(entries) = std::fs::read_dir(file) {
+        let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
+        let names: BTreeSet<_> = names.collect();
+        return Some(Sha256::digest(format!("{names:?}")).into());
+    }
+    let bytes = std::fs::read(file).ok()?;
+    Some(Sha256::digest(bytes).into())
+}
+
+/// Changes of a folder that the watcher is told of.
+const NAMES: AddWatchFlags = AddWatchFlags::IN_CREATE
+    .union(AddWatchFlags::IN_DELETE)
+    .union(AddWatchFlags::IN_MOVE);
+/// Changes of a file that the watcher is told of.
+const WRITES: AddWatchFlags = AddWatchFlags::IN_MODIFY.union(AddWatchFlags::IN_CLOSE_WRITE);
+
+/// Watch over files and their folders by inotify(7).
+#[derive(Debug)]
+struct Watcher {
+    inotify: AsyncFd<Source>,
+    files: Vec<PathBuf>,
+    /// Files that are being written.
+    writing: Mutex<BTreeSet<WatchDescriptor>>,
+}
+
+#[derive(Debug)]
+struct Source(Inotify);
+
+impl AsRawFd for Source {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+impl Watcher {
+    fn new(noted: &FileHashes) -> io::Result<Self> {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        let files: Vec<PathBuf> = noted.0.keys().cloned().collect();
+        let folders: BTreeSet<PathBuf> = files.iter().filter_map(|file| folder(file)).collect();
+        for folder in folders {
+            inotify.add_watch(&folder, NAMES)?;
+        }
+        #[expect(
+            deprecated,
+            reason = "its successor is unsafe; the descriptor is the source's own and lives as long"
+        )]
+        let inotify = AsyncFd::new(Source(inotify))?;
+        let watcher = Self {
+            inotify,
+            files,
+            writing: Mutex::default(),
+        };
+        watcher.watch_files();
+        Ok(watcher)
+    }
+
+    /// Watches the files that are there; one that is watched already stays so.
+    fn watch_files(&self) {
+        let inotify = &self.inotify.get_ref().0;
+        for file in self.files.iter().filter(|file| !file.is_dir()) {
+            // Of one that is not there its folder tells when it comes.
+            let _ = inotify.add_watch(file, WRITES);
+        }
+    }
+
+    /// Returns once a write has ended, or a name has come, gone or moved.
+    async fn changed(&self) {
+        loop {
+            let Ok(mut ready) = self.inotify.readable().await else {
+                // The runtime ends.
+                return std::future::pending().await;
+            };
+            match ready.try_io(|source| Ok(source.get_ref().0.read_events()?)) {
+                Ok(Ok(events)) if !self.take(&events) => {}
+                Ok(_) => return,
+                Err(_would_block) => {}
+            }
+        }
+    }
+
+    /// Takes up what has happened so far. Returns whether a file is being written.
+    fn is_writing(&self) -> bool {
+        loop {
+            match self.inotify.get_ref().0.read_events() {
+                Ok(events) => self.take(&events),
+                Err(Errno::EINTR) => continue,
+                Err(_) => break,
+            };
+        }
+        !self.writing().is_empty()
+    }
+
+    /// Notes who writes. Returns whether something is different that is no unfinished write.
+    fn take(&self, events: &[InotifyEvent]) -> bool {
+        let mut finished = false;
+        for event in events {
+            if event.mask.contains(AddWatchFlags::IN_MODIFY) {
+                self.writing().insert(event.wd);
+                continue;
+            }
+            finished = true;
+            if event.mask.intersects(NAMES) {
+                self.watch_files();
+            } else {
+                // Closed, or gone with all who have it open.
+                self.writing().remove(&event.wd);
+            }
+        }
+        finished
+    }
+
+    fn writing(&self) -> std::sync::MutexGuard<'_, BTreeSet<WatchDescriptor>> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The files that count, and what they said last.
+pub(crate) struct WatchedFiles {
+    noted: FileHashes,
+    watcher: Option<Watcher>,
+}
+
+impl WatchedFiles {
+    pub(super) fn watch(noted: FileHashes) -> Self {
+        let watcher = Watcher::new(&noted).inspect_err(|error| {
+            tracing::info!(%error, "the system tells of no changed files: looking each {LOOK_OURSELVES:?}");
+        });
+        Self {
+            noted,
+            watcher: watcher.ok(),
+        }
+    }
+
+    /// The same files or others, as they were when they were read.
+    pub(super) fn replaced(mut self, noted: FileHashes) -> Self {
+        if self.noted.0.keys().eq(noted.0.keys()) {
+            self.noted = noted;
+            return self;
+        }
+        Self::watch(noted)
+    }
+
+    /// What they said last.
+    pub(super) fn noted(&self) -> FileHashes {
+        self.noted.clone()
+    }
+
+    /// Returns once what they say is not what they said.
+    pub(super) async fn changed(&self) {
+        let each = self.watcher.as_ref().map_or(LOOK_OURSELVES, |_| LOOK);
+        let mut look = interval_at(Instant::now() + each, each);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while self.noted.now().await == self.noted {
+            match &self.watcher {
+                Some(watcher) => tokio::select! {
+                    () = watcher.changed() => sleep(SETTLED).await,
+                    _ = look.tick() => {}
+                },
+                None => {
+                    look.tick().await;
+                }
+            }
+        }
+    }
+
+    /// Waits until nobody writes them and they say the same twice, within a bound.
+    pub(super) async fn settled(&self) {
+        let end = Instant::now() + WRITING;
+        let mut last = self.noted.now().await;
+        loop {
+            sleep(SETTLED).await;
+            let now = self.noted.now().await;
+            let writing = self.watcher.as_ref().is_some_and(Watcher::is_writing);
+            if (now == last && !writing) || Instant::now() >= end {
+                if let Some(watcher) = &self.watcher {
+                    watcher.writing().clear();
+                }
+                return;
+            }
+            last = now;
+        }
+    }
+}
+
+/// Where its changes are told; a directory's own are told there itself.
+fn folder(file: &Path) -> Option<PathBuf> {
+    if file.is_dir() {
+        return Some(file.to_owned());
+    }
+    match file.parent() {
+        Some(folder) if folder == Path::new("") => Some(".".into()),
+        folder => folder.map(Path::to_owned),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File};
+    use std::io::Write;
+    use tokio::time::timeout;
+
+    fn noted(files: &[&Path]) -> FileHashes {
+        let mut noted = FileHashes::default();
+        noted.files(files.iter().map(|file| file.to_path_buf()));
+        noted
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_being_written_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "before").unwrap();
+        let files = WatchedFiles::watch(noted(&[&file]));
+        let mut slow = File::create(&file).unwrap();
+        // Another reason to read everything anew, such as SIGHUP.
+        let early = timeout(5 * SETTLED, files.settled()).await;
+        assert!(early.is_err(), "it is empty and open");
+        slow.write_all(b"after").unwrap();
+        drop(slow);
+        timeout(LOOK / 2, files.changed()).await.unwrap();
+        timeout(WRITING * 9 / 10, files.settled()).await.unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"after");
+    }
+
+    #[tokio::test]
+    async fn writes_to_other_files_of_the_folder_wake_nobody_and_neither_do_unfinished_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, log) = (folder.path().join("file"), folder.path().join("log"));
+        fs::write(&file, "before").unwrap();
+        let mut log = File::create(log).unwrap();
+        let files = WatchedFiles::watch(noted(&[&file]));
+        let events = || {
+            let inotify = &files.watcher.as_ref().unwrap().inotify;
+            inotify.get_ref().0.read_events()
+        };
+        // The kernel queues an event before the write returns.
+        log.write_all(b"line\n").unwrap();
+        assert_eq!(events().unwrap_err(), Errno::EAGAIN);
+        drop(log);
+        assert_eq!(events().unwrap_err(), Errno::EAGAIN);
+
+        let mut slow = File::create(&file).unwrap();
+        slow.write_all(b"af").unwrap();
+        let watcher = files.watcher.as_ref().unwrap();
+        assert!(!watcher.take(&events().unwrap()), "it is not finished");
+        slow.write_all(b"ter").unwrap();
+        drop(slow);
+        assert!(watcher.take(&events().unwrap()));
+        assert!(!watcher.is_writing());
+    }
+
+    #[tokio::test]
+    async fn a_file_that_comes_later_or_in_anothers_place_is_watched_as_well() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        let files = WatchedFiles::watch(noted(&[&file]));
+        let watcher = files.watcher.as_ref().unwrap();
+        for other in [false, true] {
+            if other {
+                fs::write(folder.path().join("new"), "").unwrap();
+                fs::rename(folder.path().join("new"), &file).unwrap();
+            } else {
+                fs::write(&file, "").unwrap();
+            }
+            timeout(LOOK / 2, watcher.changed()).await.unwrap();
+            assert!(!watcher.is_writing());
+            let mut slow = fs::OpenOptions::new().append(true).open(&file).unwrap();
+            slow.write_all(b"more").unwrap();
+            assert!(watcher.is_writing());
+            drop(slow);
+            assert!(!watcher.is_writing());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_folder_that_is_swapped_by_a_link_is_a_change_and_so_is_a_file_that_goes_and_comes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for (version, text) in [("v1", "one"), ("v2", "two")] {
+            fs::create_dir(path(version)).unwrap();
+            fs::write(path(version).join("file"), text).unwrap();
+        }
+        // As the kubelet mounts a ConfigMap.
+        std::os::unix::fs::symlink("v1", path("..data")).unwrap();
+        std::os::unix::fs::symlink("..data/file", path("file")).unwrap();
+        let file = path("file");
+        let files = WatchedFiles::watch(noted(&[&file]));
+        std::os::unix::fs::symlink("v2", path("..new")).unwrap();
+        fs::rename(path("..new"), path("..data")).unwrap();
+        timeout(LOOK / 2, files.changed()).await.unwrap();
+
+        let files = files.replaced(noted(&[&file]));
+        fs::remove_file(&file).unwrap();
+        timeout(LOOK / 2, files.changed()).await.unwrap();
+        let files = files.replaced(noted(&[&file]));
+        fs::write(&file, "three").unwrap();
+        timeout(LOOK / 2, files.changed()).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_nobody_tells_of_is_seen_at_the_next_look() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "one").unwrap();
+        let files = WatchedFiles {
+            noted: noted(&[&file]),
+            watcher: None,
+        };
+        fs::write(&file, "two").unwrap();
+        timeout(2 * LOOK, files.changed()).await.unwrap();
+    }
+}

@@ -1,0 +1,236 @@
+use super::*;
+use causeway_certs::{Ca, OpenMode, Store};
+use causeway_edge::status::{ConnectedGatewaysStatus, LastErrorStatus, TunnelStatus};
+use causeway_gateway::worker::{WorkerId, Workers};
+use causeway_gateway::{Config, Gateway};
+use causeway_rt::task::TaskGroup;
+use std::path::Path;
+use tempfile::TempDir;
+use tokio::time::timeout;
+use tracing::info_span;
+
+const SOON: Duration = Duration::from_mins(2);
+
+/// The other end: what systemd hears.
+struct Systemd {
+    folder: TempDir,
+    socket: tokio::net::UnixDatagram,
+}
+
+impl Systemd {
+    fn new() -> Self {
+        let folder = TempDir::new().unwrap();
+        let socket = tokio::net::UnixDatagram::bind(folder.path().join("notify")).unwrap();
+        Self { folder, socket }
+    }
+
+    fn notify(&self, watchdog: Option<Duration>) -> SystemdNotifier {
+        SystemdNotifier::connect(self.folder.path().join("notify").as_os_str(), watchdog).unwrap()
+    }
+
+    /// The next datagram.
+    async fn heard(&self) -> String {
+        let mut words = [0; 4096];
+        let read = timeout(SOON, self.socket.recv(&mut words)).await.unwrap();
+        String::from_utf8(words[..read.unwrap()].to_vec()).unwrap()
+    }
+
+    /// The next datagrams up to one that begins so, which is the last of them.
+    async fn heard_until(&self, begin: &str) -> Vec<String> {
+        let mut all = Vec::new();
+        loop {
+            all.push(self.heard().await);
+            if all.last().is_some_and(|last| last.starts_with(begin)) {
+                return all;
+            }
+        }
+    }
+
+    fn nothing_more(&self) {
+        let mut words = [0; 4096];
+        assert!(self.socket.try_recv(&mut words).is_err());
+    }
+}
+
+#[tokio::test]
+async fn it_is_ready_once_and_a_status_is_one_line_and_told_when_it_changes() {
+    let systemd = Systemd::new();
+    let notify = systemd.notify(None);
+    for status in ["serving", "serving", "two\nlines"] {
+        notify.ready(status);
+    }
+    notify.alive();
+    assert_eq!(systemd.heard().await, "READY=1");
+    assert_eq!(systemd.heard().await, "STATUS=serving");
+    assert_eq!(systemd.heard().await, "STATUS=two lines");
+    systemd.nothing_more();
+}
+
+#[tokio::test]
+async fn who_stops_says_how_long_that_may_take() {
+    let systemd = Systemd::new();
+    let notify = systemd.notify(None);
+    notify.stopping(Duration::from_mins(2));
+    notify.stopping(Duration::from_mins(2));
+    assert_eq!(
+        systemd.heard().await,
+        "STOPPING=1\nEXTEND_TIMEOUT_USEC=130000000"
+    );
+    assert_eq!(
+        systemd.heard().await,
+        "STATUS=stopping: what is open gets up to 2m"
+    );
+    systemd.nothing_more();
+}
+
+#[tokio::test]
+async fn an_abstract_socket_is_one_too() {
+    let name = format!("causeway-test-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    let socket = UnixDatagram::bind_addr(&address).unwrap();
+    let notify = SystemdNotifier::connect(OsStr::new(&format!("@{name}")), None).unwrap();
+    notify.ready("here");
+    let mut words = [0; 64];
+    assert_eq!(socket.recv(&mut words).unwrap(), "READY=1".len());
+}
+
+#[tokio::test]
+async fn without_a_service_manager_the_work_is_done_all_the_same() {
+    let notify = SystemdNotifier::default();
+    notify.not_joined("nobody hears");
+    assert_eq!(notify.joining(async { 7 }).await, 7);
+}
+
+#[tokio::test]
+async fn a_service_manager_that_does_not_listen_holds_nobody_up() {
+    let systemd = Systemd::new();
+    let notify = systemd.notify(None);
+    for round in 0..10_000 {
+        notify.status(&round.to_string());
+    }
+}
+
+/// A gateway in `folder` that runs on `cores`.
+fn gateway(folder: &Path, cores: &Workers) -> causeway_gateway::Bound {
+    let store = Store::open(folder, OpenMode::Create).unwrap();
+    store
+        .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
+        .unwrap();
+    let loopback = "127.0.0.1:0".parse().unwrap();
+    let mut config = Config {
+        data_dir: folder.to_owned(),
+        fronts: Vec::new(),
+        ..Config::default()
+    };
+    (config.tunnel.listen, config.admin.listen) = (loopback, loopback);
+    config.timeouts.drain = Duration::from_millis(100);
+    Gateway::new(config).cores(cores.clone()).bind().unwrap()
+}
+
+#[tokio::test]
+async fn a_gateway_lives_only_as_long_as_each_of_its_cores_answers() {
+    let (folder, systemd) = (TempDir::new().unwrap(), Systemd::new());
+    let cores = Workers::start(2).unwrap();
+    let notify = systemd.notify(Some(Duration::from_secs(2)));
+    let (stop, hung) = (CancellationToken::new(), TaskGroup::default());
+    let bound = gateway(folder.path(), &cores);
+    let pulse = bound.pulse();
+    let asked = (stop.clone(), Duration::from_millis(100));
+    let told = async {
+        let begin = systemd.heard_until("STATUS=0 nodes connected").await;
+        assert!(begin.contains(&"READY=1".to_owned()), "{begin:?}");
+        assert!(begin.contains(&"WATCHDOG=1".to_owned()), "{begin:?}");
+
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        hung.spawn_on(cores.runtime(WorkerId(1)), info_span!("hang"), async move {
+            let _ = held.recv();
+        });
+        systemd.heard_until("STATUS=cores [1] do not answer").await;
+        // All that comes now comes after a whole round without an answer: no sign of life among it.
+        let mut silent = vec![systemd.socket.try_recv(&mut [0; 64]).is_err()];
+        for _ in 0..3 {
+            pulse.silent(Duration::from_secs(1)).await;
+            silent.push(systemd.socket.try_recv(&mut [0; 64]).is_err());
+        }
+        assert_eq!(silent, [true; 4]);
+
+        release.send(()).unwrap();
+        systemd.heard_until("WATCHDOG=1").await;
+        stop.cancel();
+        systemd
+            .heard_until("STOPPING=1\nEXTEND_TIMEOUT_USEC=10100000")
+            .await;
+    };
+    tokio::join!(
+        notify.gateway(pulse.clone(), asked, bound.run(stop.clone())),
+        told
+    );
+}
+
+#[tokio::test]
+async fn an_edge_that_cannot_join_yet_counts_as_started_and_says_why() {
+    let systemd = Systemd::new();
+    let notify = systemd.notify(None);
+    notify.not_joined("gw:10262: connection refused");
+    assert_eq!(systemd.heard().await, "READY=1");
+    let status = "STATUS=not joined yet: gw:10262: connection refused";
+    assert_eq!(systemd.heard().await, status);
+}
+
+#[test]
+fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
+    let mut status = Status {
+        node: "edge-1".into(),
+        version: "0",
+        instance: String::new(),
+        started: 0,
+        state: "connecting",
+        tunnels: Vec::new(),
+        gateways: vec!["a:1".into(), "b:1".into()],
+        reached: None,
+        trouble: None,
+        certificate: None,
+        reader: None,
+    };
+    assert_eq!(fares(&status), "edge-1: connecting to 2 gateways");
+    status.trouble = Some(LastErrorStatus {
+        at: 0,
+        what: "nobody answers".into(),
+        refused: false,
+        retry_at: 0,
+    });
+    assert_eq!(
+        fares(&status),
+        "edge-1: not connected: nobody answers; trying again"
+    );
+    let tunnel = |slot| TunnelStatus {
+        slot,
+        state: "standing",
+        gateway: "a:1".into(),
+        address: None,
+        since: 0,
+        round_trip_us: 0,
+        streams: 0,
+        opened: 0,
+        sent: 0,
+        received: 0,
+        unread: 0,
+    };
+    status.tunnels = vec![tunnel(0), tunnel(1)];
+    assert_eq!(fares(&status), "edge-1: connected to 1 of 2 gateways: a:1");
+    status.gateways.truncate(1);
+    assert_eq!(fares(&status), "edge-1: connected to a:1");
+    status.tunnels[0].address = Some("192.0.2.1:1".parse().unwrap());
+    status.tunnels[1].address = Some("192.0.2.2:1".parse().unwrap());
+    assert_eq!(
+        fares(&status),
+        "edge-1: connected to a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
+    );
+    status.reached = Some(ConnectedGatewaysStatus { gateways: 2, of: 3 });
+    assert_eq!(
+        fares(&status),
+        "edge-1: connected to 2 of 3 gateways: a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
+    );
+    status.reached = Some(ConnectedGatewaysStatus { gateways: 2, of: 2 });
+    assert!(!fares(&status).contains("of"), "{}", fares(&status));
+}

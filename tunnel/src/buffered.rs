@@ -1,0 +1,393 @@
+//! What has arrived at this end and nobody has taken yet, in bytes: of a tunnel, and of the whole process.
+//!
+//! The engine keeps up to a window for each stream whose reader stalls, and says how much only stream by stream. So
+//! each stream is entered here while it can hold something, and whoever sizes windows adds them up, now and
+//! then. What a tunnel holds counts into the [`MemoryBudget`] of its process, which is for all tunnels together and for
+//! whatever else waits unread there.
+
+use crate::{
+    eviction::{Progress, ProgressMark, StallMonitor, StalledStream},
+    small_frames::SmallFrames,
+};
+use h2::FlowControl;
+use slab::Slab;
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// Streams are asked what they hold not more often than this, while bytes move.
+pub const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The streams of one tunnel that can hold unread bytes.
+#[derive(Debug)]
+pub(crate) struct BufferedStreams {
+    streams: Mutex<Inner>,
+    pressure: Arc<MemoryBudget>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    open: Slab<StreamEntry>,
+    /// Those that send, and had to wait for the other end's window.
+    senders: Slab<Sender>,
+    /// What they add to the sums of process and node.
+    all: BudgetShare,
+    stalled: BudgetShare,
+    /// Nothing arrives any more, and each gives back what it holds when its reader goes.
+    ended: bool,
+}
+
+#[derive(Debug)]
+struct StreamEntry {
+    id: u32,
+    flow: FlowControl,
+    /// What it held when it was last asked.
+    held: usize,
+    progress: Arc<Progress>,
+    mark: ProgressMark,
+}
+
+#[derive(Debug)]
+struct Sender {
+    progress: Arc<Progress>,
+    mark: ProgressMark,
+}
+
+/// What the streams of a tunnel hold, in bytes, with what their small frames cost besides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BufferedBytes {
+    /// All of them.
+    pub all: usize,
+    /// Those that hold just what they held the last time: nobody takes it.
+    pub stalled: usize,
+}
+
+impl BufferedStreams {
+    /// Bytes that all streams hold now. Asks each of them, and remembers nothing.
+    pub(crate) fn total(&self) -> usize {
+        let streams = self.streams();
+        let open = streams.open.iter();
+        open.map(|(_, stream)| stream.flow.used_capacity()).sum()
+    }
+
+    /// Of a tunnel among `siblings`.
+    pub(crate) fn new(pressure: Arc<MemoryBudget>, siblings: &NodeBudget) -> Arc<Self> {
+        let unread = Arc::new(Self {
+            streams: Mutex::new(Inner {
+                open: Slab::new(),
+                senders: Slab::new(),
+                all: BudgetShare::new(pressure.clone()),
+                stalled: siblings.part(),
+                ended: false,
+            }),
+            pressure,
+        });
+        unread.pressure.stalls.add(&unread);
+        unread
+    }
+
+    /// Adds the streams that stand still: bytes wait in them and did at the last look, and none has moved since.
+    pub(crate) fn stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
+        let mut streams = self.streams();
+        for (_, stream) in &mut streams.open {
+            let held = stream.flow.used_capacity();
+            let since = stream.mark.look(held > 0, &stream.progress, now);
+            found.extend(since.map(|since| StalledStream {
+                since,
+                held,
+                progress: stream.progress.clone(),
+            }));
+        }
+        for (_, sender) in &mut streams.senders {
+            let waits = sender.progress.is_blocked();
+            let since = sender.mark.look(waits, &sender.progress, now);
+            found.extend(since.map(|since| StalledStream {
+                since,
+                held: 0,
+                progress: sender.progress.clone(),
+            }));
+        }
+    }
+
+    /// What all streams hold now. Asks each of them: not for every poll.
+    pub(crate) fn weigh(&self, small: &SmallFrames) -> BufferedBytes {
+        let held = self.streams().weigh(small);
+        if held.all > 0 {
+            self.pressure.stalls.may_begin();
+        }
+        held
+    }
+
+    /// The tunnel has ended: what arrived for a reader that stalls is in memory until he goes.
+    pub(crate) fn end(&self, small: &SmallFrames) {
+        let mut streams = self.streams();
+        let held = streams.weigh(small);
+        streams.stalled.set(held.all);
+        streams.ended = true;
+    }
+
+    fn streams(&self) -> MutexGuard<'_, Inner> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn weigh(&mut self, small: &SmallFrames) -> BufferedBytes {
+        let mut sum = BufferedBytes::default();
+        for (_, stream) in &mut self.open {
+            // Where windows have shrunk meanwhile, what its reader gave back long ago may be all that the other end lacks to go
+            // on, and the engine looks at that only when it is given something. One that holds something is not at rest.
+            if stream.flow.used_capacity() == 0 {
+                let _ = stream.flow.release_capacity(0);
+            }
+            let held = stream.flow.used_capacity() + small.cost(stream.id);
+            sum.all += held;
+            if held == stream.held {
+                sum.stalled += held;
+            }
+            stream.held = held;
+        }
+        self.all.set(sum.all);
+        self.stalled.set(sum.stalled);
+        sum
+    }
+
+    fn remove(&mut self, key: usize) -> Option<StreamEntry> {
+        let gone = self.open.try_remove(key)?;
+        if self.ended {
+            for part in [&mut self.all, &mut self.stalled] {
+                part.set(part.bytes().saturating_sub(gone.held));
+            }
+        }
+        Some(gone)
+    }
+}
+
+/// A stream's place among those that can hold unread bytes.
+#[derive(Debug)]
+pub(crate) struct BufferedStream {
+    unread: Arc<BufferedStreams>,
+    key: usize,
+    progress: Arc<Progress>,
+}
+
+impl BufferedStream {
+    /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
+    pub(crate) fn new(unread: &Arc<BufferedStreams>, id: u32, flow: FlowControl) -> Self {
+        let progress = Arc::<Progress>::default();
+        let stream = StreamEntry {
+            id,
+            flow,
+            held: 0,
+            progress: progress.clone(),
+            mark: ProgressMark::default(),
+        };
+        let key = unread.streams().open.insert(stream);
+        Self {
+            unread: unread.clone(),
+            key,
+            progress,
+        }
+    }
+
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
+    }
+}
+
+impl Drop for BufferedStream {
+    fn drop(&mut self) {
+        let stream = self.unread.streams().remove(self.key);
+        // Outside of the lock: it may take the engine's.
+        drop(stream);
+    }
+}
+
+/// A sender's place among those that may wait for the other end's window.
+#[derive(Debug)]
+pub(crate) struct SenderEntry {
+    unread: Arc<BufferedStreams>,
+    key: usize,
+    progress: Arc<Progress>,
+}
+
+impl SenderEntry {
+    pub(crate) fn new(unread: &Arc<BufferedStreams>) -> Self {
+        let progress = Arc::<Progress>::default();
+        let sender = Sender {
+            progress: progress.clone(),
+            mark: ProgressMark::default(),
+        };
+        let key = unread.streams().senders.insert(sender);
+        Self {
+            unread: unread.clone(),
+            key,
+            progress,
+        }
+    }
+
+    /// Notes that the sender waits.
+    pub(crate) fn blocked(&self) {
+        self.progress.set_blocked(true);
+        self.unread.pressure.stalls.may_begin();
+    }
+
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+impl Drop for SenderEntry {
+    fn drop(&mut self) {
+        self.unread.streams().senders.try_remove(self.key);
+    }
+}
+
+/// Unread bytes of a process, and how many there may be.
+#[derive(Debug)]
+pub struct MemoryBudget {
+    bytes: AtomicUsize,
+    bound: usize,
+    stalls: StallMonitor,
+}
+
+impl MemoryBudget {
+    /// None yet; `bound` bytes at most.
+    pub fn new(bound: usize) -> Self {
+        Self {
+            bytes: AtomicUsize::new(0),
+            bound,
+            stalls: StallMonitor::default(),
+        }
+    }
+
+    /// The streams that may stand still.
+    pub fn stalls(&self) -> &StallMonitor {
+        &self.stalls
+    }
+
+    /// Bytes that were unread when each part last looked.
+    pub fn bytes(&self) -> usize {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Bytes that may be unread.
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// Whether windows have to be small: half of the bound is taken.
+    pub fn is_high(&self) -> bool {
+        self.bytes() >= self.bound / 2
+    }
+
+    /// Whether there is room for no further stream.
+    pub fn is_full(&self) -> bool {
+        self.bytes() >= self.bound
+    }
+}
+
+impl Default for MemoryBudget {
+    /// Without a bound.
+    fn default() -> Self {
+        Self::new(usize::MAX)
+    }
+}
+
+/// What the tunnels of one node share: their streams leave unread what one budget allows, however many tunnels bulk
+/// has brought. Whoever opens a stream wakes its own tunnel's driver; a sibling hears of a crowd when it is polled
+/// next, at its next byte or probe.
+#[derive(Debug, Default)]
+pub struct NodeBudget {
+    streams: AtomicUsize,
+    stalled: Arc<MemoryBudget>,
+}
+
+impl NodeBudget {
+    /// Streams that are open in all of them.
+    pub(crate) fn streams(&self) -> usize {
+        self.streams.load(Relaxed)
+    }
+
+    /// One more, or one less.
+    pub(crate) fn count(&self) -> &AtomicUsize {
+        &self.streams
+    }
+
+    /// Bytes that stalled streams hold, in all of them.
+    pub(crate) fn stalled(&self) -> usize {
+        self.stalled.bytes()
+    }
+
+    /// What one of them adds to that.
+    pub(crate) fn part(&self) -> BudgetShare {
+        BudgetShare::new(self.stalled.clone())
+    }
+}
+
+/// What one tunnel, or one body on its way into a tunnel, adds to the pressure; dropping it takes that away.
+#[derive(Debug)]
+pub struct BudgetShare {
+    pressure: Arc<MemoryBudget>,
+    bytes: usize,
+}
+
+impl BudgetShare {
+    /// Nothing yet.
+    pub fn new(pressure: Arc<MemoryBudget>) -> Self {
+        Self { pressure, bytes: 0 }
+    }
+
+    /// What it adds now.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Adds so much from now on.
+    pub fn set(&mut self, bytes: usize) {
+        let all = &self.pressure.bytes;
+        if bytes >= self.bytes {
+            all.fetch_add(bytes - self.bytes, Relaxed);
+        } else {
+            all.fetch_sub(self.bytes - bytes, Relaxed);
+        }
+        self.bytes = bytes;
+    }
+}
+
+impl Drop for BudgetShare {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pressure_is_the_sum_of_its_parts() {
+        let pressure = Arc::new(MemoryBudget::new(100));
+        let mut near = BudgetShare::new(pressure.clone());
+        let mut far = BudgetShare::new(pressure.clone());
+        near.set(30);
+        far.set(30);
+        assert_eq!(
+            (pressure.bytes(), pressure.is_high(), pressure.is_full()),
+            (60, true, false)
+        );
+        near.set(70);
+        assert!(pressure.is_full());
+        near.set(10);
+        drop(far);
+        assert_eq!((pressure.bytes(), pressure.is_high()), (10, false));
+        drop(near);
+        assert_eq!(pressure.bytes(), 0);
+        assert!(!MemoryBudget::default().is_high());
+    }
+}

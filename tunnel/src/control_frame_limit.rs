@@ -1,0 +1,399 @@
+//! Budget for the control frames of a client, below an HTTP/2 server that has none.
+//!
+//! The engine bounds resets and what frames may hold, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of
+//! unknown kinds for ever. Each costs points; requests and bytes that are sent to the client earn some, since those bring
+//! such frames about, and time earns the rest. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC 9113
+//! §10.5), and what it still sends is thrown away until it has read that. HTTP/1.1 passes untouched.
+
+use crate::{
+    flood::TokenBucket,
+    frame_parser::{
+        CONTINUATION, ClientFrames, DATA, FrameEvent, FrameParser, GOAWAY, HEADERS, PRIORITY,
+        RST_STREAM, WINDOW_UPDATE,
+    },
+};
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::{Instant, Sleep, sleep},
+};
+
+/// Points at the beginning, and at most.
+const MAX_POINTS: u64 = 10_000;
+/// Points that a second earns.
+const POINTS_PER_SECOND: u64 = 1_000;
+/// Requests are worth as many points as a client's frames about one stream cost, with a PING and a priority besides.
+const POINTS_PER_STREAM: u64 = 24;
+/// Points for a frame that an honest client sends seldom: SETTINGS, PING, unknown kinds.
+const RARE_FRAME_COST: u64 = 10;
+/// Error code of a peer that makes too much work (RFC 9113 §7).
+const ENHANCE_YOUR_CALM: u32 = 11;
+/// Time that a client gets to read why its connection ends.
+const GOAWAY_GRACE: Duration = Duration::from_secs(1);
+/// Bytes that are thrown away meanwhile at most.
+const MAX_DISCARDED_BYTES: usize = 1 << 20;
+
+/// A client's connection, whose control frames are counted.
+#[derive(Debug)]
+pub struct ControlFrameLimiter<S, F> {
+    io: S,
+    on_flood: F,
+    read: ClientFrames,
+    written: FrameParser,
+    purse: TokenBucket,
+    last_stream: u32,
+    farewell: Option<Box<GoAwayClose>>,
+}
+
+impl<S, F: Fn()> ControlFrameLimiter<S, F> {
+    /// A connection that has just begun. `on_flood` is called when its client has flooded it.
+    pub fn new(io: S, on_flood: F) -> Self {
+        Self {
+            io,
+            on_flood,
+            read: ClientFrames::default(),
+            written: FrameParser::default(),
+            purse: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
+            last_stream: 0,
+            farewell: None,
+        }
+    }
+
+    /// Whether the budget covers the frames that begin in these bytes.
+    fn pay(&mut self, bytes: &[u8]) -> bool {
+        let Self {
+            read,
+            purse,
+            last_stream,
+            ..
+        } = self;
+        let mut now = None;
+        let mut covered = true;
+        read.pass(bytes, |part| {
+            let FrameEvent::Head(head) = part else { return };
+            let price = match head.kind {
+                DATA => return,
+                // A request; trailers come on a stream that is known.
+                HEADERS if head.stream > *last_stream => {
+                    *last_stream = head.stream;
+                    return purse.sent(0, 1, POINTS_PER_STREAM);
+                }
+                HEADERS | CONTINUATION | PRIORITY | RST_STREAM | WINDOW_UPDATE => 1,
+                _ => RARE_FRAME_COST,
+            };
+            covered &= purse.pay(price, *now.get_or_insert_with(Instant::now));
+        });
+        covered
+    }
+
+    fn earn_for_written(&mut self, bytes: &[u8]) {
+        if self.read.is_http2() {
+            self.written.pass(bytes, |_| {});
+            self.purse.sent(bytes.len(), 0, POINTS_PER_STREAM);
+        }
+    }
+}
+
+/// The end of a connection that was flooded.
+#[derive(Debug)]
+struct GoAwayClose {
+    goaway: Vec<u8>,
+    sent: usize,
+    thrown: usize,
+    until: Pin<Box<Sleep>>,
+}
+
+impl GoAwayClose {
+    fn new(last_stream: u32, between_frames: bool) -> Self {
+        let mut goaway = Vec::new();
+        // In the middle of a frame nothing can be said.
+        if between_frames {
+            goaway.extend([0, 0, 8, GOAWAY, 0, 0, 0, 0, 0]);
+            goaway.extend(last_stream.to_be_bytes());
+            goaway.extend(ENHANCE_YOUR_CALM.to_be_bytes());
+        }
+        Self {
+            goaway,
+            sent: 0,
+            thrown: 0,
+            until: Box::pin(sleep(GOAWAY_GRACE)),
+        }
+    }
+
+    /// Ready once the client has hung up, or had its time.
+    fn poll<S>(&mut self, io: &mut S, cx: &mut Context<'_>) -> Poll<io::Result<()>>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        if self.until.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Ok(()));
+        }
+        while let Some(rest @ [_, ..]) = self.goaway.get(self.sent..) {
+            self.sent += ready!(Pin::new(&mut *io).poll_write(cx, rest))?;
+        }
+        ready!(Pin::new(&mut *io).poll_flush(cx))?;
+        ready!(Pin::new(&mut *io).poll_shutdown(cx))?;
+        let mut scratch = [0; 4096];
+        while self.thrown < MAX_DISCARDED_BYTES {
+            let mut buf = ReadBuf::new(&mut scratch);
+            ready!(Pin::new(&mut *io).poll_read(cx, &mut buf))?;
+            if buf.filled().is_empty() {
+                break;
+            }
+            self.thrown += buf.filled().len();
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+fn flood_error() -> io::Error {
+    let why = "the client floods its connection with control frames";
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+impl<S, F> AsyncRead for ControlFrameLimiter<S, F>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    F: Fn() + Unpin,
+{
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.farewell.is_none() {
+            let before = buf.filled().len();
+            ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
+            if this.pay(buf.filled().get(before..).unwrap_or_default()) {
+                return Poll::Ready(Ok(()));
+            }
+            buf.set_filled(before);
+            (this.on_flood)();
+            let farewell = GoAwayClose::new(this.last_stream, this.written.is_between());
+            this.farewell = Some(Box::new(farewell));
+        }
+        if let Some(farewell) = &mut this.farewell {
+            // That it is gone already changes nothing.
+            let _ = ready!(farewell.poll(&mut this.io, cx));
+        }
+        Poll::Ready(Err(flood_error()))
+    }
+}
+
+impl<S, F> AsyncWrite for ControlFrameLimiter<S, F>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    F: Fn() + Unpin,
+{
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if this.farewell.is_some() {
+            // The read side ends the connection, and wakes its task.
+            return Poll::Pending;
+        }
+        let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
+        this.earn_for_written(buf.get(..written).unwrap_or_default());
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.farewell.is_some() {
+            return Poll::Pending;
+        }
+        Pin::new(&mut this.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if this.farewell.is_some() {
+            return Poll::Pending;
+        }
+        let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;
+        let mut left = written;
+        for buf in bufs {
+            let part = buf.len().min(left);
+            this.earn_for_written(buf.get(..part).unwrap_or_default());
+            left -= part;
+        }
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame_parser::{ACK, PING, PREFACE, SETTINGS};
+    use std::cell::Cell;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+
+    const UNKNOWN: u8 = 0xfa;
+
+    fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+        let length = u8::try_from(payload.len()).unwrap();
+        let mut bytes = vec![0, 0, length, kind, flags];
+        bytes.extend(stream.to_be_bytes());
+        bytes.extend(payload);
+        bytes
+    }
+
+    /// Returns what the client reads after it has sent this, to a server that reads on.
+    async fn told(sent: &[u8]) -> (Vec<u8>, bool) {
+        let (near, mut far): (DuplexStream, DuplexStream) = duplex(64 << 10);
+        let floods = Cell::new(false);
+        let mut calm = ControlFrameLimiter::new(near, || floods.set(true));
+        let server = async {
+            calm.write_all(&frame(SETTINGS, 0, 0, &[])).await.unwrap();
+            let mut sink = [0; 4096];
+            while let Ok(1..) = calm.read(&mut sink).await {}
+            drop(calm);
+        };
+        let client = async {
+            // A server that has hung up breaks the pipe, after it has told why.
+            let _ = far.write_all(&[PREFACE, sent].concat()).await;
+            let _ = far.shutdown().await;
+            let mut told = Vec::new();
+            far.read_to_end(&mut told).await.unwrap();
+            told
+        };
+        let ((), told) = tokio::join!(server, client);
+        (told, floods.get())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_of_control_frames_is_told_to_calm_down() {
+        let request = frame(HEADERS, 5, 7, &[0x82]);
+        for (kind, payload, most) in [
+            (SETTINGS, &[][..], MAX_POINTS / RARE_FRAME_COST),
+            (SETTINGS, &[0, 4, 0, 0, 1, 0], MAX_POINTS / RARE_FRAME_COST),
+            (PING, &[7; 8], MAX_POINTS / RARE_FRAME_COST),
+            (UNKNOWN, &[1], MAX_POINTS / RARE_FRAME_COST),
+            (PRIORITY, &[0, 0, 0, 0, 1], MAX_POINTS),
+            (WINDOW_UPDATE, &[0, 0, 0, 1], MAX_POINTS),
+        ] {
+            let stream = u32::from(kind == PRIORITY) * 7;
+            let many = |count: u64| {
+                let flood = frame(kind, 0, stream, payload).repeat(usize::try_from(count).unwrap());
+                [request.clone(), flood].concat()
+            };
+            let (told, flooded) = told(&many(most)).await;
+            assert!(!flooded && told.len() == 9, "{kind}");
+            let (told, flooded) = self::told(&many(most + POINTS_PER_STREAM + 2)).await;
+            assert!(flooded, "{kind}");
+            let goaway = frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 11]);
+            assert_eq!(told[9..], goaway, "{kind}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn acknowledgements_and_updates_for_what_was_sent_are_paid_for() {
+        let (near, mut far) = duplex(1 << 20);
+        let mut calm = ControlFrameLimiter::new(near, || panic!("it is no flood"));
+        far.write_all(PREFACE).await.unwrap();
+        let mut read = vec![0; 1 << 20];
+        calm.read_exact(&mut read[..PREFACE.len()]).await.unwrap();
+        for _ in 0..2_000 {
+            // 16 KiB down, and up two updates of windows and an acknowledgement.
+            calm.write_all(&frame(DATA, 0, 1, &[0; 200]).repeat(80))
+                .await
+                .unwrap();
+            far.read_exact(&mut read[..80 * 209]).await.unwrap();
+            let update = frame(WINDOW_UPDATE, 0, 1, &[0, 0, 64, 0]);
+            let both = [update.clone(), update, frame(PING, ACK, 0, &[0; 8])].concat();
+            far.write_all(&both).await.unwrap();
+            calm.read_exact(&mut read[..both.len()]).await.unwrap();
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http_1_passes_untouched() {
+        let (near, mut far) = duplex(64 << 10);
+        let mut calm = ControlFrameLimiter::new(near, || panic!("these are no frames"));
+        let mut text = b"POST / HTTP/1.1\r\n\r\n".to_vec();
+        text.extend(frame(PING, 0, 0, &[0; 8]).repeat(2_000));
+        far.write_all(&text).await.unwrap();
+        let mut read = vec![0; text.len()];
+        calm.read_exact(&mut read).await.unwrap();
+        assert_eq!(read, text);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_reads_nothing_is_waited_for_within_a_bound() {
+        let (near, mut far) = duplex(1 << 20);
+        let mut calm = ControlFrameLimiter::new(near, || {});
+        let flood = frame(PING, 0, 0, &[0; 8]).repeat(2_000);
+        far.write_all(&[PREFACE, &flood].concat()).await.unwrap();
+        let began = Instant::now();
+        let mut sink = [0; 4096];
+        while let Ok(1..) = calm.read(&mut sink).await {}
+        assert_eq!(began.elapsed(), GOAWAY_GRACE);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_h2_client_that_works_is_served_and_one_that_floods_is_told_why() {
+        const BODY: &[u8] = &[0; 16 << 10];
+        let (near, far) = duplex(1 << 20);
+        let floods = Cell::new(0);
+        let server = async {
+            let calm = ControlFrameLimiter::new(near, || floods.set(floods.get() + 1));
+            let mut server = h2::server::handshake(calm).await.unwrap();
+            while let Some(Ok((_, mut respond))) = server.accept().await {
+                let mut body = respond
+                    .send_response(http::Response::new(()), false)
+                    .unwrap();
+                body.send_data(bytes::Bytes::from_static(BODY), true)
+                    .unwrap();
+            }
+        };
+        let client = async {
+            let (requests, mut connection) = h2::client::handshake(far).await.unwrap();
+            let mut pings = connection.ping_pong().unwrap();
+            let work = async {
+                for _ in 0..2_000 {
+                    let request = http::Request::get("http://a/").body(()).unwrap();
+                    let mut requests = requests.clone().ready().await.unwrap();
+                    let (answer, _) = requests.send_request(request, true).unwrap();
+                    let mut body = answer.await.unwrap().into_body();
+                    while let Some(data) = body.data().await {
+                        let length = data.unwrap().len();
+                        body.flow_control().release_capacity(length).unwrap();
+                    }
+                    pings.ping(h2::Ping::opaque()).await.unwrap();
+                }
+                assert_eq!(floods.get(), 0);
+                while pings.ping(h2::Ping::opaque()).await.is_ok() {}
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                () = work => unreachable!("it waits for the end of its connection"),
+                ended = connection => ended.unwrap_err(),
+            }
+        };
+        let ((), error) = tokio::join!(server, client);
+        assert!(error.is_remote() && error.is_go_away(), "{error}");
+        assert_eq!(error.reason(), Some(h2::Reason::ENHANCE_YOUR_CALM));
+        assert_eq!(floods.get(), 1);
+    }
+}

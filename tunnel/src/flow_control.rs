@@ -1,0 +1,117 @@
+//! How large a tunnel's stream window is.
+//!
+//! A large window fills long links but lets each stalled reader hold as much, and the engine has one
+//! initial window for a whole connection. So: the least of (160 MB/s × round trip, up to the next of 4, 8 and 16 MiB)
+//! and (what is left of the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two
+//! only, down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
+//! What fills a link is one of those steps itself: a round trip that is measured a hair shorter than the one before
+//! then costs nothing, where it had cost half of the window.
+
+use std::time::Duration;
+
+/// What fills a link: bytes per second of round trip.
+const RATE: u64 = 160_000_000;
+const LEAST_FILL: u64 = 4 << 20;
+const MOST_FILL: u64 = 16 << 20;
+const FLOOR: u64 = 64 << 10;
+
+/// The window that fills a link of this round trip, in bytes: 4, 8 or 16 MiB.
+pub fn bdp_window(round_trip: Duration) -> u32 {
+    let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
+    let bytes = (RATE / 1_000_000).saturating_mul(micros);
+    let bytes = bytes.clamp(LEAST_FILL, MOST_FILL).next_power_of_two();
+    u32::try_from(bytes).unwrap_or(u32::MAX)
+}
+
+/// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
+pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
+    per_stream_share(streams, budget).min(bdp_window(round_trip))
+}
+
+/// What each of `streams` open streams may have of `budget` bytes, however long the link is.
+pub(crate) fn per_stream_share(streams: usize, budget: usize) -> u32 {
+    let share = budget / streams.max(1);
+    let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);
+    u32::try_from(share).unwrap_or(u32::MAX)
+}
+
+/// The window to change to, if `wanted` is at least a factor of two away from `current`.
+pub(crate) fn next_window(current: u32, wanted: u32) -> Option<u32> {
+    let mut next = current;
+    while next > wanted {
+        next = next.div_ceil(2);
+    }
+    while next <= wanted / 2 {
+        next *= 2;
+    }
+    (next != current).then_some(next.max(64 << 10))
+}
+
+/// How many streams bring the window below `current`.
+pub(crate) fn stream_threshold(current: u32, budget: usize) -> usize {
+    if current <= 64 << 10 {
+        return usize::MAX;
+    }
+    let window = usize::try_from(current).unwrap_or(usize::MAX);
+    (budget / window).saturating_add(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BUDGET: usize = 64 << 20;
+
+    #[test]
+    fn a_window_follows_the_round_trip_and_the_crowd() {
+        let near = Duration::from_micros(100);
+        let far = Duration::from_millis(50);
+        assert_eq!(size(near, 1, BUDGET), 4 << 20);
+        assert_eq!(size(far, 1, BUDGET), 8 << 20);
+        assert_eq!(size(Duration::from_millis(200), 1, BUDGET), 16 << 20);
+        assert_eq!(size(far, 64, BUDGET), 1 << 20);
+        assert_eq!(size(far, 100_000, BUDGET), 64 << 10);
+    }
+
+    #[test]
+    fn a_round_trip_that_wobbles_leaves_a_window_that_fills_the_link() {
+        for micros in (1_000..110_000).step_by(100) {
+            let first = bdp_window(Duration::from_micros(micros));
+            for then in [micros * 97 / 100, micros, micros * 103 / 100] {
+                let wanted = bdp_window(Duration::from_micros(then));
+                let window = next_window(first, wanted).unwrap_or(first);
+                let needed = (RATE / 1_000_000 * then).min(MOST_FILL);
+                assert!(
+                    u64::from(window) >= needed,
+                    "{micros} us, then {then} us: {window} bytes"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn it_changes_by_factors_of_two_only() {
+        assert_eq!(next_window(4 << 20, 4 << 20), None);
+        assert_eq!(next_window(4 << 20, 3 << 20), Some(2 << 20));
+        assert_eq!(next_window(4 << 20, 7 << 20), None);
+        assert_eq!(next_window(4 << 20, 8 << 20), Some(8 << 20));
+        assert_eq!(next_window(4 << 20, 64 << 10), Some(64 << 10));
+        assert_eq!(next_window(64 << 10, 4 << 20), Some(4 << 20));
+        assert_eq!(next_window(64 << 10, 64 << 10), None);
+    }
+
+    #[test]
+    fn the_crowd_that_lowers_a_window_is_the_first_that_does() {
+        for window in [4 << 20, 1 << 20, 128 << 10] {
+            let streams = stream_threshold(window, BUDGET);
+            assert_eq!(
+                next_window(
+                    window,
+                    size(Duration::ZERO, streams - 1, BUDGET).min(window)
+                ),
+                None
+            );
+            assert!(next_window(window, size(Duration::ZERO, streams, BUDGET)).is_some());
+        }
+    }
+}

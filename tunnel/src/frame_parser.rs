@@ -1,0 +1,211 @@
+//! HTTP/2's frames as they pass below an engine (RFC 9113 §4.1): for whoever must know what the engine keeps to itself.
+
+/// What a client sends before its first frame (RFC 9113 §3.4).
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Kinds of frames (RFC 9113 §6).
+pub const DATA: u8 = 0;
+/// See [`DATA`].
+pub const HEADERS: u8 = 1;
+/// See [`DATA`].
+pub const PRIORITY: u8 = 2;
+/// See [`DATA`].
+pub const RST_STREAM: u8 = 3;
+/// See [`DATA`].
+pub const SETTINGS: u8 = 4;
+/// See [`DATA`].
+pub const PING: u8 = 6;
+/// See [`DATA`].
+pub const GOAWAY: u8 = 7;
+/// See [`DATA`].
+pub const WINDOW_UPDATE: u8 = 8;
+/// See [`DATA`].
+pub const CONTINUATION: u8 = 9;
+
+/// A flag of DATA and HEADERS.
+pub const END_STREAM: u8 = 1;
+/// A flag of SETTINGS and PING.
+pub const ACK: u8 = 1;
+/// A flag of HEADERS and CONTINUATION.
+pub const END_HEADERS: u8 = 4;
+
+/// Length, kind, flags, stream.
+const HEAD: usize = 9;
+
+/// The head of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// [`DATA`] and so on.
+    pub kind: u8,
+    /// [`END_STREAM`] and so on, by kind.
+    pub flags: u8,
+    /// Of the payload, in bytes.
+    pub length: u32,
+    /// The stream; 0 is the connection.
+    pub stream: u32,
+}
+
+/// What comes next of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameEvent<'a> {
+    /// It begins.
+    Head(FrameHeader),
+    /// Some of its payload; a frame without any has one part that is empty.
+    Payload {
+        /// These bytes.
+        bytes: &'a [u8],
+        /// How many follow.
+        left: u32,
+    },
+}
+
+/// Where one direction of a connection stands between frames.
+#[derive(Debug, Default)]
+pub struct FrameParser {
+    head: [u8; HEAD],
+    have: usize,
+    /// Of the payload, in bytes.
+    left: u32,
+}
+
+impl FrameParser {
+    /// What a client sends: behind the preface, which is shown as payload.
+    pub fn of_client() -> Self {
+        Self {
+            left: u32::try_from(PREFACE.len()).unwrap_or(0),
+            ..Self::default()
+        }
+    }
+
+    /// Whether the last frame is whole and the next one has not begun.
+    pub fn is_between(&self) -> bool {
+        self.have == 0 && self.left == 0
+    }
+
+    /// Shows what the next bytes are, however they are cut.
+    pub fn pass<'a>(&mut self, mut bytes: &'a [u8], mut seen: impl FnMut(FrameEvent<'a>)) {
+        while !bytes.is_empty() {
+            let wanted = match self.left {
+                0 => HEAD - self.have,
+                left => usize::try_from(left).unwrap_or(usize::MAX),
+            };
+            let (part, rest) = bytes.split_at(wanted.min(bytes.len()));
+            bytes = rest;
+            if self.left > 0 {
+                self.left -= u32::try_from(part.len()).unwrap_or(self.left);
+                seen(FrameEvent::Payload {
+                    bytes: part,
+                    left: self.left,
+                });
+            } else if let Some(head) = self.head(part) {
+                seen(FrameEvent::Head(head));
+                if head.length == 0 {
+                    seen(FrameEvent::Payload {
+                        bytes: &[],
+                        left: 0,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Takes some bytes of a head; the head once it is whole.
+    fn head(&mut self, part: &[u8]) -> Option<FrameHeader> {
+        self.head[self.have..self.have + part.len()].copy_from_slice(part);
+        self.have += part.len();
+        if self.have < HEAD {
+            return None;
+        }
+        let [high, middle, low, kind, flags, stream @ ..] = self.head;
+        self.have = 0;
+        self.left = u32::from_be_bytes([0, high, middle, low]);
+        Some(FrameHeader {
+            kind,
+            flags,
+            length: self.left,
+            // The first bit means nothing.
+            stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
+        })
+    }
+}
+
+/// The frames that a client sends, if it speaks HTTP/2 at all: what does not begin with the preface has none.
+#[derive(Debug)]
+pub struct ClientFrames {
+    /// How much of the preface has come; `None` where something else came.
+    preface: Option<usize>,
+    frames: FrameParser,
+}
+
+impl Default for ClientFrames {
+    fn default() -> Self {
+        Self {
+            preface: Some(0),
+            frames: FrameParser::default(),
+        }
+    }
+}
+
+impl ClientFrames {
+    /// Whether the whole preface has come.
+    pub fn is_http2(&self) -> bool {
+        self.preface == Some(PREFACE.len())
+    }
+
+    /// Whether something else than the preface has come.
+    pub fn is_other(&self) -> bool {
+        self.preface.is_none()
+    }
+
+    /// Shows what the next bytes are, however they are cut.
+    pub fn pass<'a>(&mut self, bytes: &'a [u8], seen: impl FnMut(FrameEvent<'a>)) {
+        let Some(have) = self.preface else { return };
+        let (taken, rest) = bytes.split_at(bytes.len().min(PREFACE.len() - have));
+        let sound = PREFACE.get(have..have + taken.len()) == Some(taken);
+        self.preface = sound.then_some(have + taken.len());
+        if sound {
+            self.frames.pass(rest, seen);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_found_however_the_bytes_are_cut() {
+        let mut bytes = PREFACE.to_vec();
+        let sent = [
+            (HEADERS, END_HEADERS, 3_u8),
+            (DATA, 0, 0),
+            (RST_STREAM, 0, 4),
+        ];
+        for (kind, flags, length) in sent {
+            bytes.extend([0, 0, length, kind, flags, 0x80, 0, 1, 2]);
+            bytes.extend(vec![kind; usize::from(length)]);
+        }
+        let heads = sent.map(|(kind, flags, length)| FrameHeader {
+            kind,
+            flags,
+            length: length.into(),
+            stream: 258,
+        });
+        for cut in 1..=bytes.len() {
+            let mut frames = FrameParser::of_client();
+            let (mut seen, mut payload, mut ends) = (Vec::new(), Vec::new(), 0);
+            for part in bytes.chunks(cut) {
+                frames.pass(part, |part| match part {
+                    FrameEvent::Head(head) => seen.push(head),
+                    FrameEvent::Payload { bytes, left } => {
+                        payload.extend_from_slice(bytes);
+                        ends += usize::from(left == 0);
+                    }
+                });
+            }
+            assert_eq!(seen, heads, "{cut}");
+            let whole = [PREFACE, &[HEADERS; 3], &[RST_STREAM; 4]].concat();
+            assert_eq!((payload, ends), (whole, 4), "{cut}");
+        }
+    }
+}

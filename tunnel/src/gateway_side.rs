@@ -1,0 +1,485 @@
+//! The gateway's end of a tunnel: the HTTP/2 client, and the one place that opens streams.
+//!
+//! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection,
+//! judges liveness and sizes windows. What both share is atomics and a token: opening a stream waits for nobody.
+
+mod buffer_monitor;
+mod driver;
+mod window_grant;
+
+pub use driver::{ConnectionDriver, connect};
+use window_grant::WindowGrant;
+
+use crate::{
+    buffered::{MemoryBudget, NodeBudget},
+    control_stream::ControlStream,
+    error::StreamError,
+    headers,
+    liveness::KeepaliveConfig,
+    load::{ByteCounter, OpenStreamGuard, TunnelLoad},
+    request_target::TargetOverflow,
+    stream::{StreamReceiver, StreamSender},
+    target::Target,
+    wire,
+};
+use bytes::Bytes;
+use causeway_rt::socket::IoActivity;
+use futures_util::FutureExt;
+use h2::ext::Protocol;
+use http::{HeaderValue, Method, Request, Response, Uri, header::CONTENT_LENGTH};
+use std::{
+    future::{Future, poll_fn},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_BELOW`] meanwhile. The
+/// answer waits behind what the edge's kernel holds, up to 256 KiB, which takes a slow link longer.
+const STUCK_AFTER: Duration = Duration::from_secs(10);
+/// Bytes, see [`STUCK_AFTER`]: 3 kB/s.
+const STUCK_BELOW: u64 = 32 << 10;
+
+/// What the gateway's end of a tunnel needs to know.
+#[derive(Clone, Debug)]
+pub struct GatewaySideConfig {
+    /// The bounds of liveness.
+    pub liveness: KeepaliveConfig,
+    /// Bytes that all streams of the node's tunnels may have unread at this end.
+    pub budget: usize,
+    /// What those tunnels share.
+    pub siblings: Arc<NodeBudget>,
+    /// Streams that may be open at once.
+    pub max_streams: usize,
+    /// The round trip that TLS's handshake took.
+    pub round_trip: Duration,
+    /// What all tunnels of this process leave unread; windows stay small while it is high.
+    pub pressure: Arc<MemoryBudget>,
+}
+
+impl Default for GatewaySideConfig {
+    fn default() -> Self {
+        Self {
+            liveness: KeepaliveConfig::default(),
+            budget: 64 << 20,
+            siblings: Arc::default(),
+            max_streams: 10_000,
+            round_trip: Duration::ZERO,
+            pressure: Arc::default(),
+        }
+    }
+}
+
+/// What a stream is opened for.
+#[derive(Clone, Debug)]
+pub enum OpenKind {
+    /// A plain request.
+    Request,
+    /// An upgrade to this protocol: extended CONNECT (RFC 8441).
+    Upgrade(String),
+    /// A TCP connection: CONNECT.
+    Tcp,
+}
+
+/// The gateway's handle of one tunnel.
+#[derive(Clone, Debug)]
+pub struct Tunnel {
+    sender: h2::client::SendRequest<Bytes>,
+    shared: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    load: Arc<TunnelLoad>,
+    settings: GatewaySideConfig,
+    traffic: Arc<IoActivity>,
+    suspect: AtomicBool,
+    /// A probe is to be sent before it is due.
+    hurry: AtomicBool,
+    /// When the probe was sent that nothing has been read since, in milliseconds from `began`; none is 0.
+    probed_ms: AtomicU64,
+    /// When the PING was sent that has no answer, in milliseconds from `began`; none is 0.
+    pinged_ms: AtomicU64,
+    /// Bytes that had been read from the socket by then.
+    pinged_read: AtomicU64,
+    began: Instant,
+    draining: AtomicBool,
+    round_trip_us: AtomicU64,
+    turn: WindowGrant,
+    long_targets: AtomicBool,
+    upgrade_bodies: AtomicBool,
+    close: CancellationToken,
+    /// As `draining`, for whoever waits for it; it comes with `close` as well.
+    leaving: CancellationToken,
+}
+
+impl Inner {
+    fn new(load: Arc<TunnelLoad>, traffic: Arc<IoActivity>, settings: &GatewaySideConfig) -> Self {
+        let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
+        let close = CancellationToken::new();
+        Self {
+            load,
+            settings: settings.clone(),
+            traffic,
+            suspect: AtomicBool::new(false),
+            hurry: AtomicBool::new(false),
+            probed_ms: AtomicU64::new(0),
+            pinged_ms: AtomicU64::new(0),
+            pinged_read: AtomicU64::new(0),
+            began: Instant::now(),
+            draining: AtomicBool::new(false),
+            round_trip_us: AtomicU64::new(round_trip),
+            turn: WindowGrant::default(),
+            long_targets: AtomicBool::new(false),
+            upgrade_bodies: AtomicBool::new(false),
+            leaving: close.child_token(),
+            close,
+        }
+    }
+
+    /// Notes that a PING was sent.
+    fn pinged(&self) {
+        self.pinged_read.store(self.traffic.read(), Relaxed);
+        let after = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.pinged_ms.store(after.max(1), Relaxed);
+    }
+
+    /// Notes that no PING is without an answer.
+    fn ponged(&self) {
+        self.pinged_ms.store(0, Relaxed);
+    }
+
+    /// Whether the tunnel makes no progress worth the name, although single bytes come.
+    fn is_stuck(&self) -> bool {
+        let pinged = self.pinged_ms.load(Relaxed);
+        let waits = self
+            .began
+            .elapsed()
+            .saturating_sub(Duration::from_millis(pinged));
+        let read = self
+            .traffic
+            .read()
+            .saturating_sub(self.pinged_read.load(Relaxed));
+        pinged > 0 && waits >= STUCK_AFTER && read < STUCK_BELOW
+    }
+
+    /// Notes since when a probe is without an answer.
+    fn unanswered(&self, probed: Option<Instant>) {
+        let after = probed.map(|probed| probed.saturating_duration_since(self.began));
+        let after = after.map_or(0, |after| {
+            u64::try_from(after.as_millis()).unwrap_or(1).max(1)
+        });
+        self.probed_ms.store(after, Relaxed);
+    }
+}
+
+/// A stream that was opened: what is sent, and the answer to wait for.
+#[derive(Debug)]
+pub struct OpenStream {
+    /// The request's body, or the near half of a session.
+    pub send: StreamSender,
+    /// The answer.
+    pub answer: StreamResponse,
+}
+
+/// The answer of an opened stream.
+#[derive(Debug)]
+pub struct StreamResponse {
+    inner: h2::client::ResponseFuture,
+    moved: Option<ByteCounter>,
+    interims: usize,
+}
+
+impl Tunnel {
+    /// Opens a stream. The only place that does.
+    ///
+    /// `head` is the request as the app is to see it: its method, path, `:authority` or none, and fields
+    /// that are ready for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it. A [`TargetOverflow`] among
+    /// its extensions is sent here.
+    ///
+    /// # Errors
+    /// If the tunnel is gone, drains, has as many streams as it may have, or cannot carry `ask`.
+    pub async fn open(
+        &self,
+        head: Request<()>,
+        ask: &OpenKind,
+        target: &Target,
+        end: bool,
+    ) -> Result<OpenStream, StreamError> {
+        let mut head = prepare(head, ask, target)?;
+        let rest = head.extensions_mut().remove::<TargetOverflow>();
+        if rest.is_some() && !self.shared.long_targets.load(Relaxed) {
+            return Err(StreamError::Nonsense(
+                "the edge is of a version that takes no targets of more than 65534 bytes",
+            ));
+        }
+        if matches!(ask, OpenKind::Upgrade(_))
+            && !self.sender.is_extended_connect_protocol_enabled()
+        {
+            return Err(StreamError::Nonsense(
+                "the edge has not said that it takes upgrades",
+            ));
+        }
+        let has_content = head.headers().contains_key(wire::CONTENT);
+        if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
+            // It would take the body for the first bytes of the session.
+            return Err(StreamError::Nonsense(
+                "the edge is of a version that takes no upgrades with a body",
+            ));
+        }
+        let Some(TargetOverflow(rest)) = rest else {
+            return self.start(head, end).await;
+        };
+        let fields = head.headers_mut();
+        fields.insert(wire::TARGET_REST, HeaderValue::from(rest.len()));
+        // It would not be the length of what the stream carries.
+        if let Some(length) = fields.remove(CONTENT_LENGTH) {
+            fields.insert(wire::CONTENT, length);
+        }
+        let mut opened = self.start(head, false).await?;
+        let sent = if end {
+            opened.send.last(rest).await
+        } else {
+            opened.send.data(rest).await
+        };
+        // An edge that refuses the request takes no more of it, and says why in its answer.
+        drop(sent);
+        Ok(opened)
+    }
+
+    /// Opens a stream to somebody who is no edge, such as an app: `head` goes as it is.
+    ///
+    /// # Errors
+    /// As [`Tunnel::open`].
+    pub async fn ask(&self, head: Request<()>, end: bool) -> Result<OpenStream, StreamError> {
+        self.start(head, end).await
+    }
+
+    /// What a connection goes by that a stream of this tunnel carries: what its streams leave unread is of the same budget.
+    pub fn within(&self) -> GatewaySideConfig {
+        self.shared.settings.clone()
+    }
+
+    /// Opens the control stream (see [`crate::control_stream`]).
+    ///
+    /// # Errors
+    /// If the tunnel is gone, or the edge does not take the stream.
+    pub async fn control(&self) -> Result<ControlStream, StreamError> {
+        let mut head = Request::new(());
+        *head.method_mut() = Method::POST;
+        let version = HeaderValue::from(wire::VERSION);
+        head.headers_mut().insert(wire::CONTROL, version);
+        let opened = self.start(head, false).await?;
+        let (head, receive) = opened.answer.await?.into_parts();
+        if !head.status.is_success() {
+            return Err(StreamError::Nonsense("the edge refused the control stream"));
+        }
+        Ok(ControlStream::new(opened.send, receive))
+    }
+
+    async fn start(&self, head: Request<()>, end: bool) -> Result<OpenStream, StreamError> {
+        let open = OpenStreamGuard::new(&self.shared.load, self.shared.settings.max_streams)
+            .ok_or(StreamError::Busy)?;
+        let path = head.uri().path_and_query();
+        let path = path.map_or(0, |path| path.as_str().len());
+        if headers::size(head.headers()) + path > wire::MAX_HEAD {
+            return Err(StreamError::TooLarge);
+        }
+        let mut ready = self.sender.clone().ready().await?;
+        let (inner, send) = ready.send_request(head, end)?;
+        let id = inner.stream_id().as_u32();
+        Ok(OpenStream {
+            send: StreamSender::new(send, ByteCounter::new(open.clone()), end),
+            answer: StreamResponse {
+                inner,
+                moved: Some(ByteCounter::of(open, id)),
+                interims: 0,
+            },
+        })
+    }
+
+    /// What the tunnel carries.
+    pub fn load(&self) -> &Arc<TunnelLoad> {
+        &self.shared.load
+    }
+
+    /// Whether new streams may be opened: alive as far as is known, and not draining.
+    pub fn is_open(&self) -> bool {
+        !self.is_suspect()
+            && !self.shared.draining.load(Relaxed)
+            && !self.shared.close.is_cancelled()
+    }
+
+    /// Whether a probe went unanswered, or nothing worth the name has come since the last PING.
+    pub fn is_suspect(&self) -> bool {
+        self.shared.suspect.load(Relaxed) || self.shared.is_stuck()
+    }
+
+    /// How long a probe has been without an answer; nothing while none is. Long before the tunnel is suspect, it may say that
+    /// another one would do better.
+    pub fn unanswered_for(&self) -> Duration {
+        match self.shared.probed_ms.load(Relaxed) {
+            0 => Duration::ZERO,
+            probed => self
+                .shared
+                .began
+                .elapsed()
+                .saturating_sub(Duration::from_millis(probed)),
+        }
+    }
+
+    /// How long nothing has been read.
+    pub fn silent_for(&self) -> Duration {
+        self.shared.traffic.last_read().elapsed()
+    }
+
+    /// Has it probed now, unless a probe is out: for whoever cannot wait until its turn comes.
+    pub fn probe(&self) {
+        self.shared.hurry.store(true, Relaxed);
+        self.shared.load.crowded().wake();
+    }
+
+    /// Whether the tunnel takes no further streams because one end leaves.
+    pub fn is_draining(&self) -> bool {
+        self.shared.draining.load(Relaxed)
+    }
+
+    /// No further streams; the open ones go on.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Relaxed);
+        self.leave();
+    }
+
+    /// Ends what rests on the tunnel (see [`Tunnel::leaving`]); streams may still be opened.
+    pub fn leave(&self) {
+        self.shared.leaving.cancel();
+    }
+
+    /// Cancelled when one end leaves, or the tunnel is closed: nothing is to be kept on it for later.
+    pub fn leaving(&self) -> &CancellationToken {
+        &self.shared.leaving
+    }
+
+    /// Whether the tunnel has been closed, or has ended by itself.
+    pub fn is_closed(&self) -> bool {
+        self.shared.close.is_cancelled()
+    }
+
+    /// Closes the tunnel at once, with all its streams.
+    pub fn close(&self) {
+        self.shared.close.cancel();
+    }
+
+    /// From now on the edge is given its turns: see [`Tunnel::turn`].
+    pub fn give_turns(&self) {
+        self.shared.turn.give();
+    }
+
+    /// Whether requests may have a [`TargetOverflow`] from now on.
+    pub fn allow_long_targets(&self, allowed: bool) {
+        self.shared.long_targets.store(allowed, Relaxed);
+    }
+
+    /// Whether upgrades may have a body ([`wire::CONTENT`]) from now on.
+    pub fn allow_upgrade_bodies(&self, allowed: bool) {
+        self.shared.upgrade_bodies.store(allowed, Relaxed);
+    }
+
+    /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until
+    /// [`Tunnel::turn_over`] this end sends neither PING nor SETTINGS of its own (design trap 11).
+    pub async fn turn(&self) -> u32 {
+        self.shared.turn.asked().await
+    }
+
+    /// The edge has changed its window to this many bytes.
+    pub fn turn_over(&self, window: u32) {
+        self.shared.turn.over(window);
+        self.shared.load.crowded().wake();
+    }
+
+    /// The least of the recent round trips (at first: of TLS's handshake).
+    pub fn round_trip(&self) -> Duration {
+        Duration::from_micros(self.shared.round_trip_us.load(Relaxed))
+    }
+}
+
+fn prepare(
+    mut head: Request<()>,
+    ask: &OpenKind,
+    target: &Target,
+) -> Result<Request<()>, StreamError> {
+    let target = target.text();
+    match ask {
+        OpenKind::Tcp => {
+            *head.method_mut() = Method::CONNECT;
+            *head.uri_mut() = Uri::builder()
+                .authority(target)
+                .build()
+                .map_err(|_| StreamError::Nonsense("the target is not an authority"))?;
+            return Ok(head);
+        }
+        OpenKind::Upgrade(token) => {
+            let method = HeaderValue::from_str(head.method().as_str())
+                .map_err(|_| StreamError::Nonsense("the method is not a field value"))?;
+            head.headers_mut().insert(wire::METHOD, method);
+            *head.method_mut() = Method::CONNECT;
+            head.extensions_mut().insert(Protocol::from(token.as_str()));
+        }
+        OpenKind::Request => {}
+    }
+    let target = HeaderValue::try_from(target)
+        .map_err(|_| StreamError::Nonsense("the target is not a field value"))?;
+    head.headers_mut().insert(wire::TARGET, target);
+    Ok(head)
+}
+
+impl StreamResponse {
+    /// The next interim answer (1xx), if one comes before the final one.
+    ///
+    /// # Errors
+    /// If the stream was reset or the tunnel is gone.
+    pub async fn interim(&mut self) -> Result<Option<Response<()>>, StreamError> {
+        let interim = poll_fn(|cx| self.inner.poll_informational(cx)).await;
+        if interim.is_some() {
+            self.count()?;
+        }
+        interim.transpose().map_err(StreamError::from)
+    }
+
+    fn count(&mut self) -> Result<(), StreamError> {
+        self.interims += 1;
+        if self.interims > wire::MOST_INTERIMS {
+            return Err(StreamError::Nonsense(
+                "interim answers without end came instead of an answer",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Future for StreamResponse {
+    type Output = Result<Response<StreamReceiver>, StreamError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        // Left to itself the engine keeps each until somebody asks for the final answer, and counts none.
+        while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
+            interim?;
+            self.count()?;
+        }
+        let answered = ready!(self.inner.poll_unpin(cx))?;
+        let moved = self
+            .moved
+            .take()
+            .ok_or(StreamError::Nonsense("the answer was taken twice"))?;
+        Poll::Ready(Ok(answered.map(|body| StreamReceiver::new(body, moved))))
+    }
+}
+
+#[cfg(test)]
+mod tests;

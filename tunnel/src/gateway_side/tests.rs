@@ -1,0 +1,791 @@
+//! Both ends of a tunnel over one in-memory pipe.
+
+#![allow(clippy::disallowed_methods, reason = "tests own their tasks")]
+
+mod budget;
+mod heads;
+
+use super::*;
+use crate::{
+    body::pump,
+    control_stream::{EdgeMessage, GatewayMessage},
+    copy::{self, ByteCounters},
+    edge_side::{self, EdgeSide, IncomingStream, StreamKind, StreamRequest},
+    error::{RejectCode, TunnelEnd},
+};
+use causeway_rt::socket::CountedIo;
+use http::StatusCode;
+use http_body_util::{BodyExt, Full, StreamBody};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::Instant,
+};
+
+type Edge = EdgeSide<CountedIo<DuplexStream>>;
+
+async fn pair(settings: GatewaySideConfig) -> (Tunnel, mpsc::UnboundedReceiver<TunnelEnd>, Edge) {
+    let (near, far) = duplex(256 * 1024);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let (tunnel, driver) = connected.unwrap();
+    let (tell, ended) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let _ = tell.send(driver.run().await);
+    });
+    (tunnel, ended, accepted.unwrap())
+}
+
+#[tokio::test]
+async fn a_tunnel_goes_on_after_its_connection_took_nothing_for_a_while() {
+    let (near, far) = duplex(64);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
+    let settings = GatewaySideConfig::default();
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
+    tokio::spawn(driver.run());
+    // Many small answers in one turn: each is held, and the connection takes 64 bytes at a time.
+    tokio::spawn(async move {
+        let mut asked = Vec::new();
+        while let Ok(IncomingStream::Stream(stream)) = edge.next().await {
+            asked.push(*stream);
+            if asked.len() < 32 {
+                continue;
+            }
+            for (index, stream) in asked.drain(..).enumerate() {
+                let mut send = stream.reply.send(Response::new(()), false).unwrap();
+                let body = Bytes::from(vec![u8::try_from(index).unwrap(); 3000]);
+                tokio::spawn(async move { send.last(body).await });
+            }
+        }
+    });
+    let mut answers = Vec::new();
+    for index in 0..32 {
+        let head = Request::new(());
+        let target = Target::new("edge-1", 80);
+        let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+        answers.push((index, opened.unwrap().answer));
+    }
+    let all_come = async {
+        for (index, answer) in answers {
+            let mut body = answer.await.unwrap().into_body();
+            let mut all = Vec::new();
+            while let Some(data) = body.data().await {
+                all.extend_from_slice(&data.unwrap());
+            }
+            assert_eq!(all, vec![index; 3000]);
+        }
+    };
+    let bound = Duration::from_mins(2);
+    tokio::time::timeout(bound, all_come).await.unwrap();
+}
+
+/// Both ends of a tunnel on which the edge takes its turns.
+struct Turning {
+    tunnel: Tunnel,
+    ended: mpsc::UnboundedReceiver<TunnelEnd>,
+    /// Of the edge's end.
+    edge: Arc<TunnelLoad>,
+    /// What the edge is asked for.
+    asked: mpsc::UnboundedReceiver<StreamRequest>,
+    /// What the edge took at each of its turns, in bytes.
+    taken: mpsc::UnboundedReceiver<u32>,
+}
+
+/// The edge's loop, reduced to streams and turns.
+async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<StreamRequest>) {
+    let mut control: Option<ControlStream> = None;
+    loop {
+        let heard = async {
+            match &mut control {
+                Some(control) => control.hear::<GatewayMessage>().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            incoming = server.next() => match incoming {
+                Ok(IncomingStream::Stream(stream)) => drop(tell.send(*stream)),
+                Ok(IncomingStream::Control(opened)) => control = Some(*opened),
+                Err(_) => return,
+            },
+            line = heard => {
+                let Ok(GatewayMessage::Window { bytes }) = line else { return };
+                let bytes = server.resize(bytes);
+                let control = control.as_mut().unwrap();
+                control.tell(&EdgeMessage::Window { bytes }).await.unwrap();
+            }
+        }
+    }
+}
+
+/// Both ends, with the edge's turns as gateway and edge take them; streams go to `asked`.
+async fn taking_turns(settings: GatewaySideConfig) -> Turning {
+    let budget = settings.budget;
+    taking_turns_within(settings, budget).await
+}
+
+/// As [`taking_turns`], of an edge with a budget of its own, in bytes.
+async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turning {
+    let (near, far) = duplex(256 * 1024);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let edge = edge_side::EdgeSideConfig {
+        budget,
+        ..edge_side::EdgeSideConfig::default()
+    };
+    let accept = edge_side::accept(far, far_traffic, edge);
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let ((tunnel, driver), server) = (connected.unwrap(), accepted.unwrap());
+    let (tell, ended) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let _ = tell.send(driver.run().await);
+    });
+    let load = server.load();
+    let (tell, asked) = mpsc::unbounded_channel();
+    tokio::spawn(edge_taking_turns(server, tell));
+    let mut control = tunnel.control().await.unwrap();
+    tunnel.give_turns();
+    let turns = tunnel.clone();
+    let (took, taken) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                bytes = turns.turn() => {
+                    if control.tell(&GatewayMessage::Window { bytes }).await.is_err() {
+                        return;
+                    }
+                }
+                heard = control.hear() => match heard {
+                    Ok(EdgeMessage::Window { bytes }) => {
+                        turns.turn_over(bytes);
+                        let _ = took.send(bytes);
+                    }
+                    _ => return,
+                },
+            }
+        }
+    });
+    Turning {
+        tunnel,
+        ended,
+        edge: load,
+        asked,
+        taken,
+    }
+}
+
+/// A tunnel whose edge serves each stream with `serve`.
+async fn serving<F>(serve: impl Fn(Box<StreamRequest>) -> F + std::marker::Send + 'static) -> Tunnel
+where
+    F: Future<Output = ()> + std::marker::Send + 'static,
+{
+    let (tunnel, _, mut edge) = pair(GatewaySideConfig::default()).await;
+    tokio::spawn(async move {
+        while let Ok(incoming) = edge.next().await {
+            if let IncomingStream::Stream(asked) = incoming {
+                tokio::spawn(serve(asked));
+            }
+        }
+    });
+    tunnel
+}
+
+fn target() -> Target {
+    Target::new("edge-1", 9100)
+}
+
+fn get(path: &str) -> Request<()> {
+    Request::builder()
+        .uri(format!("https://edge-1:9100{path}"))
+        .body(())
+        .unwrap()
+}
+
+async fn fetch(tunnel: &Tunnel, path: &str) -> Result<Bytes, StreamError> {
+    let opened = tunnel
+        .open(get(path), &OpenKind::Request, &target(), true)
+        .await?;
+    let body = opened.answer.await?.into_body();
+    Ok(body.collect().await?.to_bytes())
+}
+
+async fn answer_with(asked: Box<StreamRequest>, body: Bytes) {
+    let mut send = asked.reply.send(Response::new(()), false).unwrap();
+    let _ = pump(Full::new(body), &mut send, None).await;
+}
+
+#[tokio::test]
+async fn a_request_reaches_the_edge_with_target_and_without_private_fields() {
+    let tunnel = serving(|asked| async move {
+        assert_eq!(asked.kind, StreamKind::Request);
+        assert_eq!(asked.target, target());
+        assert!(
+            asked
+                .head
+                .headers()
+                .keys()
+                .all(|name| !name.as_str().starts_with("causeway"))
+        );
+        let path = asked.head.uri().to_string();
+        answer_with(asked, Bytes::from(path)).await;
+    })
+    .await;
+    let body = fetch(&tunnel, "/a//b?c=%2f").await.unwrap();
+    assert_eq!(body, "https://edge-1:9100/a//b?c=%2f");
+}
+
+#[tokio::test]
+async fn an_upgrade_keeps_its_method_and_token() {
+    let tunnel = serving(|asked| async move {
+        assert_eq!(asked.kind, StreamKind::Upgrade("SPDY/3.1".into()));
+        assert_eq!(asked.head.method(), Method::POST);
+        answer_with(asked, Bytes::from_static(b"whole")).await;
+    })
+    .await;
+    // SETTINGS of the edge arrive with its first answer at the latest (trap 5).
+    let _ = fetch(&tunnel, "/").await;
+    let mut head = get("/exec");
+    *head.method_mut() = Method::POST;
+    let ask = OpenKind::Upgrade("SPDY/3.1".into());
+    let opened = tunnel.open(head, &ask, &target(), false).await.unwrap();
+    let answer = opened.answer.await.unwrap();
+    assert_eq!(
+        answer.into_body().collect().await.unwrap().to_bytes(),
+        "whole"
+    );
+}
+
+#[tokio::test]
+async fn an_edges_refusal_carries_its_word_and_sentence() {
+    let tunnel = serving(|asked| async move {
+        asked
+            .reply
+            .refuse(&RejectCode::TargetRefused.because("could not dial 127.0.0.1:9: refused"));
+    })
+    .await;
+    let opened = tunnel
+        .open(Request::new(()), &OpenKind::Tcp, &target(), false)
+        .await
+        .unwrap();
+    let answer = opened.answer.await.unwrap();
+    assert_eq!(answer.status(), StatusCode::BAD_GATEWAY);
+    let word = answer.headers()[wire::FAILURE].to_str().unwrap();
+    assert_eq!(RejectCode::parse(word), Some(RejectCode::TargetRefused));
+    assert!(
+        answer.headers()[wire::DETAIL]
+            .to_str()
+            .unwrap()
+            .contains("127.0.0.1:9")
+    );
+}
+
+#[tokio::test]
+async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
+    let tunnel = serving(|asked| async move {
+        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+        let chunk = |_| {
+            Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(&[7; 64])))
+        };
+        let chunks = futures_util::stream::iter((0..200_000).map(chunk));
+        pump(StreamBody::new(chunks), &mut send, None)
+            .await
+            .unwrap();
+    })
+    .await;
+    let body = fetch(&tunnel, "/").await.unwrap();
+    assert_eq!(body.len(), 64 * 200_000);
+    assert!(fetch(&tunnel, "/").await.is_ok(), "the tunnel lives on");
+}
+
+#[tokio::test]
+async fn trap_2_callers_that_hang_up_by_the_thousand_keep_the_tunnel() {
+    let tunnel = serving(|mut asked| async move {
+        asked.reply.reset().await;
+    })
+    .await;
+    for _ in 0..100 {
+        let mut waiting = Vec::new();
+        for _ in 0..50 {
+            let opened = tunnel
+                .open(get("/"), &OpenKind::Request, &target(), true)
+                .await
+                .unwrap();
+            waiting.push(opened);
+        }
+        tokio::task::yield_now().await;
+        drop(waiting);
+    }
+    assert_eq!(tunnel.load().streams(), 0);
+    assert!(tunnel.is_open());
+    let opened = tunnel
+        .open(get("/"), &OpenKind::Request, &target(), true)
+        .await;
+    assert!(opened.is_ok(), "5,000 resets are ordinary on a tunnel");
+}
+
+#[tokio::test]
+async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
+    let (saw, mut seen) = mpsc::unbounded_channel();
+    let tunnel = serving(move |mut asked| {
+        let saw = saw.clone();
+        async move {
+            let first = asked.body.data().await;
+            assert!(matches!(first, Some(Ok(_))));
+            let second = asked.body.data().await;
+            saw.send(matches!(second, Some(Err(error)) if error.is_reset()))
+                .unwrap();
+        }
+    })
+    .await;
+    let mut opened = tunnel
+        .open(get("/"), &OpenKind::Request, &target(), false)
+        .await
+        .unwrap();
+    opened.send.data(Bytes::from_static(b"half")).await.unwrap();
+    tokio::task::yield_now().await;
+    drop(opened.send);
+    assert!(seen.recv().await.unwrap());
+
+    let tunnel = serving(|asked| async move {
+        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+        send.data(Bytes::from_static(b"half")).await.unwrap();
+        drop(send);
+    })
+    .await;
+    let error = fetch(&tunnel, "/").await.unwrap_err();
+    assert!(error.is_reset(), "{error}");
+}
+
+#[tokio::test]
+async fn an_answer_before_the_request_is_read_is_whole() {
+    let tunnel = serving(|asked| async move {
+        let StreamRequest { reply, body, .. } = *asked;
+        let mut send = reply.send(Response::new(()), false).unwrap();
+        send.last(Bytes::from(vec![1; 300_000])).await.unwrap();
+        drop((send, body));
+    })
+    .await;
+    let mut opened = tunnel
+        .open(get("/"), &OpenKind::Request, &target(), false)
+        .await
+        .unwrap();
+    // May fail already: the edge wants no more of it.
+    let _ = opened.send.data(Bytes::from_static(b"never read")).await;
+    let body = opened.answer.await.unwrap().into_body();
+    assert_eq!(body.collect().await.unwrap().to_bytes().len(), 300_000);
+}
+
+#[tokio::test]
+async fn a_half_close_and_a_reset_travel_through_a_relay() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tunnel = serving(move |asked| async move {
+        let app = TcpStream::connect(address).await.unwrap();
+        let send = asked.reply.send(Response::new(()), false).unwrap();
+        copy::relay(
+            app,
+            send,
+            asked.body,
+            Arc::new(ByteCounters::default()),
+            false,
+        )
+        .await;
+    })
+    .await;
+    let open = async || {
+        let opened = tunnel
+            .open(Request::new(()), &OpenKind::Tcp, &target(), false)
+            .await
+            .unwrap();
+        let (app, _) = listener.accept().await.unwrap();
+        (opened.send, opened.answer.await.unwrap().into_body(), app)
+    };
+
+    let (mut send, mut receive, mut app) = open().await;
+    send.last(Bytes::from_static(b"question")).await.unwrap();
+    let mut heard = Vec::new();
+    app.read_to_end(&mut heard).await.unwrap();
+    assert_eq!(heard, b"question", "the app sees the half-close");
+    app.write_all(b"answer").await.unwrap();
+    assert_eq!(receive.data().await.unwrap().unwrap(), "answer");
+    drop(app);
+    let end = receive.data().await;
+    assert!(end.is_none(), "a clean end stays one: {end:?}");
+
+    let (_send, mut receive, app) = open().await;
+    socket2::SockRef::from(&app)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(app);
+    assert!(receive.data().await.unwrap().unwrap_err().is_reset());
+
+    let (send, receive, mut app) = open().await;
+    drop((send, receive));
+    let error = app.read_u8().await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn the_control_stream_speaks_both_ways() {
+    let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    let edge = tokio::spawn(async move {
+        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let talk = async {
+            let heard: GatewayMessage = control.hear().await.unwrap();
+            assert_eq!(heard, GatewayMessage::Registered);
+            let leave = EdgeMessage::Leave {
+                detail: "bye".into(),
+                until_idle: false,
+                serves: false,
+            };
+            control.tell(&leave).await.unwrap();
+            let end = control.hear::<GatewayMessage>().await;
+            assert!(end.is_err());
+        };
+        tokio::select! { () = talk => {}, _ = edge.next() => panic!("no other stream") }
+    });
+    let mut control = tunnel.control().await.unwrap();
+    control.tell(&GatewayMessage::Registered).await.unwrap();
+    let heard: EdgeMessage = control.hear_within(Duration::from_secs(5)).await.unwrap();
+    assert_eq!(
+        heard,
+        EdgeMessage::Leave {
+            detail: "bye".into(),
+            until_idle: false,
+            serves: false,
+        }
+    );
+    control.close();
+    edge.await.unwrap();
+}
+
+#[tokio::test]
+async fn streams_beyond_the_limit_are_refused_and_counted_back() {
+    let settings = GatewaySideConfig {
+        max_streams: 2,
+        ..GatewaySideConfig::default()
+    };
+    let (tunnel, _ended, mut edge) = pair(settings).await;
+    tokio::spawn(async move { while edge.next().await.is_ok() {} });
+    let open = || async {
+        tunnel
+            .open(get("/"), &OpenKind::Request, &target(), true)
+            .await
+    };
+    let first = open().await.unwrap();
+    let _second = open().await.unwrap();
+    assert!(matches!(open().await, Err(StreamError::Busy)));
+    drop(first);
+    assert!(open().await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
+    // The edge is never polled: it hears nothing and answers no PING.
+    let (tunnel, mut ended, _edge) = pair(GatewaySideConfig::default()).await;
+    let started = Instant::now();
+    tokio::time::sleep(Duration::from_millis(4_400)).await;
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(tunnel.is_open());
+    // The probe was sent after 4.5 to 5 s.
+    let late = tunnel.unanswered_for();
+    assert!(
+        (Duration::from_millis(4_300)..Duration::from_secs(5)).contains(&late),
+        "{late:?}"
+    );
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(tunnel.is_suspect());
+    assert_eq!(ended.recv().await, Some(TunnelEnd::Silent));
+    assert!(started.elapsed() <= Duration::from_secs(15));
+    assert!(!tunnel.is_open());
+}
+
+/// Copies, at 512 bytes a second while `slow`.
+async fn trickle(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    slow: Arc<AtomicBool>,
+) {
+    let mut part = vec![0; 4096];
+    loop {
+        let most = if slow.load(Relaxed) { 512 } else { 4096 };
+        let read = from.read(&mut part[..most]).await.unwrap();
+        if read == 0 || to.write_all(&part[..read]).await.is_err() {
+            return;
+        }
+        if most == 512 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
+    let second = Duration::from_secs(1);
+    let (near, from_near) = duplex(64 * 1024);
+    let (far, from_far) = duplex(64 * 1024);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let (mut from_near, to_near) = tokio::io::split(from_near);
+    let (from_far, mut to_far) = tokio::io::split(from_far);
+    tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
+    let trickles = Arc::new(AtomicBool::new(false));
+    tokio::spawn(trickle(from_far, to_near, trickles.clone()));
+    let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
+    let connecting = connect(near, near_traffic, GatewaySideConfig::default());
+    let (connected, accepted) = tokio::join!(connecting, accept);
+    let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
+    tokio::spawn(driver.run());
+    let (finish, finished) = tokio::sync::oneshot::channel::<()>();
+    tokio::spawn(async move {
+        let Ok(IncomingStream::Stream(stream)) = edge.next().await else {
+            return;
+        };
+        tokio::spawn(async move {
+            let mut send = stream.reply.send(Response::new(()), false).unwrap();
+            let endless = async { while send.data(vec![0; 65536].into()).await.is_ok() {} };
+            tokio::select! {
+                () = endless => {}
+                _ = finished => {}
+            }
+        });
+        let _ = edge.next().await;
+    });
+    // As every tunnel's control stream.
+    let _control = OpenStreamGuard::new(tunnel.load(), 9).unwrap();
+    let head = Request::new(());
+    let target = Target::new("edge-1", 80);
+    let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+    let mut body = opened.unwrap().answer.await.unwrap().into_body();
+    tokio::spawn(async move { while body.data().await.is_some() {} });
+
+    trickles.store(true, Relaxed);
+    let until = async |suspect: bool| {
+        let look = async {
+            while tunnel.is_suspect() != suspect {
+                tokio::time::sleep(second / 10).await;
+            }
+        };
+        tokio::time::timeout(60 * second, look).await.unwrap();
+    };
+    until(true).await;
+    assert!(!tunnel.is_open());
+    trickles.store(false, Relaxed);
+    drop(finish);
+    until(false).await;
+    assert!(tunnel.is_open(), "it has not ended");
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_cannot_wait_has_a_tunnel_probed() {
+    let second = Duration::from_secs(1);
+    let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    tokio::time::sleep(2 * second).await;
+    // The edge does not hear it yet.
+    tunnel.probe();
+    tokio::time::sleep(second).await;
+    assert!(tunnel.unanswered_for() >= second / 2 && tunnel.silent_for() >= 2 * second);
+    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    tokio::time::sleep(second).await;
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
+    tunnel.probe();
+    tokio::time::sleep(second / 2).await;
+    assert!(tunnel.silent_for() < second);
+    assert!(!edge.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_tunnel_is_kept_alive_by_round_trips_and_both_ends_hear_them() {
+    let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    tokio::time::sleep(Duration::from_mins(10)).await;
+    assert!(tunnel.is_open());
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
+    assert!(ended.try_recv().is_err());
+    assert!(!edge.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
+    let (near, far) = duplex(64 * 1024);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
+    let (connected, accepted) = tokio::join!(
+        connect(near, near_traffic, GatewaySideConfig::default()),
+        accept
+    );
+    // The driver is never polled: the gateway has died without a word.
+    let _dead = connected.unwrap();
+    let started = Instant::now();
+    let ended = accepted.unwrap().next().await.unwrap_err();
+    assert_eq!(ended, TunnelEnd::Silent);
+    assert!(started.elapsed() <= Duration::from_secs(15));
+}
+
+/// Serves every stream by sending back what it brings.
+async fn echo(mut all: mpsc::UnboundedReceiver<StreamRequest>) {
+    while let Some(asked) = all.recv().await {
+        tokio::spawn(async move {
+            let StreamRequest {
+                reply, mut body, ..
+            } = asked;
+            let mut send = reply.send(Response::new(()), false).unwrap();
+            while let Some(Ok(chunk)) = body.data().await {
+                if send.data(chunk).await.is_err() {
+                    return;
+                }
+            }
+            let _ = send.end();
+        });
+    }
+}
+
+/// Sends 4 MiB through an echoing tunnel, so many times. Returns how many bytes came back.
+async fn shout(tunnel: Tunnel, times: usize) -> usize {
+    let mut moved = 0;
+    for _ in 0..times {
+        let opened = tunnel
+            .open(get("/"), &OpenKind::Request, &target(), false)
+            .await
+            .unwrap();
+        let mut send = opened.send;
+        let up = tokio::spawn(async move {
+            for _ in 0..64 {
+                send.data(Bytes::from(vec![3; 64 * 1024])).await.unwrap();
+            }
+            send.end().unwrap();
+        });
+        let mut body = opened.answer.await.unwrap().into_body();
+        while let Some(chunk) = body.data().await {
+            moved += chunk.unwrap().len();
+        }
+        up.await.unwrap();
+    }
+    moved
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
+    let liveness = KeepaliveConfig {
+        probe_after: Duration::from_millis(50),
+        ..KeepaliveConfig::default()
+    };
+    let settings = GatewaySideConfig {
+        liveness,
+        budget: 16 << 20,
+        round_trip: Duration::from_millis(100),
+        ..GatewaySideConfig::default()
+    };
+    let Turning {
+        tunnel,
+        mut ended,
+        asked,
+        ..
+    } = taking_turns(settings).await;
+    tokio::spawn(echo(asked));
+    // A crowd that comes and goes makes the windows of both ends change all the time.
+    let crowd: Vec<_> = (0..12)
+        .map(|number| number % 3 + 1)
+        .map(|times| (times, tokio::spawn(shout(tunnel.clone(), times))))
+        .collect();
+    for (times, each) in crowd {
+        let bound = Duration::from_mins(5);
+        let moved = tokio::time::timeout(bound, each).await.expect("it hangs");
+        assert_eq!(moved.unwrap(), times * (4 << 20));
+    }
+    assert!(ended.try_recv().is_err(), "the tunnel lives on");
+    assert!(tunnel.round_trip() > Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
+    // The first PING says that the link is short: the window is lowered, and the edge has its turn.
+    let settings = GatewaySideConfig {
+        round_trip: Duration::from_millis(50),
+        ..GatewaySideConfig::default()
+    };
+    let mut turning = taking_turns_within(settings, 1 << 20).await;
+    tokio::time::sleep(Duration::from_mins(10)).await;
+    let taken: Vec<u32> = std::iter::from_fn(|| turning.taken.try_recv().ok()).collect();
+    assert!(taken.iter().all(|bytes| *bytes <= 1 << 20), "{taken:?}");
+    // After 1, 2, 4, 8 and 16 seconds, then each 32 and up to a probe more.
+    assert!((15..30).contains(&taken.len()), "{} turns", taken.len());
+    assert!(turning.tunnel.round_trip() < Duration::from_millis(50));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
+    let settings = GatewaySideConfig {
+        round_trip: Duration::from_millis(50),
+        // Nobody measures it anew.
+        liveness: KeepaliveConfig {
+            probe_after: Duration::from_hours(1),
+            suspect_after: Duration::from_hours(2),
+            close_after: Duration::from_hours(3),
+        },
+        ..GatewaySideConfig::default()
+    };
+    let Turning {
+        tunnel,
+        mut asked,
+        mut taken,
+        ..
+    } = taking_turns(settings).await;
+    let mut crowd = Vec::new();
+    for _ in 0..32 {
+        let target = target();
+        let opened = tunnel.open(get("/"), &OpenKind::Request, &target, false);
+        crowd.push((opened.await.unwrap(), asked.recv().await.unwrap()));
+    }
+    let turns = async {
+        while taken.recv().await.unwrap() > 2 << 20 {}
+        drop(crowd);
+        // The edge knows of no round trip, by which 4 MiB would be enough.
+        while taken.recv().await.unwrap() < 8 << 20 {}
+    };
+    let bound = Duration::from_mins(10);
+    tokio::time::timeout(bound, turns).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_control_line_may_come_byte_by_byte_and_with_the_next_behind_it() {
+    let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    let speaking = async {
+        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let line = |bytes| {
+            let mut line = serde_json::to_vec(&EdgeMessage::Window { bytes }).unwrap();
+            line.push(b'\n');
+            line
+        };
+        let both = [line(70_000), line(80_000)].concat();
+        let (most, rest) = both.split_at(both.len() / 2 - 1);
+        for byte in most {
+            control.send.data(Bytes::from(vec![*byte])).await.unwrap();
+            // What was sent goes out as a frame of its own.
+            while edge.next().now_or_never().is_some() {}
+        }
+        control.send.data(Bytes::from(rest.to_vec())).await.unwrap();
+        // Drives the connection until the other side has all and goes.
+        while edge.next().await.is_ok() {}
+    };
+    let hearing = async {
+        let mut control = tunnel.control().await.unwrap();
+        for expected in [70_000, 80_000] {
+            let heard = control.hear_within(Duration::from_secs(20)).await.unwrap();
+            assert!(matches!(heard, EdgeMessage::Window { bytes } if bytes == expected));
+        }
+        tunnel.close();
+    };
+    tokio::join!(speaking, hearing);
+}

@@ -1,0 +1,312 @@
+//! What stalled streams may hold, at either end.
+
+use super::*;
+use crate::{buffered::MemoryBudget, flow_control};
+use futures_util::future::join_all;
+use std::time::Duration;
+use tokio::{
+    task::JoinSet,
+    time::{interval, timeout},
+};
+
+/// A tunnel's budget in these tests: little, so that a test moves little.
+const BUDGET: usize = 8 << 20;
+/// The least window there is.
+const FLOOR: usize = 64 << 10;
+/// What a stalled stream is given time for.
+const QUIET: Duration = Duration::from_millis(150);
+
+fn settings(pressure: Arc<MemoryBudget>) -> GatewaySideConfig {
+    GatewaySideConfig {
+        budget: BUDGET,
+        pressure,
+        ..GatewaySideConfig::default()
+    }
+}
+
+async fn open(tunnel: &Tunnel, end: bool) -> OpenStream {
+    let target = target();
+    let opened = tunnel.open(get("/"), &OpenKind::Request, &target, end);
+    opened.await.unwrap()
+}
+
+/// An answer that has begun, and what sends the rest of it.
+async fn answered(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
+    let opened = open(&turning.tunnel, true).await;
+    let stream = turning.asked.recv().await.unwrap();
+    let send = stream.reply.send(Response::new(()), false).unwrap();
+    (opened.answer.await.unwrap(), send)
+}
+
+/// Sends until nothing is taken any more.
+async fn fill(send: &mut StreamSender) {
+    let chunk = Bytes::from(vec![0; 64 << 10]);
+    while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+        sent.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
+    let Turning {
+        tunnel,
+        edge,
+        mut asked,
+        ..
+    } = taking_turns(settings(Arc::default())).await;
+    let (mut sends, mut deaf) = (Vec::new(), Vec::new());
+    let most = flow_control::size(Duration::ZERO, 1, BUDGET);
+    for count in 1..=40 {
+        let mut opened = open(&tunnel, false).await;
+        deaf.push(asked.recv().await.unwrap());
+        fill(&mut opened.send).await;
+        sends.push(opened);
+        let held = edge.weigh().all;
+        let allowed = BUDGET + count * FLOOR + usize::try_from(most).unwrap();
+        assert!(
+            held <= allowed,
+            "{held} bytes in {count} uploads, {allowed} allowed"
+        );
+    }
+    assert!(
+        edge.weigh().all >= BUDGET / 2,
+        "the budget is there to be used"
+    );
+
+    // An upload that is read goes on beside them.
+    let mut opened = open(&tunnel, false).await;
+    let mut read = asked.recv().await.unwrap();
+    let total = 4 << 20;
+    let sending = opened.send.last(Bytes::from(vec![1; total]));
+    let reading = async {
+        let mut length = 0;
+        while let Some(chunk) = read.body.data().await {
+            length += chunk.unwrap().len();
+        }
+        length
+    };
+    let both = async { tokio::join!(sending, reading) };
+    let (sent, length) = timeout(Duration::from_mins(2), both).await.unwrap();
+    sent.unwrap();
+    assert_eq!(length, total);
+    drop((sends, deaf));
+}
+
+#[tokio::test(start_paused = true)]
+async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
+    let pressure = Arc::new(MemoryBudget::new(usize::MAX));
+    let Turning {
+        tunnel, mut asked, ..
+    } = taking_turns(settings(pressure.clone())).await;
+    let mut sending = JoinSet::new();
+    let mut stalled = Vec::new();
+    let most = usize::try_from(flow_control::size(Duration::ZERO, 1, BUDGET)).unwrap();
+    for count in 1..=40 {
+        let opened = open(&tunnel, true).await;
+        let stream = asked.recv().await.unwrap();
+        let mut send = stream.reply.send(Response::new(()), false).unwrap();
+        fill(&mut send).await;
+        sending.spawn(async move { fill(&mut send).await });
+        stalled.push(opened.answer.await.unwrap());
+        let held = tunnel.load().weigh().all;
+        let allowed = BUDGET + count * FLOOR + most;
+        assert!(
+            held <= allowed,
+            "{held} bytes for {count} readers, {allowed} allowed"
+        );
+    }
+    assert!(pressure.bytes() >= BUDGET / 2, "{} bytes", pressure.bytes());
+
+    // What nobody wants any more is held by nobody.
+    drop(stalled);
+    sending.shutdown().await;
+    drop(asked);
+    tunnel.close();
+    let gone = async {
+        while pressure.bytes() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_mins(2), gone).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
+    const FRAME: usize = 105;
+    let mut turning = taking_turns(settings(Arc::default())).await;
+    let mut all = Vec::new();
+    for _ in 0..6 {
+        all.push(answered(&mut turning).await);
+    }
+    let sending = all.iter_mut().map(async |(_, send)| {
+        let chunk = Bytes::from_static(&[0; FRAME]);
+        let mut length = 0;
+        while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+            sent.unwrap();
+            length += FRAME;
+        }
+        length
+    });
+    let sent = join_all(sending).await;
+    let stalled: usize = sent.iter().sum();
+    let windows = BUDGET - 6 * FLOOR;
+    assert!(stalled < windows / 2, "{stalled} bytes for nobody");
+
+    // All of it is there for whoever comes back to it.
+    for ((answer, _send), sent) in all.into_iter().zip(sent) {
+        let mut body = answer.into_body();
+        let mut length = 0;
+        while length < sent {
+            let data = timeout(Duration::from_mins(2), body.data()).await.unwrap();
+            length += data.unwrap().unwrap().len();
+        }
+    }
+    assert!(turning.tunnel.is_open());
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
+    // A share of what is left that is just what fills the link.
+    let settings = GatewaySideConfig {
+        budget: 32 << 20,
+        round_trip: Duration::from_millis(100),
+        ..GatewaySideConfig::default()
+    };
+    let mut turning = taking_turns(settings).await;
+    let (answer, mut send) = answered(&mut turning).await;
+    let mut body = answer.into_body();
+    let mut windows = Vec::new();
+    for _ in 0..40 {
+        send.data(Bytes::from_static(b"a line")).await.unwrap();
+        assert_eq!(body.data().await.unwrap().unwrap(), "a line");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        windows.extend(std::iter::from_fn(|| turning.taken.try_recv().ok()));
+    }
+    assert!(windows.len() <= 2, "{windows:?}");
+}
+
+#[tokio::test]
+async fn under_pressure_of_the_whole_process_every_window_is_small() {
+    let pressure = Arc::new(MemoryBudget::new(4 * FLOOR));
+    let mut first = taking_turns(settings(pressure.clone())).await;
+    let mut second = taking_turns(settings(pressure.clone())).await;
+
+    let _stalled = stall(&mut first).await;
+    assert!(pressure.is_full(), "{} bytes", pressure.bytes());
+    // The other tunnel finds out with its next stream.
+    let early = stall(&mut second).await;
+    drop(early);
+    let _stalled = stall(&mut second).await;
+    let held = second.tunnel.load().weigh().all;
+    assert!((FLOOR / 2..=2 * FLOOR).contains(&held), "{held} bytes");
+}
+
+/// An answer that fills its window and is not read.
+async fn stall(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
+    let (answer, mut send) = answered(turning).await;
+    fill(&mut send).await;
+    (answer, send)
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_dead_tunnel_left_counts_until_its_readers_are_gone() {
+    let pressure = Arc::new(MemoryBudget::new(usize::MAX));
+    let settings = settings(pressure.clone());
+    let siblings = settings.siblings.clone();
+    let Turning {
+        tunnel,
+        mut ended,
+        mut asked,
+        ..
+    } = taking_turns(settings).await;
+    let opened = open(&tunnel, true).await;
+    let stream = asked.recv().await.unwrap();
+    let mut send = stream.reply.send(Response::new(()), false).unwrap();
+    fill(&mut send).await;
+    let stalled = opened.answer.await.unwrap();
+    let held = tunnel.load().weigh().all;
+    tunnel.close();
+    ended.recv().await.unwrap();
+    drop((opened.send, tunnel));
+    assert!(held > 0);
+    let counted = || (pressure.bytes(), siblings.stalled());
+    assert_eq!(counted(), (held, held), "it is in memory still");
+    drop(stalled);
+    assert_eq!(counted(), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn tunnels_of_one_node_share_its_budget() {
+    let budget = 4 * BUDGET;
+    let settings = GatewaySideConfig {
+        budget,
+        ..settings(Arc::default())
+    };
+    let mut ends = Vec::new();
+    for _ in 0..2 {
+        ends.push(taking_turns(settings.clone()).await);
+    }
+    let mut sending = JoinSet::new();
+    let mut stalled = Vec::new();
+    let most = usize::try_from(flow_control::size(Duration::ZERO, 1, budget)).unwrap();
+    for count in 1..=40 {
+        let (answer, mut send) = stall(&mut ends[count % 2]).await;
+        sending.spawn(async move { fill(&mut send).await });
+        stalled.push(answer);
+        let held: usize = ends.iter().map(|end| end.tunnel.load().weigh().all).sum();
+        // One look may come late at each of them.
+        let allowed = budget + count * FLOOR + 2 * most;
+        assert!(
+            held <= allowed,
+            "{held} bytes for {count} readers, {allowed} allowed"
+        );
+    }
+}
+
+/// Alive by its bytes, and yet it never says that it took its turn.
+#[tokio::test(start_paused = true)]
+async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() {
+    let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
+    tokio::spawn(async move {
+        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let mut trickle = interval(Duration::from_secs(1));
+        let mut open = Vec::new();
+        loop {
+            tokio::select! {
+                incoming = edge.next() => match incoming {
+                    Ok(incoming) => open.push(incoming),
+                    Err(_) => return,
+                },
+                _ = trickle.tick() => {
+                    let detail = String::from("alive");
+                    let until_idle = false;
+                    let serves = false;
+                    let leave = EdgeMessage::Leave { detail, until_idle, serves };
+                    let _ = control.tell(&leave).await;
+                }
+            }
+        }
+    });
+    let mut control = tunnel.control().await.unwrap();
+    tunnel.give_turns();
+    // With a crowd the windows are to be smaller.
+    let mut crowd = Vec::new();
+    for _ in 0..64 {
+        crowd.push(open(&tunnel, false).await);
+    }
+    let began = Instant::now();
+    // The gateway is no more silent than the edge.
+    let hearing = async {
+        while control.hear::<EdgeMessage>().await.is_ok() {
+            let _ = control.tell(&GatewayMessage::Registered).await;
+        }
+    };
+    let (why, (), _) = tokio::join!(ended.recv(), hearing, tunnel.turn());
+    let why = why.unwrap().to_string();
+    assert!(why.contains("has not taken new SETTINGS"), "{why}");
+    let took = began.elapsed();
+    assert!(took >= Duration::from_mins(1), "{took:?}");
+    assert!(took < Duration::from_secs(90), "{took:?}");
+}

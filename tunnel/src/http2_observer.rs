@@ -1,0 +1,177 @@
+//! What an HTTP/2 app is heard to say before the engine reads it: the heads of its frames, no more.
+//!
+//! The engine keeps two things to itself that whoever asks an app must know. How many streams the app allows at once
+//! is in its SETTINGS; the engine queues what goes beyond without a word. Interim answers it drops unread,
+//! however many there are, so an app that sends them without end never comes to its answer: such an app's connection
+//! fails, whichever stream they were for.
+
+use crate::{
+    frame_parser::{
+        ACK, DATA, END_STREAM, FrameEvent, FrameHeader, FrameParser, HEADERS, RST_STREAM, SETTINGS,
+    },
+    io_observer::{IoObserver, ObservedIo},
+    wire::MOST_INTERIMS,
+};
+use std::{collections::HashMap, io};
+use tokio::sync::watch;
+
+/// Identifier and value.
+const SETTING: usize = 6;
+const MAX_CONCURRENT_STREAMS: u16 = 3;
+/// Streams whose heads are counted, at most. Who opens so many that did not end begins to count anew: an app needs
+/// far fewer frames to be found out.
+const MOST_COUNTED: usize = 4_096;
+
+/// How many streams an app allows at once. `None`: it has not said yet.
+pub type MaxConcurrentStreams = watch::Receiver<Option<u32>>;
+
+/// A connection to an HTTP/2 app that is listened to, and what is heard of it.
+pub fn observe<S>(io: S) -> (ObservedIo<S, Http2Observer>, MaxConcurrentStreams) {
+    let (ear, allowed) = Http2Observer::new();
+    (ObservedIo::new(io, ear), allowed)
+}
+
+/// What an app has said so far.
+#[derive(Debug)]
+pub struct Http2Observer {
+    frames: FrameParser,
+    said: ObserverState,
+}
+
+#[derive(Debug)]
+struct ObserverState {
+    /// The setting that is being read, while its frame is.
+    settings: Option<([u8; SETTING], usize)>,
+    /// Heads without an end, by stream: interim answers, and perhaps the answer.
+    heads: HashMap<u32, usize>,
+    allows: watch::Sender<Option<u32>>,
+}
+
+impl Http2Observer {
+    fn new() -> (Self, MaxConcurrentStreams) {
+        let (allows, allowed) = watch::channel(None);
+        let said = ObserverState {
+            settings: None,
+            heads: HashMap::new(),
+            allows,
+        };
+        let frames = FrameParser::default();
+        (Self { frames, said }, allowed)
+    }
+}
+
+impl IoObserver for Http2Observer {
+    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut sane = true;
+        self.frames.pass(bytes, |part| match part {
+            FrameEvent::Head(head) => sane &= self.said.begins(head),
+            FrameEvent::Payload { bytes, left } => self.said.payload(bytes, left),
+        });
+        if sane {
+            return Ok(());
+        }
+        let why = "it sent interim answers without end instead of an answer";
+        Err(io::Error::new(io::ErrorKind::InvalidData, why))
+    }
+}
+
+impl ObserverState {
+    /// A frame begins. False if the app has sent interim answers without end.
+    fn begins(&mut self, head: FrameHeader) -> bool {
+        let FrameHeader { kind, stream, .. } = head;
+        match kind {
+            DATA | HEADERS if head.flags & END_STREAM != 0 => drop(self.heads.remove(&stream)),
+            RST_STREAM => drop(self.heads.remove(&stream)),
+            HEADERS => return self.count(stream),
+            SETTINGS if head.flags & ACK == 0 => self.settings = Some(([0; SETTING], 0)),
+            _ => {}
+        }
+        true
+    }
+
+    fn count(&mut self, stream: u32) -> bool {
+        if self.heads.len() >= MOST_COUNTED {
+            self.heads.clear();
+        }
+        let heads = self.heads.entry(stream).or_default();
+        *heads += 1;
+        // One of them may be the answer.
+        *heads <= MOST_INTERIMS + 1
+    }
+
+    /// Some of a frame's payload.
+    fn payload(&mut self, part: &[u8], left: u32) {
+        let Some((setting, have)) = &mut self.settings else {
+            return;
+        };
+        for byte in part {
+            setting[*have] = *byte;
+            *have = (*have + 1) % SETTING;
+            let [high, low, value @ ..] = *setting;
+            if *have == 0 && u16::from_be_bytes([high, low]) == MAX_CONCURRENT_STREAMS {
+                self.allows.send_replace(Some(u32::from_be_bytes(value)));
+            }
+        }
+        if left == 0 {
+            self.settings = None;
+            // RFC 9113 §6.5.2: who says nothing sets no limit.
+            let unlimited = |allowed: &mut Option<u32>| {
+                let silent = allowed.is_none();
+                *allowed = allowed.or(Some(u32::MAX));
+                silent
+            };
+            self.allows.send_if_modified(unlimited);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
+        let length = u8::try_from(payload.len()).unwrap();
+        let head = [0, 0, length, kind, flags, 0, 0, 0, stream];
+        [&head[..], payload].concat()
+    }
+
+    #[test]
+    fn what_an_app_allows_is_heard_however_its_bytes_are_cut() {
+        let window = [0, 4, 0, 1, 0, 0];
+        for (settings, allowed) in [
+            (vec![], u32::MAX),
+            (window.to_vec(), u32::MAX),
+            ([window, [0, 3, 0, 0, 1, 2]].concat(), 258),
+        ] {
+            let bytes = [
+                frame(SETTINGS, 0, 0, &settings),
+                frame(SETTINGS, ACK, 0, &[]),
+                // A payload that looks like the setting, and SETTINGS that say nothing of it.
+                frame(DATA, 0, 1, &[0, 3, 0, 0, 0, 9]),
+                frame(SETTINGS, 0, 0, &window),
+            ];
+            let bytes = bytes.concat();
+            for cut in 1..=bytes.len() {
+                let (mut ear, said) = Http2Observer::new();
+                for part in bytes.chunks(cut) {
+                    ear.read(part).unwrap();
+                }
+                assert_eq!(*said.borrow(), Some(allowed), "{cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn interim_answers_without_end_are_heard_by_stream() {
+        let (mut ear, _allowed) = Http2Observer::new();
+        let head = |stream| frame(HEADERS, 4, stream, b"\x88");
+        for _ in 0..=MOST_INTERIMS {
+            ear.read(&head(1)).unwrap();
+            ear.read(&head(3)).unwrap();
+        }
+        let ended = frame(HEADERS, 4 | END_STREAM, 3, b"\x88");
+        ear.read(&ended).unwrap();
+        ear.read(&head(3)).unwrap();
+        assert!(ear.read(&head(1)).is_err());
+    }
+}

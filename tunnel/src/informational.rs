@@ -1,0 +1,659 @@
+//! Interim answers (1xx, RFC 9110 §15.2) of an HTTP server whose engine cannot send them.
+//!
+//! The engine answers a request once. [`InformationalIo`] lies below it and writes interim answers between what the engine writes:
+//! for HTTP/1.1 where the engine has flushed all of the last answer, for HTTP/2 as a frame between two frames. Its fields do not touch the
+//! compression state of the connection (RFC 7541 §6.2.2). They are advice: one that does not fit, or that cannot be written
+//! before the answer, is dropped.
+//!
+//! The engine does not tell which HTTP/2 stream a request came on. It hands streams over in the order in which they begin,
+//! except those that it refuses itself, which it does in writing before it hands over what came behind them. Behind a refusal,
+//! and where one may wait for the socket, streams cannot be told apart for sure: that connection has no more interim answers.
+//! Nor has one whose client makes the table of the compression smaller: the next head has to say so first (RFC 7541 §4.2), which
+//! only the engine can.
+
+use crate::frame_parser::{
+    ACK, CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameParser, GOAWAY, HEADERS,
+    RST_STREAM, SETTINGS,
+};
+use bytes::{Buf, Bytes};
+use futures_util::task::AtomicWaker;
+use http::{HeaderMap, StatusCode};
+use std::{
+    collections::VecDeque,
+    io::{self, IoSlice},
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Bytes of an interim answer at most: what any HTTP/2 peer takes in one frame (RFC 9113 §4.2).
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// Interim answers that wait for the socket of one connection at most.
+const MAX_QUEUED: usize = 16;
+/// Bytes of them at most: a client that reads nothing holds no more, and hints that a browser heeds are far smaller.
+const MAX_QUEUED_BYTES: usize = 32 << 10;
+
+/// The request that an interim answer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExchangeId {
+    /// One whose client takes none, or whose stream is not known.
+    None,
+    /// The one that is under way, where HTTP/1.1 is spoken.
+    Http1,
+    /// The one of this stream of HTTP/2.
+    Http2(u32),
+}
+
+/// Interim answers of one connection. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct InformationalResponses(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// How many answers wait.
+    waiting: AtomicUsize,
+    /// How many streams have begun that the engine has not handed over.
+    begun: AtomicUsize,
+    /// The socket takes nothing.
+    blocked: AtomicBool,
+    waker: AtomicWaker,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    answers: VecDeque<(ExchangeId, Bytes)>,
+    begun: VecDeque<u32>,
+    /// Streams that begin cannot be told apart any more.
+    lost: bool,
+}
+
+impl Queue {
+    fn lose(&mut self) {
+        self.lost = true;
+        self.begun.clear();
+    }
+}
+
+impl InformationalResponses {
+    /// Returns the stream of the HTTP/2 request that the engine hands over now.
+    pub fn accepted(&self) -> ExchangeId {
+        let shared = &self.0;
+        let mut queue = shared.queue();
+        let stream = queue.begun.pop_front();
+        // Refusals of earlier streams may not have been written yet.
+        queue.lost |= shared.blocked.load(Relaxed) && !queue.begun.is_empty();
+        if queue.lost {
+            queue.begun.clear();
+        }
+        shared.begun.store(queue.begun.len(), Relaxed);
+        match stream {
+            Some(stream) if !queue.lost => ExchangeId::Http2(stream),
+            _ => ExchangeId::None,
+        }
+    }
+
+    /// Sends an interim answer with fields that are ready for the client.
+    pub fn send(&self, exchange: ExchangeId, status: StatusCode, fields: &HeaderMap) {
+        let bytes = match exchange {
+            ExchangeId::None => return,
+            ExchangeId::Http1 => head(status, fields),
+            ExchangeId::Http2(stream) => frame(stream, status, fields),
+        };
+        let mut queue = self.0.queue();
+        let held: usize = queue.answers.iter().map(|(_, bytes)| bytes.len()).sum();
+        let fits = bytes.len() <= MAX_HEAD_BYTES && held + bytes.len() <= MAX_QUEUED_BYTES;
+        if fits && queue.answers.len() < MAX_QUEUED {
+            queue.answers.push_back((exchange, bytes.into()));
+            self.0.waiting.store(queue.answers.len(), Relaxed);
+            self.0.waker.wake();
+        }
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Bytes> {
+        if self.waiting.load(Relaxed) == 0 {
+            return None;
+        }
+        let mut queue = self.queue();
+        let answer = queue.answers.pop_front();
+        self.waiting.store(queue.answers.len(), Relaxed);
+        answer.map(|(_, bytes)| bytes)
+    }
+
+    /// Sends no more interim answers over HTTP/2.
+    fn lose(&self) {
+        self.queue().lose();
+        self.begun.store(0, Relaxed);
+        self.drop_waiting(|of| matches!(of, ExchangeId::Http2(_)));
+    }
+
+    fn begins(&self, stream: u32) {
+        let mut queue = self.queue();
+        if !queue.lost {
+            queue.begun.push_back(stream);
+            self.begun.store(queue.begun.len(), Relaxed);
+        }
+    }
+
+    /// Drops what waits for such requests.
+    fn drop_waiting(&self, of: impl Fn(ExchangeId) -> bool) {
+        if self.waiting.load(Relaxed) > 0 {
+            let mut queue = self.queue();
+            queue.answers.retain(|(exchange, _)| !of(*exchange));
+            self.waiting.store(queue.answers.len(), Relaxed);
+        }
+    }
+
+    /// Handles a frame that the engine has written.
+    fn wrote(&self, kind: u8, stream: u32) {
+        if matches!(kind, RST_STREAM | HEADERS) {
+            // The answer is there.
+            self.drop_waiting(|of| of == ExchangeId::Http2(stream));
+        }
+        let refuses = matches!(kind, RST_STREAM | HEADERS) && self.begun.load(Relaxed) > 0;
+        // The engine ignores what begins behind a GOAWAY.
+        if refuses || kind == GOAWAY {
+            let mut queue = self.queue();
+            // The engine may hand over a stream that it has reset, or may not.
+            if kind == GOAWAY || queue.begun.contains(&stream) {
+                queue.lose();
+                self.begun.store(0, Relaxed);
+            }
+        }
+    }
+}
+
+/// An interim answer of HTTP/1.1 (RFC 9112 §4).
+fn head(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
+    let reason = status.canonical_reason().unwrap_or_default();
+    let mut bytes = format!("HTTP/1.1 {} {reason}\r\n", status.as_str()).into_bytes();
+    for (name, value) in fields {
+        bytes.extend_from_slice(name.as_str().as_bytes());
+        bytes.extend_from_slice(b": ");
+        bytes.extend_from_slice(value.as_bytes());
+        bytes.extend_from_slice(b"\r\n");
+    }
+    bytes.extend_from_slice(b"\r\n");
+    bytes
+}
+
+/// An interim answer of HTTP/2: a HEADERS frame without `END_STREAM` (RFC 9113 §8.1), whose fields are literals that are
+/// not indexed (RFC 7541 §6.2.2).
+fn frame(stream: u32, status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
+    const HEAD: usize = 9;
+    /// The name `:status` in the static table (RFC 7541, Appendix A).
+    const STATUS: u8 = 8;
+    let mut bytes = vec![0; HEAD];
+    bytes.push(STATUS);
+    string(&mut bytes, status.as_str().as_bytes());
+    for (name, value) in fields {
+        bytes.push(0);
+        string(&mut bytes, name.as_str().as_bytes());
+        string(&mut bytes, value.as_bytes());
+    }
+    let length = u32::try_from(bytes.len() - HEAD).unwrap_or(u32::MAX);
+    let [_, length @ ..] = length.to_be_bytes();
+    bytes[..3].copy_from_slice(&length);
+    bytes[3] = HEADERS;
+    bytes[4] = END_HEADERS;
+    bytes[5..HEAD].copy_from_slice(&stream.to_be_bytes());
+    bytes
+}
+
+/// Appends a string that is not Huffman-coded, behind its length with a prefix of seven bits (RFC 7541 §5).
+fn string(bytes: &mut Vec<u8>, text: &[u8]) {
+    const PREFIX: usize = 127;
+    if text.len() < PREFIX {
+        bytes.extend(u8::try_from(text.len()));
+    } else {
+        bytes.push(0x7f);
+        let mut rest = text.len() - PREFIX;
+        while rest >= 128 {
+            bytes.extend(u8::try_from(rest % 128 + 128));
+            rest /= 128;
+        }
+        bytes.extend(u8::try_from(rest));
+    }
+    bytes.extend_from_slice(text);
+}
+
+/// The client's SETTINGS as they come.
+#[derive(Debug, Default)]
+struct Settings {
+    /// A frame of SETTINGS is under way.
+    within: bool,
+    /// Frames of SETTINGS that have come.
+    frames: usize,
+    /// Bytes of a value that has not come as a whole.
+    part: Vec<u8>,
+}
+
+impl Settings {
+    /// Returns whether the table of the compression may have become smaller.
+    fn change_table(&mut self, part: FrameEvent<'_>) -> bool {
+        /// Bytes of one value: identifier and number (RFC 9113 §6.5.1).
+        const VALUE: usize = 6;
+        /// The size that a table begins with (RFC 7541 §4.2, RFC 9113 §6.5.2).
+        const FIRST: u32 = 4096;
+        match part {
+            FrameEvent::Head(head) => {
+                self.within = head.kind == SETTINGS && head.flags & ACK == 0;
+                self.frames += usize::from(self.within);
+                self.part.clear();
+                false
+            }
+            FrameEvent::Payload { bytes, .. } if self.within => {
+                self.part.extend_from_slice(bytes);
+                let changes = self.part.chunks_exact(VALUE).any(|value| {
+                    let (name, size) = value.split_at(2);
+                    let size = size
+                        .iter()
+                        .fold(0, |size, byte| size << 8 | u32::from(*byte));
+                    name == [0, 1] && (size < FIRST || self.frames > 1)
+                });
+                let whole = self.part.len() / VALUE * VALUE;
+                self.part.drain(..whole);
+                changes
+            }
+            FrameEvent::Payload { .. } => false,
+        }
+    }
+}
+
+/// A client's connection, on which interim answers are written as well.
+#[derive(Debug)]
+pub struct InformationalIo<S> {
+    io: S,
+    interims: InformationalResponses,
+    read: ClientFrames,
+    last_stream: u32,
+    settings: Settings,
+    written: FrameParser,
+    /// The engine is within a head of several frames.
+    in_head: bool,
+    /// The engine has written nothing since it flushed all it had.
+    flushed: bool,
+    /// Rest of the answer that is being written.
+    rest: Bytes,
+}
+
+impl<S> InformationalIo<S> {
+    /// A connection that has just begun.
+    pub fn new(io: S, interims: InformationalResponses) -> Self {
+        Self {
+            io,
+            interims,
+            read: ClientFrames::default(),
+            last_stream: 0,
+            settings: Settings::default(),
+            written: FrameParser::default(),
+            in_head: false,
+            flushed: true,
+            rest: Bytes::new(),
+        }
+    }
+
+    fn observe_read(&mut self, bytes: &[u8]) {
+        let Self {
+            read,
+            last_stream,
+            settings,
+            interims,
+            ..
+        } = self;
+        read.pass(bytes, |part| {
+            if let FrameEvent::Head(head) = part
+                && head.kind == HEADERS
+                && head.stream > *last_stream
+            {
+                *last_stream = head.stream;
+                interims.0.begins(head.stream);
+            }
+            if settings.change_table(part) {
+                interims.0.lose();
+            }
+        });
+    }
+
+    fn observe_write(&mut self, bytes: &[u8]) {
+        if !self.read.is_http2() {
+            return;
+        }
+        let Self {
+            written,
+            in_head,
+            interims,
+            ..
+        } = self;
+        written.pass(bytes, |part| {
+            let FrameEvent::Head(head) = part else { return };
+            let of_head = matches!(head.kind, HEADERS | CONTINUATION);
+            *in_head = of_head && head.flags & END_HEADERS == 0;
+            interims.0.wrote(head.kind, head.stream);
+        });
+    }
+}
+
+impl<S: AsyncWrite + Unpin> InformationalIo<S> {
+    /// Writes the interim answers that may go now. While it is pending nothing else may be written.
+    fn poll_interims(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        loop {
+            while !self.rest.is_empty() {
+                let sent = ready!(Pin::new(&mut self.io).poll_write(cx, &self.rest))?;
+                if sent == 0 {
+                    return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+                }
+                self.rest.advance(sent);
+            }
+            let may = if self.read.is_http2() {
+                self.written.is_between() && !self.in_head
+            } else {
+                self.flushed
+            };
+            match may.then(|| self.interims.0.next()).flatten() {
+                Some(next) => self.rest = next,
+                None => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+
+    /// Gets ready for bytes of the engine, which are of an answer where HTTP/1.1 is spoken.
+    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_interims(cx))?;
+        self.flushed = false;
+        self.interims.0.drop_waiting(|of| of == ExchangeId::Http1);
+        Poll::Ready(Ok(()))
+    }
+
+    fn note<T>(&self, polled: &Poll<T>) {
+        let blocked = polled.is_pending();
+        if self.interims.0.blocked.load(Relaxed) != blocked {
+            self.interims.0.blocked.store(blocked, Relaxed);
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for InformationalIo<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut this.io).poll_read(cx, buf);
+        if polled.is_pending() {
+            this.interims.0.waker.register(cx.waker());
+        }
+        this.observe_read(buf.filled().get(before..).unwrap_or_default());
+        polled
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_engine(cx))?;
+        let polled = Pin::new(&mut this.io).poll_write(cx, buf);
+        this.note(&polled);
+        let written = ready!(polled)?;
+        this.observe_write(buf.get(..written).unwrap_or_default());
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        // The engine has nothing left to write when it comes here.
+        this.flushed = true;
+        ready!(this.poll_interims(cx))?;
+        Pin::new(&mut this.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_engine(cx))?;
+        let polled = Pin::new(&mut this.io).poll_write_vectored(cx, bufs);
+        this.note(&polled);
+        let written = ready!(polled)?;
+        let mut left = written;
+        for buf in bufs {
+            let part = buf.len().min(left);
+            this.observe_write(buf.get(..part).unwrap_or_default());
+            left -= part;
+        }
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame_parser::PREFACE;
+    use http::{HeaderValue, Request, Response};
+    use std::future::poll_fn;
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, duplex},
+        time::{Duration, timeout},
+    };
+
+    const SOON: Duration = Duration::from_mins(1);
+
+    fn links(length: usize) -> HeaderMap {
+        let mut fields = HeaderMap::new();
+        let link = HeaderValue::try_from("x".repeat(length)).unwrap();
+        fields.append("link", link.clone());
+        fields.append("link", link);
+        fields
+    }
+
+    #[tokio::test]
+    async fn interim_answers_reach_the_streams_of_an_http2_client() {
+        let (near, far) = duplex(1 << 10);
+        let interims = InformationalResponses::default();
+        let io = InformationalIo::new(near, interims.clone());
+        let serving = async {
+            let mut server = h2::server::handshake(io).await.unwrap();
+            let mut replies = Vec::new();
+            while let Some(accepted) = server.accept().await {
+                let (_, reply) = accepted.unwrap();
+                replies.push((interims.accepted(), reply));
+                if replies.len() < 3 {
+                    continue;
+                }
+                // The last first: streams do not wait for each other.
+                for (exchange, mut reply) in replies.drain(..).rev() {
+                    let ExchangeId::Http2(stream) = exchange else {
+                        panic!("{exchange:?}")
+                    };
+                    let length = usize::try_from(stream).unwrap() * 100;
+                    let hints = StatusCode::EARLY_HINTS;
+                    interims.send(exchange, hints, &links(length));
+                    interims.send(exchange, hints, &links(MAX_HEAD_BYTES));
+                    // Compressed by what went before it.
+                    let mut answer = Response::new(());
+                    answer.headers_mut().extend(links(length));
+                    reply.send_response(answer, true).unwrap();
+                }
+            }
+        };
+        let asking = async {
+            let (mut client, connection) = h2::client::handshake(far).await.unwrap();
+            let asked = async {
+                let mut answers = Vec::new();
+                for _ in 0..3 {
+                    client = client.ready().await.unwrap();
+                    let request = Request::get("http://a/").body(()).unwrap();
+                    answers.push(client.send_request(request, true).unwrap().0);
+                }
+                for answer in &mut answers {
+                    let length = usize::try_from(answer.stream_id().as_u32()).unwrap() * 100;
+                    let hint = poll_fn(|cx| answer.poll_informational(cx)).await;
+                    let hint = hint.unwrap().unwrap();
+                    assert_eq!(hint.status(), StatusCode::EARLY_HINTS);
+                    assert_eq!(*hint.headers(), links(length));
+                    let answer = answer.await.unwrap();
+                    assert_eq!(answer.status(), StatusCode::OK);
+                    assert_eq!(*answer.headers(), links(length));
+                }
+            };
+            tokio::select! {
+                () = asked => {}
+                ended = connection => panic!("{ended:?}"),
+            }
+        };
+        timeout(SOON, async { tokio::join!(serving, asking) })
+            .await
+            .unwrap();
+    }
+
+    #[tokio::test]
+    async fn streams_behind_one_that_the_engine_refuses_have_no_interim_answers() {
+        let request = |stream: u8, block: &[u8]| {
+            let length = u8::try_from(block.len()).unwrap();
+            [
+                &[0, 0, length, HEADERS, END_HEADERS | 1, 0, 0, 0, stream],
+                block,
+            ]
+            .concat()
+        };
+        let sound = [0x82, 0x86, 0x84, 0x41, 1, b'a'];
+        let sent = [
+            PREFACE,
+            &[0, 0, 0, SETTINGS, 0, 0, 0, 0, 0],
+            &request(1, &sound),
+        ];
+        let refused = [
+            // Without a path.
+            &request(3, &[0x82])[..],
+            &request(5, &sound),
+        ];
+        let (near, mut far) = duplex(1 << 16);
+        far.write_all(&sent.concat()).await.unwrap();
+        let interims = InformationalResponses::default();
+        let io = InformationalIo::new(near, interims.clone());
+        let mut server = h2::server::handshake(io).await.unwrap();
+        for expected in [ExchangeId::Http2(1), ExchangeId::None] {
+            let accepted = timeout(SOON, server.accept()).await.unwrap();
+            drop(accepted.unwrap().unwrap());
+            assert_eq!(interims.accepted(), expected);
+            far.write_all(&refused.concat()).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn http1_has_them_in_front_of_an_answer_and_never_within_one() {
+        let (near, mut far) = duplex(1 << 10);
+        let interims = InformationalResponses::default();
+        let mut io = InformationalIo::new(near, interims.clone());
+        let hint = || interims.send(ExchangeId::Http1, StatusCode::EARLY_HINTS, &links(1));
+        hint();
+        io.write_all(b"one ").await.unwrap();
+        // The engine may have more of the first answer.
+        hint();
+        io.write_all(b"two ").await.unwrap();
+        io.flush().await.unwrap();
+        hint();
+        io.flush().await.unwrap();
+        io.write_all(b"three").await.unwrap();
+        drop(io);
+        let mut read = String::new();
+        far.read_to_string(&mut read).await.unwrap();
+        let hint = "HTTP/1.1 103 Early Hints\r\nlink: x\r\nlink: x\r\n\r\n";
+        assert_eq!(read, format!("{hint}one two {hint}three"));
+    }
+
+    #[tokio::test]
+    async fn http2_has_them_between_heads_and_never_within_one() {
+        let (near, mut far) = duplex(1 << 10);
+        let interims = InformationalResponses::default();
+        let mut io = InformationalIo::new(near, interims.clone());
+        far.write_all(PREFACE).await.unwrap();
+        io.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
+        let part = |kind, flags| [0, 0, 1, kind, flags, 0, 0, 0, 1, 0x88];
+        let (first, last) = (part(HEADERS, 0), part(CONTINUATION, END_HEADERS));
+        let hint = frame(3, StatusCode::EARLY_HINTS, &links(1));
+        io.write_all(&first).await.unwrap();
+        interims.send(ExchangeId::Http2(3), StatusCode::EARLY_HINTS, &links(1));
+        io.flush().await.unwrap();
+        io.write_all(&last).await.unwrap();
+        io.flush().await.unwrap();
+        drop(io);
+        let mut read = Vec::new();
+        far.read_to_end(&mut read).await.unwrap();
+        assert_eq!(read, [&first[..], &last, &hint].concat());
+    }
+
+    #[test]
+    fn a_client_that_reads_nothing_holds_few_answers_and_few_bytes() {
+        for (length, most) in [(1, MAX_QUEUED), (6_000, 2)] {
+            let interims = InformationalResponses::default();
+            for stream in 0..100 {
+                let exchange = ExchangeId::Http2(2 * stream + 1);
+                interims.send(exchange, StatusCode::EARLY_HINTS, &links(length));
+            }
+            assert_eq!(interims.0.queue().answers.len(), most, "{length}");
+        }
+    }
+
+    #[test]
+    fn a_client_that_makes_the_table_smaller_gets_no_interim_answers() {
+        let settings = |values: &[(u16, u32)]| {
+            let length = u8::try_from(values.len() * 6).unwrap();
+            let mut bytes = vec![0, 0, length, SETTINGS, 0, 0, 0, 0, 0];
+            for (name, value) in values {
+                bytes.extend(name.to_be_bytes());
+                bytes.extend(value.to_be_bytes());
+            }
+            bytes
+        };
+        let request = [0, 0, 1, HEADERS, END_HEADERS, 0, 0, 0, 1, 0x82];
+        let other = (4, 1 << 20);
+        for (sent, known) in [
+            (settings(&[]), true),
+            (settings(&[other, (1, 4096)]), true),
+            (settings(&[(1, 65_536), other]), true),
+            (settings(&[other, (1, 4095)]), false),
+            (settings(&[(1, 0)]), false),
+            (
+                [settings(&[(1, 65_536)]), settings(&[(1, 8192)])].concat(),
+                false,
+            ),
+        ] {
+            for cut in [1, 5, 1000] {
+                let interims = InformationalResponses::default();
+                let mut io = InformationalIo::new(tokio::io::empty(), interims.clone());
+                for part in [PREFACE, &sent, &request].concat().chunks(cut) {
+                    io.observe_read(part);
+                }
+                let exchange = interims.accepted();
+                assert_eq!(exchange == ExchangeId::Http2(1), known, "{sent:?} {cut}");
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Small DATA frames that have arrived and nobody has taken.
+//!
+//! The engine keeps each frame in a place of its own, which costs the same for one byte as for a thousand: a window of
+//! 4 MiB full of single bytes takes a gigabyte. What is below the engine sees frames come, the stream's owner sees
+//! them go, and what is left between them counts as if it were bytes.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+/// What the engine needs for a frame besides its bytes.
+const PLACE: usize = 256;
+/// Frames of this many bytes have places that count no more.
+const LARGE: usize = 1024;
+
+/// How many small frames the streams that are open hold.
+#[derive(Debug, Default)]
+pub(crate) struct SmallFrames {
+    streams: Mutex<HashMap<u32, usize>>,
+    /// All of them.
+    held: AtomicUsize,
+}
+
+impl SmallFrames {
+    /// A frame has arrived.
+    pub(crate) fn received(&self, stream: u32, length: usize) {
+        if length < LARGE
+            && let Some(count) = self.streams().get_mut(&stream)
+        {
+            *count += 1;
+            self.held.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Bytes that the small frames of all streams cost besides their own. Asks nobody.
+    pub(crate) fn cost_of_all(&self) -> usize {
+        self.held.load(Relaxed) * PLACE
+    }
+
+    /// Bytes that a stream's small frames cost besides their own.
+    pub(crate) fn cost(&self, stream: u32) -> usize {
+        let count = self.streams().get(&stream).copied();
+        count.unwrap_or_default() * PLACE
+    }
+
+    fn consumed(&self, stream: u32, length: usize) {
+        if length < LARGE
+            && let Some(count) = self.streams().get_mut(&stream)
+            && let Some(left) = count.checked_sub(1)
+        {
+            *count = left;
+            self.held.fetch_sub(1, Relaxed);
+        }
+    }
+
+    fn streams(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A stream whose small frames are counted, from before the first can come until its owner is gone.
+#[derive(Debug)]
+pub(crate) struct SmallFrameCounter {
+    small: Arc<SmallFrames>,
+    stream: u32,
+}
+
+impl SmallFrameCounter {
+    pub(crate) fn new(small: &Arc<SmallFrames>, stream: u32) -> Self {
+        small.streams().insert(stream, 0);
+        Self {
+            small: small.clone(),
+            stream,
+        }
+    }
+
+    /// A frame was taken.
+    pub(crate) fn took(&self, length: usize) {
+        self.small.consumed(self.stream, length);
+    }
+}
+
+impl Drop for SmallFrameCounter {
+    fn drop(&mut self) {
+        let count = self.small.streams().remove(&self.stream);
+        self.small
+            .held
+            .fetch_sub(count.unwrap_or_default(), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_came_and_did_not_go_is_counted_while_its_stream_is_open() {
+        let small = Arc::new(SmallFrames::default());
+        small.received(1, 1);
+        assert_eq!(small.cost(1), 0, "nobody has opened it");
+        let stream = SmallFrameCounter::new(&small, 1);
+        for length in [0, 1, LARGE - 1, LARGE, 60_000] {
+            small.received(1, length);
+            small.received(3, length);
+        }
+        assert_eq!((small.cost(1), small.cost_of_all()), (3 * PLACE, 3 * PLACE));
+        stream.took(LARGE);
+        stream.took(1);
+        let other = SmallFrameCounter::new(&small, 5);
+        small.received(5, 1);
+        assert_eq!((small.cost(1), small.cost_of_all()), (2 * PLACE, 3 * PLACE));
+        for _ in 0..9 {
+            stream.took(0);
+        }
+        assert_eq!((small.cost(1), small.cost_of_all()), (0, PLACE));
+        drop((stream, other));
+        assert!(small.streams().is_empty());
+        assert_eq!(small.cost_of_all(), 0, "what a stream held goes with it");
+    }
+}

@@ -1,0 +1,114 @@
+//! A stream as a connection: [`AsyncRead`] and [`AsyncWrite`] over its two halves.
+//!
+//! For whoever speaks a protocol of its own through a tunnel, such as TLS with an app. Credit goes back to the other end
+//! when all of a chunk was taken, and never before; a write takes what the window allows. A shutdown ends the
+//! near half in order. What is dropped before is reset, and what was reset or lost is an error, with the
+//! [`StreamError`] inside: never an end.
+
+use crate::{
+    error::StreamError,
+    stream::{StreamReceiver, StreamSender},
+};
+use bytes::{Buf, Bytes, BytesMut};
+use std::{
+    io::{self, IoSlice},
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Bytes that are joined for one frame, at most: a TLS record.
+const JOIN: usize = 17 * 1024;
+
+/// Both halves of a stream.
+#[derive(Debug)]
+pub struct StreamIo {
+    send: StreamSender,
+    receive: StreamReceiver,
+    /// What was received and not taken yet.
+    chunk: Bytes,
+}
+
+impl StreamIo {
+    /// Of the halves of an opened stream.
+    pub fn new(send: StreamSender, receive: StreamReceiver) -> Self {
+        Self {
+            send,
+            receive,
+            chunk: Bytes::new(),
+        }
+    }
+}
+
+fn broken(error: StreamError) -> io::Error {
+    let kind = if error.is_reset() {
+        io::ErrorKind::ConnectionReset
+    } else {
+        io::ErrorKind::ConnectionAborted
+    };
+    io::Error::new(kind, error)
+}
+
+impl AsyncRead for StreamIo {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.chunk.is_empty() {
+            match ready!(this.receive.poll_data(cx)) {
+                None => return Poll::Ready(Ok(())),
+                Some(chunk) => this.chunk = chunk.map_err(broken)?,
+            }
+        }
+        let part = this.chunk.len().min(buf.remaining());
+        buf.put_slice(&this.chunk[..part]);
+        this.chunk.advance(part);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for StreamIo {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.get_mut().send.poll_some(cx, buf).map_err(broken)
+    }
+
+    /// One frame for all that is ready: each costs the other end as much as a large one (design trap 1).
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let mut parts = bufs.iter().filter(|part| !part.is_empty());
+        let first = parts.next().map_or(&[][..], |part| part);
+        let mut joined = BytesMut::new();
+        for part in parts {
+            if joined.is_empty() {
+                joined.extend_from_slice(first);
+            }
+            let room = JOIN.saturating_sub(joined.len());
+            joined.extend_from_slice(&part[..room.min(part.len())]);
+        }
+        let bytes = if joined.is_empty() { first } else { &joined };
+        this.send.poll_some(cx, bytes).map_err(broken)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // The tunnel's own task writes what was queued.
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.get_mut().send.end().map_err(broken))
+    }
+}
