@@ -5,7 +5,7 @@
 #![no_main]
 
 use bytes::Bytes;
-use causeway_pool::{
+use causeway_watch_cache::{
     CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, reflect,
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};

@@ -43,8 +43,8 @@ use crate::{
 };
 use axum::Router;
 use causeway_certs::{DirLock, HostName, Store};
-use causeway_pool::WatchCache;
 use causeway_rt::{listener, task::TaskGroup};
+use causeway_watch_cache::WatchCache;
 use futures_util::future::OptionFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{

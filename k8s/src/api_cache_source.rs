@@ -1,14 +1,14 @@
 //! The cluster's API → what edges read: a list and a watch of each resource, for as long as the gateway runs.
 //!
-//! 1. `causeway_pool::follow` fills a store by what the API answers; here is only how that is asked, and when again.
+//! 1. `causeway_watch_cache::follow` fills a store by what the API answers; here is only how that is asked, and when again.
 //! 2. What was read stays while the API is away, and says to readers how old it is.
 //! 3. A right that is missing is named with what to do: nothing else ends by waiting.
 
 mod client;
 
 use crate::log_throttle::LogThrottle;
-use causeway_pool::{GroupVersionResource, ReflectorError, Store, WatchCache, reflect};
 use causeway_rt::backoff::Backoff;
+use causeway_watch_cache::{GroupVersionResource, ReflectorError, Store, WatchCache, reflect};
 use client::ApiClient;
 use futures_util::future::{FutureExt, join_all};
 use http::StatusCode;

@@ -9,7 +9,7 @@ use causeway_certs::Store;
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
-use causeway_pool::{WatchCache, manifests::Manifests};
+use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
 
 use super::kubernetes::{self, ClusterSenders, KubernetesControllers};

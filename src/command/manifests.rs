@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
-use causeway_pool::{WatchCache, manifests::Manifests};
+use causeway_watch_cache::{WatchCache, manifests::Manifests};
 
 use crate::config_loader;
 
@@ -50,7 +50,7 @@ pub(super) fn read(dir: &Path, pool: Arc<WatchCache>) -> anyhow::Result<Manifest
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_pool::{CacheLimits, GroupVersionResource};
+    use causeway_watch_cache::{CacheLimits, GroupVersionResource};
 
     fn pool() -> Arc<WatchCache> {
         let limits = CacheLimits {

@@ -6,8 +6,8 @@
 
 use super::Config;
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, ListenAddrs, SocketAddrStr, host_port};
-use causeway_pool::GroupVersionResource;
 use causeway_tunnel::control_stream::YurtHubAddr;
+use causeway_watch_cache::GroupVersionResource;
 use serde::{Deserialize, Serialize};
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 

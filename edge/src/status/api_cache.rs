@@ -1,6 +1,6 @@
 //! How reading goes: asked of whoever reads, when somebody wants to know.
 
-use causeway_pool::Status;
+use causeway_watch_cache::Status;
 use serde::Serialize;
 use std::{fmt, sync::OnceLock};
 

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use causeway_config::{ByteSize, ConfigErrors};
-use causeway_pool::{AccessScope, CacheLimits, GroupVersionResource};
+use causeway_watch_cache::{AccessScope, CacheLimits, GroupVersionResource};
 use serde::{Deserialize, Serialize};
 
 use super::Config;

@@ -214,7 +214,7 @@ fn led(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
 /// What edges may read, and who does for each pool.
 #[derive(Debug, Serialize)]
 struct ApiCacheSummary {
-    resources: Vec<causeway_pool::Status>,
+    resources: Vec<causeway_watch_cache::Status>,
     leaders: BTreeMap<String, NodeName>,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! 1. An edge dials as for joining, by `h2`, and shows its certificate; `control::admit` finishes TLS and brings it here.
 //! 2. It is judged as a tunnel's edge is, and its pool says by which rule of `readers.allow` it reads.
-//! 3. Each request is answered by `causeway_pool`. There is no bound on the connection's life: watches are long.
+//! 3. Each request is answered by `causeway_watch_cache`. There is no bound on the connection's life: watches are long.
 //! 4. It ends when the node is not welcome any more, when another rule is for it, when it has opened too many others,
 //!    and when the gateway drains. Watches then end in order, as the API's own do, and lists get a moment.
 //!
@@ -35,8 +35,8 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use causeway_certs::NodeName;
-use causeway_pool::{AccessScope, GroupVersionResource, WatchCache};
 use causeway_rt::socket::{CountedIo, Socket};
+use causeway_watch_cache::{AccessScope, GroupVersionResource, WatchCache};
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use serde_json::json;
@@ -278,7 +278,7 @@ fn forbidden() -> Response {
 
 /// A watch that ends, in order, when its connection is to.
 struct CancellableWatch {
-    body: Pin<Box<causeway_pool::ResponseBody>>,
+    body: Pin<Box<causeway_watch_cache::ResponseBody>>,
     end: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 

@@ -1,7 +1,7 @@
 //! What is counted of what edges read.
 
 use super::{Metrics, OpenGauge};
-use causeway_pool::Status;
+use causeway_watch_cache::Status;
 
 /// A connection by which an edge reads, for as long as it is open.
 #[derive(Debug)]

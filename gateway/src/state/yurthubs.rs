@@ -1,7 +1,7 @@
 //! Where `YurtHub`s of each pool read at its edges, as far as these are connected here.
 
 use causeway_certs::NodeName;
-use causeway_pool::GroupVersionResource;
+use causeway_watch_cache::GroupVersionResource;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,

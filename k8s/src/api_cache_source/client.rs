@@ -7,7 +7,7 @@
 
 use crate::client::error_message;
 use bytes::Bytes;
-use causeway_pool::{ListWatch, SourceResponse, WatchCache};
+use causeway_watch_cache::{ListWatch, SourceResponse, WatchCache};
 use futures_util::{StreamExt, TryStreamExt, future::BoxFuture, stream::unfold};
 use http::Request;
 use http_body_util::BodyExt;

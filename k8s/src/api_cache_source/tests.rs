@@ -33,7 +33,7 @@ fn follower(
         let answer = answered(asked.uri().path_and_query().unwrap().as_str());
         async move { Ok::<_, kube::Error>(answer) }
     });
-    let limits = causeway_pool::CacheLimits {
+    let limits = causeway_watch_cache::CacheLimits {
         cache: 1 << 20,
         window: 1 << 20,
     };

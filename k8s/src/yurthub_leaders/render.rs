@@ -223,7 +223,7 @@ fn host(at: IpAddr) -> String {
 }
 
 /// A resource as hubs write it: group, version and plural, with nothing before the first slash for the core group.
-fn ours(resource: &causeway_pool::GroupVersionResource) -> String {
+fn ours(resource: &causeway_watch_cache::GroupVersionResource) -> String {
     format!(
         "{}/{}/{}",
         resource.group, resource.version, resource.plural

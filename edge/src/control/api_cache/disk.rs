@@ -5,7 +5,7 @@
 
 use super::{any_changed, membership::Membership};
 use causeway_certs::Store as DataDir;
-use causeway_pool::{Store, WatchCache, disk::SnapshotDir};
+use causeway_watch_cache::{Store, WatchCache, disk::SnapshotDir};
 use std::{
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},

@@ -12,9 +12,9 @@ use crate::control::{
 };
 use bytes::Bytes;
 use causeway_certs::{LeafCertificate, verify::control_client};
-use causeway_pool::{ListWatch, SourceResponse};
 use causeway_rt::{backoff::Backoff, socket::IoActivity, task::TaskGroup};
 use causeway_tunnel::wire;
+use causeway_watch_cache::{ListWatch, SourceResponse};
 use futures_util::future::BoxFuture;
 use http::{
     HeaderMap,

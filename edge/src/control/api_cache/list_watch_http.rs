@@ -1,7 +1,7 @@
 //! What reading by HTTP/1.1 at a neighbour and by HTTP/2 at a gateway have in common: the request, and the answer as it comes.
 
 use bytes::Bytes;
-use causeway_pool::SourceResponse;
+use causeway_watch_cache::SourceResponse;
 use futures_util::stream::{StreamExt, unfold};
 use http::{
     HeaderMap, Request, Response,

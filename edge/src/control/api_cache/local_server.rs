@@ -21,8 +21,8 @@ use axum::{
     middleware,
 };
 use causeway_certs::verify::ServerOnlyTls;
-use causeway_pool::{AccessScope, WatchCache};
 use causeway_rt::connection_limit::ConnectionLimit;
+use causeway_watch_cache::{AccessScope, WatchCache};
 use futures_util::future::BoxFuture;
 use rustls_pki_types::CertificateDer;
 use std::{future::pending, sync::Arc};

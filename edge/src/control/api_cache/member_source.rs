@@ -10,10 +10,10 @@ use super::{
 };
 use crate::control::http_server::set_keepalive;
 use causeway_config::host_port;
-use causeway_pool::{ListWatch, SourceResponse};
 use causeway_rt::resolve;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::control_stream::NodePoolMember;
+use causeway_watch_cache::{ListWatch, SourceResponse};
 use futures_util::{StreamExt, future::BoxFuture};
 use http::{
     HeaderMap, StatusCode,

@@ -12,9 +12,9 @@ use super::{
     source_policy::{Freshness, SelectionInput, SourceChoice, choose_source, freshest_member},
 };
 use crate::metrics::Metrics;
-use causeway_pool::{ListWatch, ReflectorError, Store, WatchCache};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::control_stream::NodePoolMember;
+use causeway_watch_cache::{ListWatch, ReflectorError, Store, WatchCache};
 use futures_util::{StreamExt, future::BoxFuture, stream::iter};
 use std::{fmt, sync::Arc, time::Duration};
 use tokio::{

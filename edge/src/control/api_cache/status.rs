@@ -10,7 +10,7 @@ use super::{
     source_selector::{SelectedSource, SourceKind},
 };
 use crate::status::ApiCacheStatus;
-use causeway_pool::WatchCache;
+use causeway_watch_cache::WatchCache;
 use std::{
     sync::{Arc, Weak},
     time::Duration,

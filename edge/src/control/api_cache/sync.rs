@@ -4,8 +4,8 @@
 //! again after a pause, as long as no other is chosen.
 
 use super::source_selector::{SelectedSource, SourceLost};
-use causeway_pool::{ListWatch, ReflectorError, Store, WatchCache, reflect};
 use causeway_rt::backoff::Backoff;
+use causeway_watch_cache::{ListWatch, ReflectorError, Store, WatchCache, reflect};
 use futures_util::StreamExt;
 use serde::de::IgnoredAny;
 use std::{sync::Arc, time::Duration};

@@ -17,7 +17,7 @@ use axum::{
     middleware::{self, Next},
 };
 use causeway_certs::verify::YurtHubServerTls;
-use causeway_pool::{AccessScope, GroupVersionResource, WatchCache};
+use causeway_watch_cache::{AccessScope, GroupVersionResource, WatchCache};
 use futures_util::future::BoxFuture;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{sync::Arc, time::Duration};

@@ -11,12 +11,12 @@ use crate::{
 };
 use axum::body::Bytes;
 use causeway_certs::{EdgeIdentity, verify};
-use causeway_pool::{ListWatch, SourceResponse, reflect};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     control_stream::{EdgeHello, GatewayMessage, NodePoolMember, NodePoolMembers},
     wire,
 };
+use causeway_watch_cache::{ListWatch, SourceResponse, reflect};
 use futures_util::{StreamExt, stream};
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request as Asked, body::Incoming, client::conn::http2};

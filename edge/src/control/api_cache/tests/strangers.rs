@@ -3,8 +3,8 @@
 use super::super::member_server::max_per_member;
 use super::world::{Cloud, Edge, Gateway, SOON, World, at, identity, pool, raw};
 use causeway_certs::{Ca, EdgeIdentity, GatewayName, TrustDomain, verify::PoolMemberTls};
-use causeway_pool::GroupVersionResource;
 use causeway_tunnel::control_stream::NodePoolMembers;
+use causeway_watch_cache::GroupVersionResource;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use nix::sys::resource::{Resource as Limit, getrlimit, setrlimit};
 use rustls::ClientConfig;

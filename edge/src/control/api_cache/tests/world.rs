@@ -13,15 +13,15 @@ use causeway_certs::{
     store::OpenMode,
     verify::{TicketSecret, join_server, none_revoked, tunnel_server},
 };
-use causeway_pool::{
-    CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, reflect,
-};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     control_stream::{
         EdgeHello, EdgeMessage, GatewayHello, GatewayMessage, NodePoolMember, NodePoolMembers,
     },
     gateway_side, wire,
+};
+use causeway_watch_cache::{
+    CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, reflect,
 };
 use futures_util::{StreamExt, future::BoxFuture, stream};
 use http::{HeaderMap, Request, StatusCode};
