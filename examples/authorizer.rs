@@ -1,7 +1,7 @@
 //! Run with: `cargo run --example authorizer`
 //!
 //! An `Authorize` of one's own, asked at every stream before the edge hears of it: the group `ops` may do
-//! everything, `readers` may only GET. Callers are known by bearer tokens, whose hashes stand in a
+//! everything, `readers` may only GET. Clients are authenticated by bearer tokens, whose hashes stand in a
 //! file. The rest of this file is a gateway, an edge and an app to ask through.
 
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Who may do what, by the caller's groups.
+/// Access policy by the client's groups.
 #[derive(Debug)]
 struct ByGroup;
 
@@ -67,7 +67,7 @@ async fn main() -> Result {
     Ok(())
 }
 
-/// Starts gateway, edge and app; returns the address of an `http` front.
+/// Starts gateway, edge and upstream; returns the address of an `http` listener.
 async fn road(
     folder: &Path,
     stop: &CancellationToken,

@@ -73,7 +73,7 @@ async fn main() -> Result {
     Ok(())
 }
 
-/// What the edge says of itself; the same as JSON is at `/status` of its admin listener.
+/// Prints the edge's status. The admin listener returns the same as JSON at `/status`.
 fn show(when: &str, edge: &StatusReader) {
     let status = edge.status();
     println!("{when}: {} is {}", status.node, status.state);
@@ -88,7 +88,7 @@ fn show(when: &str, edge: &StatusReader) {
     }
 }
 
-/// Starts a gateway; returns its tunnel port, an `http` front, and a token for a node.
+/// Starts a gateway; returns its tunnel port, an `http` listener, and a token for a node.
 fn gateway(
     folder: &Path,
     stop: &CancellationToken,

@@ -120,7 +120,7 @@ async fn connected(edge: &StatusReader) {
     }
 }
 
-/// One request to port 9100 of edge-1, as a caller with a certificate of the gateway's own CA.
+/// Sends one request to port 9100 of edge-1, as a client with a certificate of the gateway's own CA.
 async fn call(ca: &Ca, front: SocketAddr) -> Result<String> {
     let mut roots = RootCertStore::empty();
     roots.add(ca.root().clone())?;

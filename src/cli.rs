@@ -78,14 +78,14 @@ pub(crate) enum Command {
     },
     /// Write the manual pages of all commands into a directory
     Man {
-        /// Where the pages go; made if absent
+        /// Directory for the pages; made if absent
         #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
     /// Print the reference of all configuration keys
     #[command(hide = true)]
     Reference {
-        /// Whose.
+        /// Side that the configuration is for.
         side: ConfigKind,
     },
 }
@@ -217,7 +217,7 @@ pub(crate) enum Policy {
     Test(PolicyTest),
 }
 
-/// Where a policy and the nodes that it speaks of are.
+/// Location of a policy and of the nodes that it refers to.
 #[derive(Debug, Args)]
 pub(crate) struct PolicyFile {
     /// The file of rules, as the gateway's key `policy` names it

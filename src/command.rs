@@ -41,7 +41,7 @@ use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, Reject
 use crate::output::{self, errln, outln};
 use crate::telemetry;
 
-/// The variables by which other programs are told of a proxy.
+/// Environment variables that name a proxy to other programs.
 const PROXY: &[(&str, &str)] = &[
     ("proxy", "HTTPS_PROXY"),
     ("proxy", "https_proxy"),
@@ -49,7 +49,7 @@ const PROXY: &[(&str, &str)] = &[
     ("no_proxy", "no_proxy"),
 ];
 
-/// What is left to do once the configuration is known.
+/// Command that is ready to run once the configuration is known.
 pub(crate) struct PreparedCommand {
     pub(crate) log: Log,
     /// Settings of the log at the start.

@@ -33,7 +33,7 @@ pub(crate) use env_expand::unknown;
 pub(crate) use reference::{plain, reference};
 pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys};
 
-/// What a file says, held against its schema and judged.
+/// Configuration file, checked against its schema and validated.
 pub(crate) trait ConfigDocument: DeserializeOwned + JsonSchema + Validate {}
 
 impl<C: DeserializeOwned + JsonSchema + Validate> ConfigDocument for C {}
@@ -43,7 +43,7 @@ pub(crate) trait ProcessConfig: ConfigDocument + AsRef<Log> {}
 
 impl<C: ConfigDocument + AsRef<Log>> ProcessConfig for C {}
 
-/// Where a configuration comes from.
+/// Sources of a configuration.
 #[derive(Debug, Default)]
 pub(crate) struct ConfigSources {
     /// The YAML file; without one, defaults.
@@ -113,7 +113,7 @@ fn load_judged<C: ProcessConfig>(
     }
 }
 
-/// As [`load`] for a process that runs: a file in which there is nothing is one that somebody is about to write.
+/// Loads as [`load`] for a process that runs: an empty file is one that is about to be written.
 pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
     if let Some(file) = &sources.file
         && std::fs::read_to_string(file).is_ok_and(|text| text.trim().is_empty())
@@ -145,7 +145,7 @@ pub(crate) fn document<C: ConfigDocument>(
     Ok((document, SourceMap(spots)))
 }
 
-/// Where the values of a file stand.
+/// Positions of the values in a file.
 #[derive(Debug)]
 pub(crate) struct SourceMap(HashMap<String, KeyValuePositions>);
 
@@ -382,7 +382,7 @@ impl PartialConfig {
     }
 }
 
-/// What the configuration finds wrong with itself, and what the log does.
+/// Returns the faults that the configuration and the log settings report.
 fn judge<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
     let mut faults = ConfigErrors::default();
     let log: &Log = config.as_ref();

@@ -1,7 +1,7 @@
 //! `causeway`: arguments → configuration → telemetry → runtime → command → exit code.
 //!
-//! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot
-//! be used, 78 failed and would fail again until somebody changes something.
+//! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot be used, 78 failed and would fail
+//! again until an operator changes something.
 
 // They panic if nothing can be written; `output` has what takes their place.
 #![deny(clippy::print_stdout, clippy::print_stderr)]

@@ -46,7 +46,7 @@ pub(crate) fn error_line(text: Arguments<'_>) {
     let _ = write_to(&mut io::stderr().lock(), format_args!("{text}\n"));
 }
 
-/// Writes the text in one piece, and flushes it: at the end of the process nobody would see that this fails.
+/// Writes the text in one piece, and flushes it: at the end of the process a failure would stay unnoticed.
 fn write_to(out: &mut impl Write, text: Arguments<'_>) -> io::Result<()> {
     out.write_all(text.to_string().as_bytes())?;
     out.flush()

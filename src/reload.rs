@@ -20,9 +20,9 @@ use crate::command::explain;
 /// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.
 pub(crate) type ReloadFn = Arc<dyn Fn(&mut FileHashes) -> anyhow::Result<String> + Send + Sync>;
 
-/// Who asks for it.
+/// Triggers of a reload.
 pub(crate) struct ReloadTriggers {
-    /// SIGHUP, if somebody listens to it.
+    /// SIGHUP, if the process handles it.
     pub(crate) hangup: Option<Signal>,
     /// The admin listener.
     pub(crate) asked: ReloadReceiver,

@@ -7,13 +7,13 @@ use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// The signals of a process that runs until it is told to stop.
+/// Signals of a process that runs until it is asked to stop.
 pub(crate) struct Signals {
     /// Cancelled by the first SIGTERM or SIGINT.
     pub(crate) stop: CancellationToken,
     /// Cancelled by the second.
     pub(crate) now: CancellationToken,
-    /// Each SIGHUP, for whoever takes it; nobody's end.
+    /// Each SIGHUP, for the task that handles it. It ends no process.
     pub(crate) hangup: Option<Signal>,
     terminate: Signal,
     interrupt: Signal,

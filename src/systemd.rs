@@ -1,9 +1,9 @@
-//! What the service manager is told: that the process serves, how it fares, that it lives, that it stops.
+//! Notifications to the service manager: the process is ready, its status, its watchdog, its stop.
 //!
-//! The protocol is `sd_notify(3)`: lines `KEY=VALUE` in one datagram to the socket that `NOTIFY_SOCKET` names; without
-//! that variable nothing happens. Nobody here waits for the service manager: a word that it does not take is lost,
-//! and the next one comes soon. `WATCHDOG=1` means that all of the process answers: of a gateway every core on its
-//! own runtime, of an edge the one runtime that it has, on which this runs.
+//! The protocol is `sd_notify(3)`: lines `KEY=VALUE` in one datagram to the socket that `NOTIFY_SOCKET` names. Without that
+//! variable nothing happens. The process never waits for the service manager: a message that the manager does not take is
+//! lost, and the next one comes soon. `WATCHDOG=1` means that the whole process answers: at a gateway every worker on its own
+//! runtime, at an edge its one runtime, on which this code runs.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -21,16 +21,17 @@ use causeway_gateway::Watchdog;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-/// How often a gateway's status is told, where no watchdog wants more.
+/// Interval of a gateway's status messages, unless a watchdog needs a shorter one.
 const RHYTHM: Duration = Duration::from_secs(10);
-/// How often an edge's status is looked at, and a gateway asked that is not ready yet.
+/// Interval at which an edge's status is checked, and at which a gateway that is not ready yet is asked.
 const LOOK: Duration = Duration::from_secs(1);
-/// An edge that has not joined after this long counts as started: whoever waits for it is not held up by a gateway.
+/// Time after which an edge that has not joined counts as started, so that a gateway does not delay units that wait for the
+/// edge.
 const JOINING: Duration = Duration::from_secs(15);
-/// What a process may take beyond its drain to say its last words.
+/// Time beyond its drain that a process may take for its last messages.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// The way to the service manager, if there is one. Cheap to clone.
+/// Connection to the service manager, if there is one. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SystemdNotifier(Option<Arc<NotifySocket>>);
 
@@ -41,7 +42,7 @@ struct NotifySocket {
     told: Mutex<LastStatus>,
 }
 
-/// What the service manager has heard last.
+/// Status that the service manager received last.
 #[derive(Debug, Default)]
 struct LastStatus {
     ready: bool,
@@ -95,7 +96,7 @@ impl SystemdNotifier {
         self.status(status);
     }
 
-    /// How the process fares, in one line; what was told last is not told again.
+    /// Sends the status of the process in one line, unless it is the same as the last one.
     pub(crate) fn status(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
         let status = status.replace(['\n', '\r'], " ");
@@ -119,7 +120,7 @@ impl SystemdNotifier {
         ));
     }
 
-    /// All of the process answers. Told no more often than the watchdog needs.
+    /// Reports that the whole process answers, no more often than the watchdog needs.
     fn alive(&self) {
         let Some(channel) = &self.0 else { return };
         let (now, due) = (Instant::now(), channel.rhythm() / 2);
@@ -166,8 +167,8 @@ impl SystemdNotifier {
         self.beginning(join, silence).await
     }
 
-    /// Does what has to be done before the rest can begin. It counts as started once the first attempt came to nothing: the
-    /// reason is in the status then, and whoever started it is not held up until somebody else does his part.
+    /// Runs work that must finish before the rest can begin. The process counts as started once the first attempt has failed:
+    /// its status contains the reason then. The service manager does not wait until an operator resolves the cause.
     pub(crate) async fn beginning<T>(&self, work: impl Future<Output = T>, silence: &str) -> T {
         beside(work, async {
             self.rhythm().await;
@@ -211,7 +212,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// How often a sign of life is due. Never returns where nobody wants to know.
+    /// Returns the interval of watchdog messages. Never returns without a service manager.
     async fn rhythm(&self) -> Duration {
         match &self.0 {
             Some(channel) => channel.rhythm(),
@@ -237,7 +238,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// Waits, but not after the process was asked to stop and has not told so.
+    /// Waits, but not after the process was asked to stop and has not reported so.
     async fn pause(&self, time: Duration, stop: &CancellationToken) {
         let known = |channel: &Arc<NotifySocket>| channel.told(|told| told.stopping);
         if self.0.as_ref().is_some_and(known) {

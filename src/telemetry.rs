@@ -1,9 +1,10 @@
 //! Logs: format and filter from the configuration, to standard error; and the audit log, to its file.
 //!
-//! Set up once, before the runtime. `RUST_LOG` wins over the configured filter, because
-//! whoever sets it is looking for something now. The systemd journal gets each line's priority, and no time in text. No colours where nobody can see them, or wants them (`NO_COLOR`).
-//! Both logs are written by threads of their own: a disk that hangs, or a reader that is slow, holds nobody up. Lines that
-//! such a thread cannot keep up with are lost; the metrics count them, and the log says so.
+//! The logs are set up once, before the runtime. `RUST_LOG` overrides the configured filter, because a user who sets it is
+//! looking for something now. The systemd journal gets each line's priority, and no time in the text. Colours are off if the
+//! output cannot show them or the user does not want them (`NO_COLOR`). Both logs are written by threads of their own: a disk
+//! that hangs, or a slow reader, delays no other thread. Lines that such a thread cannot keep up with are lost. The metrics
+//! count lost lines, and the log reports them.
 
 mod audit_log;
 mod journal;

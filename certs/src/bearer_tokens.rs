@@ -1,8 +1,8 @@
-//! Callers' bearer tokens: a file of hashes, one line a caller.
+//! Bearer tokens of clients: a file of hashes, one line per client.
 //!
-//! A line is `sha256:<hex> <name> [group,group]`; `#` begins a comment. The file never holds a
-//! token itself. A presented token is hashed and the hash looked up, so the time that takes tells
-//! nothing about the tokens. Reading the file is the binary's work; here is only its grammar.
+//! A line is `sha256:<hex> <name> [group,group]`; `#` begins a comment. The file never holds a token itself. A presented token is
+//! hashed and the hash is looked up, so the time of the lookup reveals nothing about the tokens. The binary reads the file; this
+//! module only has its grammar.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -13,29 +13,29 @@ use thiserror::Error;
 use crate::name::{NameError, check_caller};
 use crate::secret::{Fingerprint, Secret};
 
-/// What each generated token begins with: its kind and version.
+/// Prefix of each generated token: its kind and version.
 const PREFIX: &str = "cwc1";
 
-/// A caller known by a bearer token.
+/// A client that is identified by a bearer token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StaticToken {
-    /// The caller's name.
+    /// The client's name.
     pub name: String,
-    /// The groups the caller belongs to.
+    /// The groups that the client belongs to.
     pub groups: Vec<String>,
 }
 
-/// The first bad line of a file of callers.
+/// The first bad line of a file of bearer tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("line {line}: {message}")]
 pub struct StaticTokensError {
-    /// Which line, from 1.
+    /// Number of the line, from 1.
     pub line: usize,
-    /// What is wrong, and what to write.
+    /// Description of the fault, and what to write instead.
     pub message: String,
 }
 
-/// All callers of one file.
+/// All clients of one file.
 #[derive(Debug, Clone, Default)]
 pub struct StaticTokens(HashMap<Fingerprint, Arc<StaticToken>>);
 
@@ -66,24 +66,24 @@ impl StaticTokens {
         Ok(Self(callers))
     }
 
-    /// The caller who holds this token.
+    /// Returns the client that this token belongs to.
     pub fn lookup(&self, presented: &str) -> Option<Arc<StaticToken>> {
         self.0
             .get(&Fingerprint::digest(presented.as_bytes()))
             .cloned()
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether nobody can come in by token.
+    /// Whether no client can authenticate by token.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// A new token, for the caller, and its line, for the file.
+    /// Generates a new token for the client, and the token's line for the file.
     pub fn generate(name: &str, groups: &[String]) -> Result<(Secret, String), NameError> {
         check_caller(name)?;
         groups.iter().try_for_each(|group| check_caller(group))?;

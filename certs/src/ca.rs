@@ -1,14 +1,14 @@
-//! The certificate authority: a root, what it signs, and the root that takes its place one day.
+//! Certificate authority: a root, the certificates that it signs, and the root that replaces it in a rotation.
 //!
-//! Owns the keys. Every certificate is built here from what the caller of a function states:
-//! of a request only the verified public key is taken (`VerifiedPublicKey`), never its names, usages or its
-//! wish to be a CA. Each kind of leaf has an intermediate of its own (`root`) and an extended key usage
-//! of its own, so that neither a certificate nor a signer's key can stand in for another kind.
+//! Owns the keys. Every certificate is built here from the arguments of a function. From a certificate request only the verified
+//! public key is taken (`VerifiedPublicKey`), never its names, its usages or its wish to be a CA. Each kind of leaf has an
+//! intermediate of its own (`root`) and an extended key usage of its own. So neither a certificate nor an issuer's key can stand
+//! in for another kind.
 //!
-//! A rotation has three steps: `prepare` makes a second root, which is trusted and signs nothing; `activate` lets it
-//! sign, with a certificate by the first root for whoever knows only that one; `retire` drops the first.
-//! An operator's own CA may sign the roots besides (`above`), for callers who know only that one.
-//! Never asks whether somebody may have a certificate; that is the token's or the operator's word.
+//! A rotation has three steps. `prepare` makes a second root, which is trusted and signs nothing. `activate` lets the second root
+//! sign, with a cross certificate by the first root for peers that trust only the first. `retire` drops the first root. An
+//! operator's own CA may sign the roots as well (`above`), for clients that trust only that CA. This module never decides who may
+//! have a certificate; a token or the operator decides that.
 
 mod above;
 mod file;
@@ -35,18 +35,18 @@ pub(crate) use file::CaFile;
 pub use live::LiveCa;
 use root::{LeafProfile, Root};
 
-/// Why a root could not be made or read, or a certificate not be signed.
+/// Error of making or reading a root, or of signing a certificate.
 #[derive(Debug, Error)]
 pub enum CaError {
-    /// What is stored is unusable.
+    /// The stored CA is unusable.
     #[error("the CA's {part} is unusable: {why}")]
     Unusable {
         /// `certificate`, `key` or `file`.
         part: &'static str,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: String,
     },
-    /// The root has ended; nothing that it signs would be accepted.
+    /// The root has expired; no certificate that it signs would be accepted.
     #[error("the CA's certificate has expired; make a new CA and enrol the edges again")]
     Expired,
     /// A step of a rotation comes before another.
@@ -55,10 +55,10 @@ pub enum CaError {
     /// A name does not fit into a certificate.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// Our own new certificate does not read.
+    /// Our own new certificate cannot be parsed.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
-    /// Our own new certificate and key do not go together.
+    /// Our own new certificate and key do not match.
     #[error(transparent)]
     Leaf(#[from] LeafCertificateError),
     /// rcgen refused.
@@ -66,56 +66,56 @@ pub enum CaError {
     Sign(#[from] rcgen::Error),
 }
 
-/// A certificate for a key that somebody else holds.
+/// A certificate for a key that another process holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IssuedCertificate {
     /// The certificate.
     pub certificate: CertificateDer<'static>,
-    /// Its last second of validity.
+    /// Last second of validity.
     pub not_after: UnixTime,
-    /// Its serial number, as it stands in the certificate.
+    /// Serial number, as it is in the certificate.
     pub serial: Vec<u8>,
-    /// The root on which it hangs.
+    /// Fingerprint of the root above the certificate.
     pub root: Fingerprint,
-    /// By what it hangs there.
+    /// Chain from the certificate to the root.
     behind: Vec<CertificateDer<'static>>,
 }
 
 impl IssuedCertificate {
-    /// Its serial number in hexadecimal.
+    /// Returns the serial number in hexadecimal.
     pub fn serial_hex(&self) -> String {
         crate::secret::hex(&self.serial)
     }
 
-    /// The certificate as PEM, and what it hangs by.
+    /// Returns the certificate and its chain as PEM.
     pub fn pem(&self) -> String {
         pem::encode_chain(std::slice::from_ref(&self.certificate))
             + &pem::encode_chain(&self.behind)
     }
 }
 
-/// What a root does.
+/// Role of a root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RootStage {
-    /// It signs.
+    /// The root signs.
     Active,
-    /// It is trusted, and will sign.
+    /// The root is trusted, and will sign.
     Prepared,
-    /// It is trusted still, and signs no more.
+    /// The root is still trusted, but no longer signs.
     Retiring,
 }
 
 /// Whether a step of a rotation has been made now, or before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RotationStep {
-    /// Now.
+    /// The step was made now.
     Made,
-    /// Before.
+    /// The step had been made before.
     Standing,
 }
 
-/// What tells a CA from what it was: which roots there are, what they do, and what is above them.
+/// Version of a CA: its roots, their roles, and the CAs above them. It changes when the CA changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CaVersion {
     active: Fingerprint,
@@ -126,7 +126,7 @@ pub struct CaVersion {
 pub struct Ca {
     active: Root,
     other: Option<(RootStage, Root)>,
-    /// It stands in for one that is not there.
+    /// Whether this CA is a placeholder that no peer trusts.
     unbelieved: bool,
 }
 
@@ -144,11 +144,11 @@ impl std::fmt::Debug for Ca {
     }
 }
 
-/// One that signs leaves which are believed.
+/// A certificate that signs trusted leaves.
 pub(crate) struct TrustAnchor<'a> {
-    /// What it signs; `None` signs everything.
+    /// Purpose of the certificates that the anchor signs; `None` stands for all purposes.
     pub(crate) purpose: Option<IssuerPurpose>,
-    /// The root on which it hangs.
+    /// The root above the anchor.
     pub(crate) root: Fingerprint,
     pub(crate) certificate: &'a CertificateDer<'static>,
 }
@@ -163,7 +163,7 @@ impl Ca {
         })
     }
 
-    /// Reads a root that signs leaves itself, and its key, and checks that they are one.
+    /// Reads a root that signs leaves itself, and its key, and checks that they match.
     pub fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         Ok(Self {
             active: Root::load(certificate_pem, key_pem)?,
@@ -172,8 +172,8 @@ impl Ca {
         })
     }
 
-    /// One that nobody knows and nothing keeps, for a gateway whose edges and fronts bring their certificates: nobody believes
-    /// what it would sign.
+    /// Creates a CA that no peer trusts and that is not stored. A gateway uses it if its edges and listeners have certificates
+    /// from elsewhere. No peer trusts the certificates that this CA would sign.
     pub fn unbelieved(domain: &TrustDomain) -> Result<Self, CaError> {
         Ok(Self {
             unbelieved: true,
@@ -181,7 +181,7 @@ impl Ca {
         })
     }
 
-    /// Whether anybody could believe what it signs.
+    /// Whether any peer could trust the certificates of this CA.
     pub fn is_believed(&self) -> bool {
         !self.unbelieved
     }
@@ -196,21 +196,21 @@ impl Ca {
         self.active.own.certificate_pem()
     }
 
-    /// All roots that are trusted, the one that signs first.
+    /// Returns all trusted roots, the active one first.
     pub fn roots(&self) -> Vec<(RootStage, &CertificateDer<'static>)> {
         self.all()
             .map(|(stage, root)| (stage, &root.own.certificate))
             .collect()
     }
 
-    /// All roots that are trusted as PEM, for `curl --cacert` and for edges.
+    /// Returns all trusted roots as PEM, for `curl --cacert` and for edges.
     pub fn bundle_pem(&self) -> String {
         self.all()
             .map(|(_, root)| root.own.certificate_pem())
             .collect()
     }
 
-    /// The private key of the root that signs, as PEM.
+    /// Returns the private key of the active root, as PEM.
     pub fn key_pem(&self) -> Secret {
         self.active.own.key_pem()
     }
@@ -220,17 +220,17 @@ impl Ca {
         &self.active.domain
     }
 
-    /// What a join token carries to tell this root from others.
+    /// Returns the fingerprint that a join token carries to identify this root.
     pub fn fingerprint(&self) -> Fingerprint {
         self.active.fingerprint
     }
 
-    /// Those of all roots that are trusted, the one that signs first.
+    /// Returns the fingerprints of all trusted roots, that of the active root first.
     pub fn fingerprints(&self) -> Vec<Fingerprint> {
         self.all().map(|(_, root)| root.fingerprint).collect()
     }
 
-    /// Where it is the same, the CA is the same.
+    /// Returns the version of the CA. If two versions are equal, the CAs are the same.
     pub fn state(&self) -> CaVersion {
         let other = self.other.as_ref();
         CaVersion {
@@ -250,7 +250,7 @@ impl Ca {
         [(RootStage::Active, &self.active)].into_iter().chain(other)
     }
 
-    /// Who signs leaves that are believed.
+    /// Returns the certificates that sign trusted leaves.
     pub(crate) fn anchors(&self) -> Vec<TrustAnchor<'_>> {
         let of = |(_, root): (RootStage, &'_ Root)| match root.issuers() {
             None => vec![(None, root.fingerprint)],
@@ -324,7 +324,7 @@ impl Ca {
         self.leaf(IssuerPurpose::Replicas, kind, behind)
     }
 
-    /// A leaf that a front shows to its callers under these names.
+    /// Issues a leaf that a listener shows to its clients under these names.
     pub fn mint_front(
         &self,
         names: &[ListenerName],
@@ -343,7 +343,7 @@ impl Ca {
         self.leaf(IssuerPurpose::Fronts, kind, behind)
     }
 
-    /// A caller's certificate with its key. The groups stand in one organization, with commas.
+    /// Issues a client certificate with its key. The groups are in one organization, separated by commas.
     pub fn issue_caller(
         &self,
         name: &str,
@@ -362,7 +362,7 @@ impl Ca {
         self.leaf(IssuerPurpose::Callers, kind, None)
     }
 
-    /// What leads from the root that signs to the one before it, while that is trusted.
+    /// Returns the cross certificate from the active root to the root before it, while that root is trusted.
     fn crossed(&self) -> Option<CertificateDer<'static>> {
         let retiring = matches!(self.other, Some((RootStage::Retiring, _)));
         self.active.crossed.clone().filter(|_| retiring)

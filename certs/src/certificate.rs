@@ -1,8 +1,7 @@
-//! What a certificate says, read once out of its DER.
+//! Facts of a certificate, read once out of its DER.
 //!
-//! Owns the only use of the X.509 parser for certificates. Reads foreign bytes, so nothing here
-//! panics or believes: a certificate that reads well proves nothing until `verify` has checked who
-//! signed it.
+//! Owns the only use of the X.509 parser for certificates. The input is untrusted, so nothing here panics. A certificate that
+//! parses proves nothing until `verify` has checked its signer.
 
 mod ca_constraints;
 
@@ -14,7 +13,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 pub(crate) use ca_constraints::CaConstraints;
 
-/// How far the beginning of a certificate of ours lies before its issue, for clocks that run late.
+/// Time by which our certificates begin before their issue, for clocks that run late.
 pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
 
 /// The bytes are not a certificate, or one of its fields is malformed.
@@ -87,7 +86,7 @@ impl Certificate {
         (self.not_before..=self.not_after).contains(&now.as_secs())
     }
 
-    /// When our own CA issued it, in Unix seconds.
+    /// Returns the time when our own CA issued the certificate, in Unix seconds.
     pub fn issued_at(&self) -> u64 {
         self.not_before.saturating_add(CLOCK_SKEW.as_secs())
     }

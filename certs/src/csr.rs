@@ -1,9 +1,8 @@
-//! Requests for certificates: made on the edge, checked on the gateway.
+//! Certificate requests: made on the edge, checked on the gateway.
 //!
-//! The edge's key never leaves it: `PrivateKey` makes it and a request that proves its possession.
-//! `VerifiedPublicKey` is what the gateway takes from a request: the public key, after its signature was
-//! verified. Names, usages and CA:TRUE in a request are not even read, but where a cluster shows
-//! them to people: then the request must name its node, and nothing else at all.
+//! The edge's key never leaves it: `PrivateKey` makes the key and a request that proves its possession. `VerifiedPublicKey` is
+//! the part that the gateway takes from a request: the public key, after its signature was verified. Names, usages and CA:TRUE in
+//! a request are not even read, unless a cluster shows them to people. Then the request must name its node only.
 
 use rcgen::{CertificateParams, KeyPair, SanType, SubjectPublicKeyInfo};
 use thiserror::Error;
@@ -17,20 +16,20 @@ use crate::kubernetes_ca::SignerProfile;
 use crate::name::{HostName, NodeName, TrustDomain};
 use crate::secret::Secret;
 
-/// Largest request that is looked at: an RSA-8192 request takes about 3 KiB.
+/// Largest request that is accepted: an RSA-8192 request takes about 3 KiB.
 const MAX_REQUEST: usize = 16 * 1024;
 /// Shortest RSA key that is signed (NIST SP 800-57: 112 bits of security).
 const MIN_RSA_BITS: usize = 2048;
 /// id-Ed25519 (RFC 8410, section 3).
 const ED25519: &str = "1.3.101.112";
 
-/// Why a request was refused.
+/// Error that refuses a request.
 #[derive(Debug, Error)]
 pub enum CsrError {
     /// Larger than any honest request.
     #[error("the certificate request has {0} bytes, more than the {MAX_REQUEST} allowed")]
     TooLarge(usize),
-    /// Not a certificate request.
+    /// The input is not a certificate request.
     #[error("not a certificate request (PKCS #10 in DER): {0}")]
     Malformed(String),
     /// The sender does not hold the key.
@@ -39,24 +38,24 @@ pub enum CsrError {
     /// A kind of key that is not signed.
     #[error("{0} keys are not accepted: use ECDSA P-256 or P-384, Ed25519, or RSA from 2048 bits")]
     Key(String),
-    /// It does not ask for what its node may have, and nothing else.
+    /// The request does not ask for exactly the identity of its node.
     #[error(
         "the certificate request {asks}; that of an edge has no subject and one name, the URI {uri}"
     )]
     Asks {
-        /// What is wrong with it.
+        /// Description of the fault.
         asks: String,
-        /// What it should name.
+        /// URI that the request should name.
         uri: String,
     },
-    /// A cluster's own signer would name somebody else.
+    /// The subject or names are wrong, so a cluster's own signer would name another identity.
     #[error(
         "the certificate request {asks}; that of an edge has exactly the subject {wanted}, and nothing else"
     )]
     Subject {
-        /// What is wrong with it.
+        /// Description of the fault.
         asks: String,
-        /// What it should name.
+        /// Subject that the request should have.
         wanted: String,
     },
     /// The key could not be made or used on this machine.
@@ -64,12 +63,12 @@ pub enum CsrError {
     Local(#[source] rcgen::Error),
 }
 
-/// The public key of a request whose signature was verified.
+/// Public key of a request whose signature was verified.
 #[derive(Debug)]
 pub struct VerifiedPublicKey(SubjectPublicKeyInfo);
 
 impl VerifiedPublicKey {
-    /// Takes the key out of a request in DER, if the sender holds it and it is strong enough.
+    /// Returns the key of a request in DER, if the sender holds the key and the key is strong enough.
     pub fn verify(der: &[u8]) -> Result<Self, CsrError> {
         if der.len() > MAX_REQUEST {
             return Err(CsrError::TooLarge(der.len()));
@@ -89,7 +88,7 @@ impl VerifiedPublicKey {
             .map_err(|_| CsrError::Key(key.algorithm.algorithm.to_id_string()))
     }
 
-    /// The same of a request that names this node, and nothing and nobody else.
+    /// Verifies a request that names this node and no other identity.
     pub fn of_edge(der: &[u8], domain: &TrustDomain, node: &NodeName) -> Result<Self, CsrError> {
         let key = Self::verify(der)?;
         let (_, request) = X509CertificationRequest::from_der(der)
@@ -101,7 +100,7 @@ impl VerifiedPublicKey {
         }
     }
 
-    /// The same of a request in which a signer of the cluster's own finds exactly this node as the subject.
+    /// Verifies a request in which a signer of the cluster's own finds exactly this node as the subject.
     pub fn of_subject(
         der: &[u8],
         subject: SignerProfile,
@@ -137,7 +136,7 @@ pub fn asks_the_same(one: &[u8], other: &[u8]) -> bool {
     content(one).is_some_and(|asked| content(other) == Some(asked))
 }
 
-/// What a request asks for, unless that is this one name.
+/// Returns a description of an unexpected part of a request, or `None` if the request has only this one name.
 fn unexpected_extension(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
     if request.subject.iter().next().is_some() {
         return Some(format!("has the subject \"{}\"", request.subject));
@@ -186,7 +185,7 @@ fn check_strength(key: &x509_parser::x509::SubjectPublicKeyInfo<'_>) -> Result<(
     }
 }
 
-/// The own key of an edge, or of a gateway whose certificate another system makes: P-256. `Debug` does not show it.
+/// Private key of an edge, or of a gateway whose certificate an external CA makes: P-256. `Debug` does not show it.
 pub struct PrivateKey(KeyPair);
 
 impl std::fmt::Debug for PrivateKey {
@@ -206,7 +205,7 @@ impl PrivateKey {
         KeyPair::from_pem(pem).map(Self).map_err(CsrError::Local)
     }
 
-    /// A request for this key, in DER. It names nobody: the name comes from the token.
+    /// Builds a request for this key, in DER. The request names no identity: the name comes from the token.
     pub fn request(&self) -> Result<Vec<u8>, CsrError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -225,7 +224,7 @@ impl PrivateKey {
         request.pem().map_err(CsrError::Local)
     }
 
-    /// The same as a signer of the cluster's own wants it.
+    /// Builds a request for this key in the form that a signer of the cluster's own requires.
     pub fn request_as(&self, subject: SignerProfile, node: &NodeName) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         let mut name = rcgen::DistinguishedName::new();
@@ -239,7 +238,7 @@ impl PrivateKey {
         request.pem().map_err(CsrError::Local)
     }
 
-    /// A request for this key whose subject is a user of a cluster, by the common name alone, in PEM.
+    /// Builds a request for this key whose subject is a user of a cluster, by the common name alone, in PEM.
     pub fn request_of_user(&self, user: &str) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         let mut name = rcgen::DistinguishedName::new();
@@ -249,7 +248,7 @@ impl PrivateKey {
         request.pem().map_err(CsrError::Local)
     }
 
-    /// A request for this key that names a gateway as another system's signer is asked for it, in PEM.
+    /// Builds a request for this key that names a gateway in the form for an external CA's signer, in PEM.
     pub fn request_of_gateway(
         &self,
         domain: &TrustDomain,

@@ -1,8 +1,8 @@
-//! The edge's identity: what enrolment leaves on a node and each later start takes up again.
+//! The edge's identity: the result of enrolment on a node, which each later start loads.
 //!
-//! Holds node name, leaf, roots and trust domain, and the gateway addresses learned meanwhile.
-//! All of it is checked when put together: the certificate is for our key, one below a root has signed
-//! it, and the names are read from the two certificates, never from what the gateway says beside.
+//! Holds node name, leaf, roots and trust domain, and the gateway addresses learned meanwhile. All of it is checked on
+//! construction: the certificate is for our key, and an issuer below a root has signed it. The names are read from the two
+//! certificates, never from other statements of the gateway.
 
 use std::time::Duration;
 
@@ -19,13 +19,13 @@ use crate::pem;
 use crate::secret::{Fingerprint, Secret};
 use crate::verify::{PeerRejected, Purpose, TrustError, TrustStore, check_peer, none_revoked};
 
-/// Why certificates and key make no identity of an edge.
+/// Error that makes certificates and key unusable as an identity of an edge.
 #[derive(Debug, Error)]
 pub enum EdgeIdentityError {
-    /// The root's PEM does not read.
+    /// The root's PEM cannot be parsed.
     #[error("unreadable root certificate: {0}")]
     Root(String),
-    /// Chain and key do not go together.
+    /// Chain and key do not match.
     #[error(transparent)]
     Leaf(#[from] LeafCertificateError),
     /// The root names no trust domain.
@@ -39,13 +39,13 @@ pub enum EdgeIdentityError {
     Refused(#[from] PeerRejected),
 }
 
-/// Most roots that an edge is told: a rotation has two.
+/// Roots that an edge receives, at most: a rotation has two.
 const MOST_ROOTS: usize = 4;
 
 /// An enrolled edge.
 #[derive(Debug, Clone)]
 pub struct EdgeIdentity {
-    /// The node, as the certificate says.
+    /// Name of the node in the certificate.
     pub node: NodeName,
     /// The edge's certificate with its key.
     pub leaf: LeafCertificate,
@@ -55,11 +55,11 @@ pub struct EdgeIdentity {
     pub trust_domain: TrustDomain,
     /// Further addresses of the gateway, learned from its hello.
     pub gateways: Vec<String>,
-    /// Another system makes and renews it, and says which roots gateways hang on.
+    /// Whether an external CA makes and renews the identity, and names the roots of the gateways.
     pub given: bool,
 }
 
-/// The form in the data directory: one file, so that key and certificate change at once.
+/// Form of the identity in the data directory: one file, so that key and certificate change at once.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EdgeFile {
@@ -71,9 +71,9 @@ pub(crate) struct EdgeFile {
 }
 
 impl EdgeIdentity {
-    /// Puts together what enrolment or renewal brought. Whether the certificate holds now is not asked here: an edge
-    /// that was off for long shall still say who it is, and be refused by the gateway; and a machine
-    /// that gets its time late shall be there when it does.
+    /// Combines the parts that enrolment or renewal returned. The validity of the certificate at this moment is not checked. An
+    /// edge that was off for long still states its identity, and the gateway refuses it. A machine that gets its time late has
+    /// its identity as soon as the time is right.
     pub fn new(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
         let edge = Self::assemble(roots_pem, chain_pem, key)?;
         let trust = TrustStore::below(&edge.roots, &edge.trust_domain)?;
@@ -88,8 +88,8 @@ impl EdgeIdentity {
         Ok(edge)
     }
 
-    /// What another system has made for this node: the roots of gateways, the certificate with what it hangs by, and its
-    /// key. Whether it holds now, and for the gateways, is theirs to say.
+    /// Builds the identity from parts that an external CA has made for this node: the roots of gateways, the certificate with its
+    /// chain, and its key. The gateways decide whether they accept the certificate and whether it is valid now.
     pub fn given(
         roots_pem: &str,
         chain_pem: &str,
@@ -106,7 +106,7 @@ impl EdgeIdentity {
         })
     }
 
-    /// Whom this edge takes for a gateway.
+    /// Returns the trust store by which this edge recognises a gateway.
     pub(crate) fn trust(&self) -> Result<TrustStore, TrustError> {
         if self.given {
             TrustStore::given(&self.roots, &self.trust_domain)
@@ -115,7 +115,7 @@ impl EdgeIdentity {
         }
     }
 
-    /// Whether a gateway that was believed when it showed this chain is still. Its dates were judged then.
+    /// Whether this edge still trusts a gateway that it trusted when the gateway showed this chain. The dates were checked then.
     pub fn believes(&self, gateway: &[CertificateDer<'_>]) -> bool {
         let facts = gateway.first().map(Certificate::read);
         let ends = facts.and_then(Result::ok).unwrap_or_default().not_after;
@@ -131,8 +131,8 @@ impl EdgeIdentity {
         read_roots(roots_pem).map(|(_, domain)| domain)
     }
 
-    /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been
-    /// retired while the certificate is there.
+    /// Builds the identity from parts that were checked before, or that the calling function checks. The root that signed a
+    /// certificate may have been retired while the certificate is still in use.
     fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
         let leaf = LeafCertificate::load(chain_pem, key.expose())?;
         let (roots, trust_domain) = read_roots(roots_pem)?;
@@ -169,8 +169,8 @@ impl EdgeIdentity {
             .is_ok_and(|(roots, _)| roots.iter().all(|root| self.roots.contains(root)))
     }
 
-    /// Reads the roots that a gateway tells. Refuses those of another trust domain, and those among which there is none that
-    /// is believed already: what takes a root's place is trusted beside it first.
+    /// Reads the roots that a gateway sends. Refuses roots of another trust domain, and sets without a root that is trusted
+    /// already: a root's successor is trusted beside it first.
     pub fn read_roots(
         &self,
         roots_pem: &str,

@@ -1,8 +1,8 @@
-//! Certificates of edges and gateways that another system makes and renews: cert-manager, Vault, a company's PKI.
+//! Certificates of edges and gateways that an external CA makes and renews: cert-manager, Vault, a company's PKI.
 //!
-//! They say the same as ours do: `spiffe://<trust domain>/gateway` with serverAuth, `spiffe://<trust domain>/edge/<node>`
-//! with clientAuth, each as the certificate's only SPIFFE URI. What differs is who signs: whatever hangs on one of the
-//! roots that are named counts, through whichever intermediates, and these say nothing of purposes.
+//! They carry the same identities as ours do: `spiffe://<trust domain>/gateway` with serverAuth, `spiffe://<trust
+//! domain>/edge/<node>` with clientAuth, each as the certificate's only SPIFFE URI. The signer differs: every certificate below
+//! one of the configured roots counts, through any intermediates, and these intermediates state no purposes.
 
 use rustls_pki_types::CertificateDer;
 use thiserror::Error;
@@ -13,22 +13,22 @@ use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{NameError, NodeName, TrustDomain};
 use crate::pem;
 
-/// Most roots in one file: a company has a few, the whole web 150.
+/// Maximum of roots in one file: a company has a few, the whole web 150.
 const MOST_ROOTS: usize = 64;
 
-/// Why files of another system make no identity.
+/// Error that makes files of an external CA unusable as an identity.
 #[derive(Debug, Error)]
 pub enum ExternalIdentityError {
-    /// Chain and key do not go together.
+    /// Chain and key do not match.
     #[error(transparent)]
     Leaf(#[from] LeafCertificateError),
     /// The certificate carries no identity, or a malformed one.
     #[error("{0}; it has to carry the one URI {1}")]
     Name(NameError, &'static str),
-    /// It is somebody's, and not who it has to be.
+    /// The certificate carries an identity, but not the required one.
     #[error("it is the certificate of {found}; it has to carry the one URI {wanted}")]
     Kind {
-        /// Whose it is.
+        /// Identity in the certificate.
         found: String,
         /// The URI that it has to carry.
         wanted: &'static str,
@@ -36,7 +36,7 @@ pub enum ExternalIdentityError {
     /// The extended key usage is missing.
     #[error("its extended key usage does not name {0}")]
     Usage(&'static str),
-    /// The roots do not read.
+    /// The roots cannot be parsed.
     #[error("unreadable CA certificates: {0}")]
     Roots(String),
 }
@@ -50,7 +50,7 @@ impl From<CertificateError> for ExternalIdentityError {
 const GATEWAY: &str = "spiffe://TRUST-DOMAIN/gateway";
 const EDGE: &str = "spiffe://TRUST-DOMAIN/edge/NODE";
 
-/// The certificate of a gateway's tunnel port, and the trust domain that it names. Its dates are not looked at.
+/// Returns the certificate of a gateway's tunnel port, and the trust domain that it names. Its dates are not checked.
 pub fn gateway(
     chain_pem: &str,
     key_pem: &str,
@@ -64,8 +64,8 @@ pub fn gateway(
     }
 }
 
-/// The certificate of an edge, its node, and the trust domain that it names. Its dates are not looked at: it may be
-/// the clock that is wrong.
+/// Returns the certificate of an edge, its node, and the trust domain that it names. Its dates are not checked: the clock may be
+/// wrong.
 pub(crate) fn edge(
     chain_pem: &str,
     key_pem: &str,
@@ -79,7 +79,7 @@ pub(crate) fn edge(
     }
 }
 
-/// Roots, or intermediates that count as such, of a PEM text: at least one, each of which may sign.
+/// Returns the roots, or intermediates that count as such, of a PEM text: at least one, each of which may sign.
 pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
     let roots = pem::certificates(text).map_err(ExternalIdentityError::Roots)?;
     if roots.len() > MOST_ROOTS {
@@ -104,7 +104,7 @@ fn facts(leaf: &LeafCertificate) -> Result<Certificate, CertificateError> {
         .map_or_else(|| Ok(Certificate::default()), Certificate::read)
 }
 
-/// Whose certificate it is, in the trust domain that it says itself.
+/// Returns the identity in the certificate, in the trust domain that the certificate itself states.
 fn named(
     facts: &Certificate,
     wanted: &'static str,

@@ -1,9 +1,8 @@
-//! Identities: who a certificate says its holder is.
+//! Identities: the holder that a certificate names.
 //!
-//! Owns `Identity` and the spiffe URIs in which our certificates carry it.
-//! Never decides whether a certificate is genuine: `verify` finds out who signed it and then asks
-//! `Identity::of_ours` or `Identity::of_foreign`. Only the first can answer `Edge`, `Gateway` or
-//! `Caller`, so a foreign CA cannot mint one of ours whatever it writes into its certificates.
+//! Owns `Identity` and the spiffe URIs in which our certificates carry it. Never decides whether a certificate is genuine:
+//! `verify` finds the signer and then calls `Identity::of_ours` or `Identity::of_foreign`. Only the first can return `Edge`,
+//! `Gateway` or `Caller`, so a foreign CA cannot mint one of ours, whatever it writes into its certificates.
 
 use std::fmt;
 
@@ -12,25 +11,25 @@ use rustls_pki_types::CertificateDer;
 use crate::certificate::Certificate;
 use crate::name::{NameError, NodeName, TrustDomain, check_caller};
 
-/// Separates groups in the organization of our callers' certificates: rcgen writes one
-/// organization at most, and no group may contain it.
+/// Separator of groups in the organization of our client certificates: rcgen writes one organization at most, and no group may
+/// contain the separator.
 const GROUP_SEPARATOR: char = ',';
 
-/// For what an intermediate of ours signs.
+/// Purpose for which an intermediate of ours signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IssuerPurpose {
     /// Edges, as clients of the tunnel port.
     Edges,
-    /// What fronts show to callers.
+    /// Certificates that listeners show to clients.
     Fronts,
     /// Gateways.
     Replicas,
-    /// Callers, as clients of fronts.
+    /// Certificates of clients of listeners.
     Callers,
 }
 
 impl IssuerPurpose {
-    /// All of them, in the order in which a root keeps them.
+    /// All purposes, in the order in which a root stores its intermediates.
     pub const ALL: [Self; 4] = [Self::Edges, Self::Fronts, Self::Replicas, Self::Callers];
 }
 
@@ -45,21 +44,21 @@ impl fmt::Display for IssuerPurpose {
     }
 }
 
-/// Who holds a certificate.
+/// The holder of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
     /// The edge of a node, by our root.
     Edge(NodeName),
     /// A gateway, by our root.
     Gateway,
-    /// A caller, by our root.
+    /// A client, by our root.
     Caller {
-        /// The caller's name.
+        /// The client's name.
         name: String,
-        /// The groups the caller belongs to.
+        /// The groups that the client belongs to.
         groups: Vec<String>,
     },
-    /// Somebody, by another root that a front's configuration trusts.
+    /// A client, by another root that a listener's configuration trusts.
     Foreign {
         /// The subject's common name.
         common_name: Option<String>,
@@ -79,7 +78,7 @@ impl Identity {
         Self::ours(&Certificate::read(certificate)?, domain)
     }
 
-    /// Reads a certificate that another root has signed: always `Foreign`, whatever it says.
+    /// Reads a certificate that another root has signed. The result is always `Foreign`, whatever the certificate states.
     pub fn of_foreign(certificate: &CertificateDer<'_>) -> Result<Self, NameError> {
         Ok(Self::foreign(Certificate::read(certificate)?))
     }
@@ -124,7 +123,7 @@ impl Identity {
         }
     }
 
-    /// Which of our own machines a certificate names, whoever has signed it and whatever else it says.
+    /// Returns the kind of our own machine that a certificate names, independent of its signer and its other content.
     pub(crate) fn machine(certificate: &Certificate, domain: &TrustDomain) -> Option<&'static str> {
         certificate.uris.iter().find_map(|uri| {
             let (scheme, rest) = uri.split_once("://")?;
@@ -147,7 +146,7 @@ impl Identity {
         }
     }
 
-    /// The kind in one word, for logs and refusals.
+    /// Returns the kind in one word, for logs and refusals.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Edge(_) => "edge",
@@ -192,7 +191,7 @@ fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
     }
 }
 
-/// Returns whether a certificate names a gateway, in any trust domain and whoever has signed it.
+/// Returns whether a certificate names a gateway, in any trust domain and by any signer.
 pub(crate) fn names_gateway(leaf: &Certificate) -> bool {
     one_identity(leaf).is_ok_and(|uri| {
         let path = uri.get(9..).and_then(|rest| rest.split_once('/'));
@@ -228,7 +227,7 @@ pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: IssuerPurpose) -> String
     format!("spiffe://{domain}/issuer/{purpose}")
 }
 
-/// For what an intermediate signs, by its one URI.
+/// Returns the purpose for which an intermediate signs, by its one URI.
 pub(crate) fn issuer_purpose(
     intermediate: &Certificate,
     domain: &TrustDomain,

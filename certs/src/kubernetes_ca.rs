@@ -1,7 +1,7 @@
-//! Certificates by which a cluster's own signers name a node (`kubernetes.io/…`): shown once, for one of ours.
+//! Certificates by which a cluster's own signers name a node (`kubernetes.io/…`): shown once, in exchange for one of ours.
 //!
-//! The CA behind these signers has made the certificates of kubelets, users and components as well. So nothing counts but
-//! the exact subject: one organization and one common name, those that the signer gives to nodes, and no alternative name.
+//! The CA behind these signers has made the certificates of kubelets, users and components as well. So only the exact subject
+//! counts: the one organization and the one common name that the signer gives to nodes, and no alternative name.
 
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, UnixTime};
@@ -16,7 +16,7 @@ use crate::certificate::Certificate;
 use crate::name::NodeName;
 use crate::verify::{self, PeerRejected, Purpose, TrustError};
 
-/// How a signer of the cluster's own names a node.
+/// Form in which a signer of the cluster's own names a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SignerProfile {
     /// `kubernetes.io/kube-apiserver-client-kubelet`: as kubelets are named, `O=system:nodes, CN=system:node:NODE`.
@@ -26,7 +26,7 @@ pub enum SignerProfile {
 }
 
 impl SignerProfile {
-    /// By the name of a signer; nothing where that is none of the cluster's own for clients.
+    /// Returns the profile of a signer by its name, or `None` if it is none of the cluster's own for clients.
     pub fn of(signer: &str) -> Option<Self> {
         match signer {
             "kubernetes.io/kube-apiserver-client-kubelet" => Some(Self::Kubelet),
@@ -43,7 +43,7 @@ impl SignerProfile {
         }
     }
 
-    /// What stands before the node's name in the one common name.
+    /// Returns the prefix of the node's name in the one common name.
     pub fn prefix(self) -> &'static str {
         match self {
             Self::Kubelet => "system:node:",
@@ -66,7 +66,7 @@ impl SignerProfile {
             })
     }
 
-    /// The node of a subject that is exactly one of these.
+    /// Returns the node of a subject that has exactly this form.
     pub(crate) fn node(self, subject: &X509Name<'_>) -> Option<NodeName> {
         let (mut organization, mut common) = (None, None);
         for attribute in subject.iter_attributes() {
@@ -94,7 +94,7 @@ impl fmt::Display for SignerProfile {
     }
 }
 
-/// The longest life of a certificate that is shown: two hours are asked for, and signers begin somewhat earlier.
+/// Longest lifetime of a certificate that is shown: two hours are requested, and signers begin somewhat earlier.
 pub const SHOWN_AT_MOST: Duration = Duration::from_hours(3);
 
 /// A node that has shown its certificate, and when that begins, in Unix seconds.
@@ -106,7 +106,7 @@ pub struct VerifiedNodeCertificate {
     pub since: u64,
 }
 
-/// The CA of a cluster's signers, and how they name nodes.
+/// The CA of a cluster's signers, and the form in which they name nodes.
 #[derive(Debug, Clone)]
 pub struct ClusterCa {
     subject: SignerProfile,
@@ -114,7 +114,7 @@ pub struct ClusterCa {
     pub(crate) verifier: Arc<dyn ClientCertVerifier>,
 }
 
-/// Two are the same that let the same nodes in.
+/// Two values are equal if they accept the same nodes.
 impl PartialEq for ClusterCa {
     fn eq(&self, other: &Self) -> bool {
         (self.subject, &self.roots) == (other.subject, &other.roots)
@@ -127,7 +127,7 @@ impl ClusterCa {
         &self.roots
     }
 
-    /// Below these roots.
+    /// Returns a verifier with these roots.
     pub fn new(
         roots: Vec<CertificateDer<'static>>,
         subject: SignerProfile,
@@ -140,7 +140,8 @@ impl ClusterCa {
         })
     }
 
-    /// Which node shows this chain, now. A certificate that lives for longer was made for something else.
+    /// Returns the node that this chain names, if the chain is valid now. A certificate with a longer lifetime was made for
+    /// another purpose.
     pub fn node(
         &self,
         chain: Option<&[CertificateDer<'_>]>,

@@ -17,7 +17,7 @@ use crate::pem;
 use crate::secret::Secret;
 use crate::verify::provider;
 
-/// Why a chain and a key make no leaf.
+/// Error that makes a chain and a key unusable as a leaf.
 #[derive(Debug, Error)]
 pub enum LeafCertificateError {
     /// The text is not PEM of the expected kind.
@@ -25,10 +25,10 @@ pub enum LeafCertificateError {
     Pem {
         /// `certificate` or `private key`.
         part: &'static str,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: String,
     },
-    /// The certificate does not read.
+    /// The certificate cannot be parsed.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
     /// The key is of an unknown kind or not the certificate's.
@@ -37,7 +37,7 @@ pub enum LeafCertificateError {
     /// The certificate is for another use.
     #[error("its extended key usage does not name {0}")]
     Usage(&'static str),
-    /// The certificate is not valid now, and the one that it was to replace is.
+    /// The certificate is not valid now, and the certificate that it was to replace is.
     #[error("it is valid from {from} to {to}, and the one in use, which is valid now, stays")]
     Period {
         /// First second of validity, as RFC 3339 has it.
@@ -65,7 +65,7 @@ pub struct LeafCertificate {
     not_after: u64,
 }
 
-/// The same chain and the same key.
+/// Leaves are equal if they have the same chain and the same key.
 impl PartialEq for LeafCertificate {
     fn eq(&self, other: &Self) -> bool {
         self.certified.cert == other.certified.cert && self.key == other.key
@@ -88,7 +88,7 @@ impl LeafCertificate {
         Self::with_key(chain, PrivatePkcs8KeyDer::from(pkcs8).into())
     }
 
-    /// Reads a chain and a key, for instance an operator's own certificate for a front.
+    /// Reads a chain and a key, for instance an operator's own certificate for a listener.
     pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafCertificateError> {
         let chain = pem::certificates(chain_pem).map_err(|why| LeafCertificateError::Pem {
             part: "certificate",
@@ -196,7 +196,7 @@ impl LeafCertificate {
         UnixTime::since_unix_epoch(Duration::from_secs(self.not_after))
     }
 
-    /// Always this leaf, for a configuration that never changes it.
+    /// Returns a resolver that always shows this leaf, for a configuration that never changes it.
     pub fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
         Arc::new(SingleCertResolver(self.certified_key()))
     }

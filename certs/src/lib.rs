@@ -1,10 +1,9 @@
-//! Causeway's identities: who somebody is, by certificate or token, and where that is kept.
+//! Causeway's identities: identification by certificate or token, and the storage of both.
 //!
-//! Owns rcgen and rustls' configurations; opens no socket and knows neither HTTP nor Kubernetes.
-//! Read in this order: names, what a certificate says, the CA that issues, the requests it is
-//! asked, what it hands out, the tokens that ask, the edge's own identity, who is let in, which
-//! leaf a front shows, and the directory that keeps it all.
-//! The one rule: an identity is what our own root signed, never what anyone claims.
+//! Owns rcgen and rustls' configurations; opens no socket and knows neither HTTP nor Kubernetes. Read in this order: names, the
+//! content of a certificate, the CA that issues, certificate requests, issued leaves, join tokens, the edge's own identity, the
+//! verification of peers, the choice of leaf at a listener, and the data directory that stores it all. The one rule: an identity
+//! is what our own root signed, never a claim of the peer.
 
 pub mod name;
 

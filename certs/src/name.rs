@@ -1,8 +1,7 @@
-//! Names: of nodes, of trust domains, of servers and of callers.
+//! Names: of nodes, of trust domains, of servers and of clients.
 //!
-//! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for callers' names. Every name that
-//! enters is parsed here once and is lower-case, short and harmless from then on.
-//! Never says whose a name is: that is `identity`'s.
+//! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for names of clients. Every name that enters is parsed here once
+//! and is lower-case, short and harmless from then on. Never decides who owns a name: `identity` does.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -19,26 +18,26 @@ use crate::certificate::CertificateError;
 const MAX_NAME: usize = 253;
 /// Longest label of a DNS name (RFC 1035, section 2.3.4).
 const MAX_LABEL: usize = 63;
-/// Longest common name (RFC 5280, ub-common-name), and so the longest caller's name.
+/// Longest common name (RFC 5280, ub-common-name), and so the longest name of a client.
 const MAX_CALLER: usize = 64;
 
-/// Why a name, or a certificate's name, was refused.
+/// Error that refuses a name, or a certificate's name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum NameError {
-    /// Not a DNS-1123 subdomain.
+    /// The name is not a DNS-1123 subdomain.
     #[error("'{name}' is not a valid name: {why}")]
     NotDns {
-        /// What was given.
+        /// The rejected name.
         name: String,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: &'static str,
     },
-    /// Not usable as the name or group of a caller.
+    /// The word is not usable as the name or group of a client.
     #[error("'{word}' is not a valid caller or group: {why}")]
     NotCaller {
-        /// What was given.
+        /// The rejected word.
         word: String,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: &'static str,
     },
     /// The bytes are not a certificate.
@@ -47,10 +46,10 @@ pub enum NameError {
     /// The certificate carries no identity of ours, or more than one.
     #[error("the certificate carries {count} identities (spiffe URIs) instead of one")]
     NotOneIdentity {
-        /// How many it carries.
+        /// Number of identities that it carries.
         count: usize,
     },
-    /// The certificate's one identity is none that this trust domain gives.
+    /// The certificate's one identity is not one of this trust domain.
     #[error("the certificate's identity '{uri}' is none of trust domain {domain}")]
     UnknownIdentity {
         /// The URI found.
@@ -170,12 +169,12 @@ dns_name! {
 }
 
 dns_name! {
-    /// Under which name one CA's identities stand: the host of their spiffe URIs.
+    /// Name of a trust domain, in which one CA's identities are: the host of their spiffe URIs.
     TrustDomain
 }
 
-/// Which nodes are meant: one by its name, or all that fit a pattern in which `*` stands for any characters but a dot,
-/// so that no pattern without dots means an address or a name of DNS.
+/// A pattern of node names: one name, or a pattern in which `*` stands for any characters but a dot. So no pattern without dots
+/// matches an address or a DNS name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct NodePattern(String);
@@ -194,7 +193,7 @@ impl NodePattern {
         Ok(Self(text.to_ascii_lowercase()))
     }
 
-    /// The one node that is meant, if it is one.
+    /// Returns the node, if the pattern is one name.
     pub fn node(&self) -> Option<NodeName> {
         NodeName::parse(&self.0).ok()
     }
@@ -272,7 +271,7 @@ pub enum HostName {
 
 /// A name or address under which edges dial the gateway.
 pub type GatewayName = HostName;
-/// A name or address under which callers reach a front.
+/// A name or address under which clients reach a listener.
 pub type ListenerName = HostName;
 
 impl HostName {
@@ -286,7 +285,7 @@ impl HostName {
 }
 
 impl HostName {
-    /// As a certificate's alternative name.
+    /// Returns the name as a certificate's alternative name.
     pub(crate) fn alternative(&self) -> Result<rcgen::SanType, rcgen::Error> {
         Ok(match self {
             Self::Dns(name) => rcgen::SanType::DnsName(name.as_ref().try_into()?),
@@ -326,8 +325,8 @@ impl fmt::Display for HostName {
     }
 }
 
-/// Checks the name or a group of a caller: it must stand in a URI's path, in a line of the
-/// callers' file and in a log without quoting.
+/// Checks the name or a group of a client: it must be usable without quoting in a URI's path, in a line of the bearer token file
+/// and in a log.
 pub fn check_caller(word: &str) -> Result<(), NameError> {
     let refuse = |why| {
         Err(NameError::NotCaller {

@@ -1,7 +1,6 @@
-//! PEM, in and out: the form in which certificates and keys stand in files and messages.
+//! PEM encoding and decoding: the form of certificates and keys in files and messages.
 //!
-//! Writing is done here, reading by rustls' own parser. A text with no certificate in it is an
-//! error, never an empty chain.
+//! This module encodes; rustls' own parser decodes. A text with no certificate in it is an error, never an empty chain.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -11,7 +10,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 /// Characters on a line (RFC 7468, section 2).
 const LINE: usize = 64;
 
-/// One block of PEM, with its line ends.
+/// Encodes one block of PEM, with its line ends.
 pub(crate) fn encode(label: &str, der: &[u8]) -> String {
     let text = STANDARD.encode(der);
     let mut out = format!("-----BEGIN {label}-----\n");
@@ -36,7 +35,7 @@ pub fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
         .collect()
 }
 
-/// All certificates of a text, at least one.
+/// Returns all certificates of a text, at least one.
 pub fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
     let found = CertificateDer::pem_slice_iter(text.as_bytes())
         .collect::<Result<Vec<_>, _>>()

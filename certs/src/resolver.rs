@@ -1,10 +1,9 @@
-//! Which leaf a server shows, decided by SNI within the handshake.
+//! Selection of the leaf that a server shows, by SNI within the handshake.
 //!
-//! `SniCertResolver` mints a leaf for a node's name on demand and keeps it in a bounded cache; only
-//! names that the gateway knows are minted, so a stranger cannot make it sign without end. Callers
-//! that ask for the same name at once wait for one signature (about 50 µs).
-//! A caller that dialled a node's address and asks for no name finds that address in its leaf (`SniCertResolver::at`).
-//! `ReloadableCert` shows one leaf that can be swapped for its successor without a new configuration.
+//! `SniCertResolver` mints a leaf for a node's name on demand and stores it in a bounded cache. Only names that the gateway knows
+//! are minted, so a stranger cannot make it sign without end. Concurrent clients that ask for the same name wait for one
+//! signature (about 50 µs). A client that dialled a node's address and asks for no name finds that address in its leaf
+//! (`SniCertResolver::at`). `ReloadableCert` shows one leaf that can be swapped for its successor without a new configuration.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -20,20 +19,20 @@ use crate::ca::{Ca, CaError, CaVersion, LiveCa};
 use crate::leaf::LeafCertificate;
 use crate::name::{HostName, ListenerName, NodeName};
 
-/// How long a minted leaf is valid.
+/// Validity of a minted leaf.
 const LIFETIME: Duration = Duration::from_hours(24 * 7);
-/// How long it is shown: half of that, so that a caller never sees one about to end.
+/// Period for which a leaf is shown: half of its validity, so that a client never sees a leaf that is about to expire.
 const SHOWN: Duration = Duration::from_hours(24 * 7 / 2);
-/// Most leaves kept; at about 2 KiB each, 40 MiB.
+/// Cached leaves, at most; at about 2 KiB each, 40 MiB.
 const MAX_LEAVES: u64 = 20_000;
 
-/// Says whether a name, in lower case, is one of a node.
+/// Predicate that returns whether a name, in lower case, is a node's.
 pub type IsKnownName = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// What a leaf is for.
+/// Target of a leaf.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum CertTarget {
-    /// The front itself.
+    /// The listener itself.
     Front,
     /// A node, by its name.
     Node(NodeName),
@@ -41,12 +40,12 @@ enum CertTarget {
     Address(NodeName, IpAddr),
 }
 
-/// The leaves of a front.
+/// Resolver of the leaves of a listener.
 pub struct SniCertResolver {
     ca: LiveCa,
     names: Vec<ListenerName>,
     known: IsKnownName,
-    /// By what signs and what comes behind, and by what for.
+    /// Cached leaves, by the version of the CA and by target.
     leaves: Cache<(CaVersion, CertTarget), Arc<CertifiedKey>>,
 }
 
@@ -59,8 +58,8 @@ impl fmt::Debug for SniCertResolver {
 }
 
 impl SniCertResolver {
-    /// A resolver that shows a leaf for `names` to whoever asks for no known node. Fails if not
-    /// even that can be minted.
+    /// Returns a resolver that shows a leaf for `names` to clients that ask for no known node. Fails if even that leaf cannot be
+    /// minted.
     pub fn new(ca: LiveCa, names: Vec<ListenerName>, known: IsKnownName) -> Result<Self, CaError> {
         let leaves = Cache::builder()
             .max_capacity(MAX_LEAVES)
@@ -91,8 +90,8 @@ impl SniCertResolver {
         self.asked(Some(server_name)).is_some() || self.names.iter().any(own)
     }
 
-    /// The same leaves for a caller that has dialled this address, which is the node's: it stands in the leaf of
-    /// whoever asks for no known node.
+    /// Returns a resolver of the same leaves for a client that has dialled this address of the node. The address is in the leaf
+    /// for clients that ask for no known node.
     pub fn at(self: &Arc<Self>, node: NodeName, address: IpAddr) -> Arc<dyn ResolvesServerCert> {
         Arc::new(AddressCertResolver {
             leaves: self.clone(),
@@ -128,7 +127,7 @@ impl SniCertResolver {
     }
 }
 
-/// The leaves of a front, for one address.
+/// Resolver of the leaves of a listener, for one address.
 #[derive(Debug)]
 struct AddressCertResolver {
     leaves: Arc<SniCertResolver>,
@@ -148,17 +147,17 @@ impl ResolvesServerCert for SniCertResolver {
     }
 }
 
-/// One leaf that can be replaced while it is in use.
+/// A leaf that can be replaced while it is in use.
 #[derive(Debug)]
 pub struct ReloadableCert(ArcSwap<LeafCertificate>);
 
 impl ReloadableCert {
-    /// Shows `leaf` until another is swapped in.
+    /// Returns a certificate that is `leaf` until another is swapped in.
     pub fn new(leaf: LeafCertificate) -> Self {
         Self(ArcSwap::from_pointee(leaf))
     }
 
-    /// New handshakes get this one; finished ones keep what they saw.
+    /// Replaces the leaf for new handshakes; finished ones are not affected.
     pub fn swap(&self, leaf: LeafCertificate) {
         self.0.store(Arc::new(leaf));
     }

@@ -1,8 +1,8 @@
 //! Secrets and fingerprints: bytes that must not be printed, and bytes that must.
 //!
-//! Owns `Secret`, whose `Debug` prints `***` and which has no `Display`; `Fingerprint`, the SHA-256
-//! of a root or of an app's key; and the only source of randomness of this crate.
-//! Comparing a secret or its hash goes through `subtle`, so that time tells nothing.
+//! Owns `Secret`, whose `Debug` prints `***` and which has no `Display`; `Fingerprint`, the SHA-256 of a root or of an upstream's
+//! key; and the only source of randomness of this crate. A secret or its hash is compared through `subtle`, so the time of the
+//! comparison reveals nothing.
 
 use std::fmt;
 use std::str::FromStr;
@@ -44,7 +44,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (what is kept of it).
+/// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (its stored form).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint([u8; 32]);
@@ -60,8 +60,8 @@ impl Fingerprint {
         Self::digest(certificate)
     }
 
-    /// The fingerprint of a certificate's public key: SHA-256 of its `SubjectPublicKeyInfo` in DER. Whoever renews a certificate
-    /// with the same key keeps it. None of what is no certificate.
+    /// Returns the fingerprint of a certificate's public key: SHA-256 of its `SubjectPublicKeyInfo` in DER. A certificate that is
+    /// renewed with the same key has the same fingerprint. Returns `None` if the input is not a certificate.
     pub fn of_key(certificate: &CertificateDer<'_>) -> Option<Self> {
         let parsed = rustls::server::ParsedCertificate::try_from(certificate).ok()?;
         Some(Self::digest(&parsed.subject_public_key_info()))

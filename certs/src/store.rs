@@ -1,10 +1,10 @@
-//! The data directory: everything that outlives a process, typed.
+//! The data directory: all state that outlives a process, typed.
 //!
 //! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `pins.json`, `edge.json` of an edge, and
-//! small `run-…` files by which one command finds another's process; `version` says how to read
-//! them. The directory is 0700 and each file 0600, of the directory's user whoever wrote it.
-//! Never repairs: a file that does not read is named, and the process stops. How a file is read
-//! and written is `dir`'s; every call here blocks on the disk.
+//! small `run-…` files by which one command finds another's process; `version` names the format of the files. The directory has
+//! mode 0700 and each file 0600. Each file belongs to the directory's user, whichever user wrote it. The store never repairs: it
+//! names a file that cannot be parsed, and the process stops. `atomic_file` reads and writes the files. Every method here blocks
+//! on the disk.
 
 mod atomic_file;
 mod backup;
@@ -40,13 +40,13 @@ use crate::verify::TicketSecret;
 const VERSION_FILE: &str = "version";
 /// The version of the files that this program reads and writes.
 const VERSION: &str = "1";
-/// What the keys of session tickets follow from.
+/// File of the secret from which the keys of session tickets are derived.
 const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
-/// The id of the join token that has brought the identity in `edge.json`.
+/// File of the id of the join token that created the identity in `edge.json`.
 const JOINED_BY: &str = "joined-by";
-/// What an edge has learned of gateways, where another system keeps its identity.
+/// File of the gateways that an edge has learned, if an external CA makes the edge's identity.
 const GATEWAYS: &str = "gateways.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
 const EDGE_SIZE: usize = 8 * 1024;
@@ -54,13 +54,13 @@ const EDGE_SIZE: usize = 8 * 1024;
 /// Whether a data directory may be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
-    /// Make it where there is none.
+    /// Create the directory if it does not exist.
     Create,
-    /// It must be there.
+    /// The directory must exist.
     Existing,
 }
 
-/// The right to live on a data directory; dropping it gives it back.
+/// Exclusive claim on a data directory. It is released when the value is dropped.
 #[derive(Debug)]
 pub struct DirLock {
     lock: Lock,
@@ -68,7 +68,7 @@ pub struct DirLock {
 }
 
 impl DirLock {
-    /// Gives the directory back, and tells from then on whether another process has claimed it.
+    /// Releases the directory. The result then shows whether another process has claimed it.
     pub fn release(self) -> ReleasedClaim {
         ReleasedClaim {
             claimed: self.lock.modified(),
@@ -173,14 +173,14 @@ impl Store {
         Ok(DirLock { lock, dir })
     }
 
-    /// Makes sure that an edge's identity can be kept, before a token is given for it.
+    /// Checks that an edge's identity can be stored, before a token is spent on it.
     pub fn prepare_edge(&self) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.rehearse(EDGE, EDGE_SIZE)
     }
 
-    /// Keeps an edge's identity in place of the one before, all of it at once. Of one that another system keeps, these
-    /// are the gateways that it has learned.
+    /// Stores an edge's identity in place of the one before, atomically. If an external CA makes the identity, only the learned
+    /// gateways are stored.
     pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         if edge.given {
@@ -189,8 +189,8 @@ impl Store {
         self.dir.write_json(EDGE, &edge.to_file())
     }
 
-    /// Keeps the identity that a join token of this id, or the node's cluster, has brought. The identity before it stays in
-    /// the directory: returns its new place.
+    /// Stores the identity that came from a join token of this id, or from the node's cluster. The identity before it stays in
+    /// the directory. Returns the new place of the old identity.
     pub fn replace_edge(
         &self,
         edge: &EdgeIdentity,
@@ -225,7 +225,7 @@ impl Store {
         Ok(left.then(|| self.dir.path(&name)))
     }
 
-    /// A name for an identity that is kept aside.
+    /// Returns an unused name for an identity that is set aside.
     fn unused_name(&self) -> String {
         let mut at = UnixTime::now().as_secs();
         loop {
@@ -237,13 +237,13 @@ impl Store {
         }
     }
 
-    /// The id of the join token that has brought the edge's identity, if a token has and that was noted.
+    /// Returns the id of the join token that created the edge's identity, if there was a token and its id was recorded.
     pub fn joined_by(&self) -> Result<Option<String>, StoreError> {
         let id = self.dir.read(JOINED_BY)?;
         Ok(id.map(|id| id.trim().to_owned()))
     }
 
-    /// The gateways that an edge has learned whose identity another system keeps.
+    /// Returns the gateways that an edge has learned, if an external CA makes the edge's identity.
     pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
         let learned = self.dir.read_json::<Vec<String>>(GATEWAYS)?;
         Ok(learned.unwrap_or_default())
@@ -271,7 +271,8 @@ impl Store {
     }
 }
 
-/// `name` is a word of ours; whatever it holds, it stays in the directory.
+/// Returns the name of a run file. `name` is chosen by our code; any content is made safe, so that the file stays in the
+/// directory.
 fn runtime(name: &str) -> String {
     let safe: String = name
         .chars()
@@ -286,59 +287,59 @@ fn runtime(name: &str) -> String {
     format!("run-{safe}")
 }
 
-/// What enrolment has confirmed of a node.
+/// Record of a node, as confirmed by enrolment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NodeRecord {
     /// The node.
     pub node: NodeName,
-    /// Its confirmed addresses.
+    /// Confirmed addresses of the node.
     pub addresses: Vec<IpAddr>,
-    /// Its confirmed pool.
+    /// Confirmed pool of the node.
     pub pool: Option<String>,
-    /// Its confirmed labels.
+    /// Confirmed labels of the node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// When it joined last, in Unix seconds: certificates from before are not its own any more.
+    /// Time of the last enrolment, in Unix seconds: certificates from before are no longer the node's own.
     pub enrolled_at: u64,
     /// Serial number of its certificate, in hexadecimal.
     pub serial: String,
-    /// The root on which that hangs; unknown of certificates from before roots could be replaced.
+    /// Root above the certificate. It is unknown for certificates from before roots could be replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<Fingerprint>,
-    /// Its last second, in Unix time.
+    /// Last second of the certificate, in Unix time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_after: Option<u64>,
-    /// Since when it is not welcome, and why.
+    /// Start and reason of the node's revocation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<Revocation>,
-    /// Whether the cluster, where one is followed and has a Node of this name, says if it is at the edge: neither a token nor
-    /// a command names this very node. Records of older versions do not say, and count as named.
+    /// Whether the cluster decides if the node is at the edge, if the cluster is watched and has a Node of this name. Then
+    /// neither a token nor a command names this very node. Records of older versions lack the field, and count as named.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follows_cluster: bool,
 }
 
-/// What is to be noted of a node.
+/// An update of a node's record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeUpdate {
-    /// It has come by a certificate of another system, and nobody has let it join; what is known already stays.
+    /// The node has connected with a certificate of an external CA, without enrolment. Facts that are recorded already stay.
     Arrived {
-        /// When, in Unix seconds.
+        /// Time of the connection, in Unix seconds.
         at: u64,
     },
-    /// Its next certificate, which is not noted of a node that is revoked.
+    /// Next certificate of the node. It is not recorded for a revoked node.
     Renewed(IssuedCertificate),
-    /// It has joined anew, since its cluster says who it is; what a token has confirmed stays.
+    /// The node has joined anew by its identity in the cluster; facts that a token has confirmed stay.
     Joined {
         /// Certificates from before, in Unix seconds, are not its own any more.
         at: u64,
-        /// Its certificate, which is not noted of a node that is revoked.
+        /// Certificate of the node. It is not recorded for a revoked node.
         issued: IssuedCertificate,
     },
 }
 
 impl NodeRecord {
-    /// A node of which only the name is known, whose certificates another system makes.
+    /// Returns the record of a node of which only the name is known, because an external CA makes its certificates.
     pub fn arrived(node: &NodeName, at: u64) -> Self {
         Self {
             node: node.clone(),
@@ -354,7 +355,7 @@ impl NodeRecord {
         }
     }
 
-    /// Its certificate is this one, unless it is revoked.
+    /// Records this certificate, unless the node is revoked.
     fn note(&mut self, issued: &IssuedCertificate) {
         if self.revoked.is_none() {
             self.serial = issued.serial_hex();
@@ -364,13 +365,13 @@ impl NodeRecord {
     }
 }
 
-/// A node is not welcome any more, until it is allowed again.
+/// Revocation of a node, in force until the node is allowed again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Revocation {
-    /// Since then, in Unix seconds.
+    /// Start of the revocation, in Unix seconds.
     pub at: u64,
-    /// Why, for people.
+    /// Reason, for people.
     pub reason: String,
 }
 
@@ -386,7 +387,7 @@ impl NodeStore {
         self.put_all([record])
     }
 
-    /// As [`NodeStore::put`] for many, which take the disk once: one by one, each would rewrite all before it.
+    /// Stores many records like [`NodeStore::put`], but with one write: one by one, each would rewrite all before it.
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
@@ -431,7 +432,7 @@ impl NodeStore {
             })
     }
 
-    /// Notes that a node is not welcome, whether it is known or not.
+    /// Records that a node is revoked, whether it has a record or not.
     pub fn shut_out(&self, node: &NodeName, revoked: &Revocation) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
@@ -442,7 +443,7 @@ impl NodeStore {
             })
     }
 
-    /// Notes that a node is not welcome any more, or that it is again; whether it is known.
+    /// Sets or removes the revocation of a node. Returns whether the node has a record.
     pub fn set_revoked(
         &self,
         node: &NodeName,
@@ -455,7 +456,7 @@ impl NodeStore {
             })
     }
 
-    /// Changes which nodes are not welcome, and returns these. Nothing is written if nothing changes.
+    /// Changes the set of revoked nodes, and returns it. Nothing is written if nothing changes.
     pub fn change_revoked(
         &self,
         change: impl FnOnce(&mut BTreeMap<NodeName, Revocation>),
@@ -517,12 +518,12 @@ impl NodeStore {
             })
     }
 
-    /// Fails if the file of nodes is missing: whoever has read it before must not take that for an empty one.
+    /// Fails if the file of nodes is missing. Code that has read the file before must not take a missing file for an empty one.
     pub fn require(&self) -> Result<(), StoreError> {
         self.dir.require(NODES)
     }
 
-    /// All nodes, by name.
+    /// Returns all nodes, by name.
     pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
         let nodes = self
             .dir

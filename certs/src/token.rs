@@ -1,9 +1,9 @@
-//! Join tokens: how a new edge shows that it may enrol: once as one node, or as one of so many that fit a pattern.
+//! Join tokens: the credential with which a new edge may enrol, once as one node, or as one of a limited number that match a
+//! pattern.
 //!
-//! `JoinToken` is what the operator hands over, `cwj1.<id>.<secret>.<sha256 of the CA>`: the last
-//! part lets the edge recognise the gateway before it has any root. `TokenStore` keeps the other
-//! half, with a hash instead of the secret.
-//! The one rule: a token is spent on disk before anyone is told that it was good.
+//! `JoinToken` is the text that the operator passes on, `cwj1.<id>.<secret>.<sha256 of the CA>`. The last part lets the edge
+//! recognise the gateway before it has any root. `TokenStore` stores the other half, with a hash instead of the secret. The one
+//! rule: a token is spent on disk before any peer learns that it was valid.
 
 mod store;
 
@@ -21,29 +21,29 @@ pub use store::{NodeStatus, TokenRejected, TokenStore};
 use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, Secret};
 
-/// What each token begins with: its kind and version.
+/// Prefix of each token: its kind and version.
 const PREFIX: &str = "cwj1";
 /// Bytes of an id: enough never to meet twice in one data directory.
 const ID_BYTES: usize = 9;
 /// Bytes of a secret.
 const SECRET_BYTES: usize = 32;
 
-/// Why a text is no join token.
+/// Error that makes a text unusable as a join token.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum TokenError {
-    /// Nothing there.
+    /// The text is empty.
     #[error("the join token is empty")]
     Empty,
-    /// Something else, or a token of another version.
+    /// The text is no join token, or a token of another version.
     #[error("this is not a join token: it should begin with '{PREFIX}.'")]
     Prefix,
     /// A part is missing, as after copying half of it.
     #[error("the join token is cut off: it has {found} of its 4 parts")]
     Truncated {
-        /// How many parts it has.
+        /// Number of its parts.
         found: usize,
     },
-    /// More than a token.
+    /// The text is longer than a token.
     #[error("the join token has more than its 4 parts")]
     TooLong,
     /// A part is not what it should be.
@@ -57,7 +57,7 @@ pub enum TokenError {
 /// A join token as the edge holds it. `Debug` does not show the secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JoinToken {
-    /// Which token; not secret.
+    /// Id of the token; not secret.
     pub id: String,
     /// Proof of holding it.
     pub secret: Secret,
@@ -106,7 +106,7 @@ impl JoinToken {
         })
     }
 
-    /// The text to hand to the edge. The only way to print the secret.
+    /// Returns the text for the edge. This is the only way to print the secret.
     pub fn text(&self) -> Secret {
         let root = secret::base64url(self.root.as_bytes());
         Secret::new(format!(
@@ -125,7 +125,7 @@ impl FromStr for JoinToken {
 }
 
 impl fmt::Display for JoinToken {
-    /// Names the token without its secret.
+    /// Writes the token without its secret.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "join token {}", self.id)
     }
@@ -137,22 +137,22 @@ fn decode<const N: usize>(text: &str, part: &'static str) -> Result<[u8; N], Tok
         .ok_or(TokenError::Damaged { part })
 }
 
-/// What joining by a token confirms of its node.
+/// Attributes of a node that joining by a token confirms.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeAttributes {
-    /// Addresses that name the node to callers.
+    /// Addresses by which clients name the node.
     pub addresses: Vec<IpAddr>,
     /// The pool that it belongs to.
     pub pool: Option<String>,
-    /// What it is labelled with.
+    /// Labels of the node.
     pub labels: BTreeMap<String, String>,
 }
 
-/// What the gateway keeps of a join token. Times are in Unix seconds.
+/// Record of a join token at the gateway. Times are in Unix seconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenRecord {
-    /// Which token.
+    /// Id of the token.
     pub id: String,
     /// SHA-256 of the secret.
     pub hash: Fingerprint,
@@ -163,20 +163,20 @@ pub struct TokenRecord {
     pub addresses: Vec<IpAddr>,
     /// The pool that the node belongs to.
     pub pool: Option<String>,
-    /// What the node is labelled with.
+    /// Labels of the node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// When it was made.
+    /// Time when the token was made.
     pub created: u64,
-    /// From when on it is no longer accepted.
+    /// Time from which the token is no longer accepted.
     pub expires: u64,
-    /// How many nodes may join with it.
+    /// Number of nodes that may join with the token.
     #[serde(default = "once")]
     pub uses: u32,
-    /// Who has joined with it.
+    /// Nodes that have joined with the token.
     #[serde(default, deserialize_with = "joined")]
     pub used: Vec<JoinRecord>,
-    /// When it was revoked.
+    /// Time of the revocation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<u64>,
     /// The root that the token carries.
@@ -184,13 +184,13 @@ pub struct TokenRecord {
     pub root: Option<Fingerprint>,
 }
 
-/// One node that joined with a token.
+/// A node that joined with a token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JoinRecord {
-    /// Which, where that was noted.
+    /// Name of the node, if it was recorded.
     pub node: Option<NodeName>,
-    /// When, in Unix seconds.
+    /// Time of the join, in Unix seconds.
     pub at: u64,
 }
 

@@ -1,11 +1,10 @@
-//! Who is let in: rustls' configurations and the check after every handshake.
+//! Verification of peers: rustls' configurations and the check after every handshake.
 //!
-//! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and
-//! `check_peer`. A tunnel's session resumes wherever its secret is shared, a front's at that front
-//! alone, and none where certificates are issued: what was made without a client certificate can never
-//! resume where one is required.
-//! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
-//! peer is, by the signature of one that signs in our name or by a foreign root's, which are never confused.
+//! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and `check_peer`. A tunnel's TLS
+//! session resumes at every gateway that shares its secret, a listener's at that listener alone, and none resumes where
+//! certificates are issued. A session that was made without a client certificate can never resume where one is required. The one
+//! rule: a handshake, resumed or not, proves nothing until `check_peer` has returned the identity of the peer. The identity comes
+//! by one of our own issuers or by a foreign root, and the two are never confused.
 
 mod client;
 mod insecure;
@@ -51,16 +50,16 @@ const ALPN_TUNNEL: &[u8] = b"rh2";
 /// ALPN of joining and of the edge's other requests.
 const ALPN_CONTROL: [&[u8]; 2] = [b"h2", b"http/1.1"];
 
-/// Why a configuration could not be built.
+/// Error of building a configuration.
 #[derive(Debug, Error)]
 pub enum TrustError {
     /// A root certificate is unusable.
     #[error("unusable root certificate: {0}")]
     Root(String),
-    /// A certificate is not for the address at which it is to be shown.
+    /// The certificate is not valid for the address at which it is to be shown.
     #[error("the certificate is not for {0}: {1}")]
     Name(IpAddr, String),
-    /// Certificates are required, but nobody is trusted to issue one.
+    /// Certificates are required, but no root is trusted to issue one.
     #[error("a client certificate is required but no CA is trusted to issue one")]
     NobodyTrusted,
     /// rustls refused.
@@ -98,32 +97,32 @@ pub fn install_provider() {
     let _ = CryptoProvider::clone(&provider()).install_default();
 }
 
-/// Whose client certificates a front accepts.
+/// Client certificates that a listener accepts.
 #[derive(Debug, Clone, Default)]
 pub struct ListenerClientTrust {
-    /// Callers whose certificates our own CA issued.
+    /// Whether certificates that our own CA issued to clients are accepted.
     pub own: bool,
-    /// Further roots, from the front's configuration.
+    /// Further roots, from the listener's configuration.
     pub client_roots: Vec<CertificateDer<'static>>,
     /// Whether the handshake fails without a certificate.
     pub require: bool,
 }
 
-/// Whom an acceptor or a dialler believes: those who sign in our name, foreign roots, or both.
+/// Signers that an acceptor or a dialler trusts: our own issuers, foreign roots, or both.
 #[derive(Debug, Clone)]
 pub struct TrustStore {
     domain: TrustDomain,
     /// Our roots, where only these are known: then a chain leads there.
     roots: Arc<RootCertStore>,
-    /// Who signs in our name, where that is known.
+    /// Our own issuers, if they are known.
     issuers: Option<Arc<Issuers>>,
     foreign: Option<Arc<dyn ClientCertVerifier>>,
-    /// By what each of `roots` is known, where these are another system's: then intermediates say nothing of purposes.
+    /// Fingerprint of each of `roots` by name and key, if they are an external CA's. Then intermediates state no purposes.
     given: Option<Arc<[Fingerprint]>>,
 }
 
 impl TrustStore {
-    /// What a CA signs, and nobody else: tunnels and joining, at a gateway.
+    /// Returns a store that trusts only certificates of this CA: for tunnels and joining, at a gateway.
     pub fn of(ca: &Ca) -> Result<Self, TrustError> {
         Ok(Self {
             domain: ca.trust_domain().clone(),
@@ -134,7 +133,7 @@ impl TrustStore {
         })
     }
 
-    /// What hangs below these roots, and nothing else: gateways, as edges see them.
+    /// Returns a store that trusts only certificates below these roots: for gateways, as edges see them.
     pub fn below<'a>(
         roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
         domain: &TrustDomain,
@@ -148,8 +147,8 @@ impl TrustStore {
         })
     }
 
-    /// Edges, or gateways, by certificates that another system makes: whatever hangs below these roots and is one of this
-    /// trust domain.
+    /// Returns a store for edges or gateways with certificates of an external CA. It trusts every certificate below these roots
+    /// that has an identity of this trust domain.
     pub fn given(
         roots: &[CertificateDer<'static>],
         domain: &TrustDomain,
@@ -161,12 +160,12 @@ impl TrustStore {
         })
     }
 
-    /// Whether another system makes what is believed here.
+    /// Whether an external CA makes the trusted certificates.
     pub fn is_given(&self) -> bool {
         self.given.is_some()
     }
 
-    /// Whom a front's configuration names. Our roots among its foreign ones count as our own.
+    /// Returns the store for a listener's configuration. Our roots among its foreign ones count as our own.
     pub fn front(ca: &Ca, front: &ListenerClientTrust) -> Result<Self, TrustError> {
         let ours = ca.roots();
         let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
@@ -181,7 +180,7 @@ impl TrustStore {
         Ok(trust)
     }
 
-    /// Whether this is a root of ours, or one that was given, whose certificates are believed.
+    /// Whether this is a trusted root: one of ours, or one of an external CA.
     pub fn knows(&self, root: Fingerprint) -> bool {
         let issuers = self.issuers.as_deref();
         let given = self.given.as_deref();
@@ -189,7 +188,7 @@ impl TrustStore {
             || given.is_some_and(|given| given.contains(&root))
     }
 
-    /// What verifies clients' certificates that are not ours.
+    /// Returns the verifier of client certificates that are not ours.
     fn of_others(&self) -> Result<Option<Arc<dyn ClientCertVerifier>>, TrustError> {
         let given = self.given.as_ref().map(|_| verifier(&self.roots));
         Ok(given.transpose()?.or_else(|| self.foreign.clone()))
@@ -204,13 +203,14 @@ impl TrustStore {
         scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(self.domain.as_str())
     }
 
-    /// The URI by which a caller is known whom our own root names so.
+    /// Returns the URI that identifies a client to which our own root gave this name.
     pub fn caller_uri(&self, name: &str) -> String {
         crate::identity::caller_uri(&self.domain, name)
     }
 }
 
-/// A root that another system brings is known by its name and key: renewed with the same key it is the same.
+/// Returns the fingerprint of an external CA's root, by its name and key. A root that is renewed with the same key has the same
+/// fingerprint.
 fn root_key(root: &TrustAnchor<'_>) -> Fingerprint {
     Fingerprint::digest(&[&*root.subject, &*root.subject_public_key_info].concat())
 }
@@ -234,7 +234,7 @@ fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, T
         .map_err(|error| TrustError::Root(error.to_string()))
 }
 
-/// The same below these.
+/// Returns the verifier of client certificates below these roots.
 pub(crate) fn client_verifier(
     roots: &[CertificateDer<'static>],
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {

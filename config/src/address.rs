@@ -1,8 +1,7 @@
 //! Addresses: where to listen, and `host:port` texts.
 //!
-//! `Listen` is a socket address or `unix:/path`. `Listeners` finds two that cannot be
-//! bound together before the kernel does, because the kernel cannot say which keys they
-//! came from: a wildcard takes every address of its family, and `[::]` IPv4's as well.
+//! `ListenAddr` is a socket address or `unix:/path`. `ListenAddrs` finds two that cannot be bound together before the kernel
+//! does, because the kernel cannot name their keys: a wildcard takes every address of its family, and `[::]` IPv4's as well.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -13,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::ConfigErrors;
 
-/// Where a listener is bound.
+/// Address of a listener.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddr {
     /// A TCP address.
@@ -150,12 +149,12 @@ fn socket_address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
-/// The listeners of one process, to find those that cannot stand together.
+/// The listeners of one process, to find those that cannot be bound together.
 #[derive(Debug, Default)]
 pub struct ListenAddrs(Vec<(String, String, ListenAddr)>);
 
 impl ListenAddrs {
-    /// Adds the listener at `path`, called `name` in messages; a fault if an earlier one is in its way.
+    /// Adds the listener at `path`, called `name` in messages. Reports a fault if it conflicts with an earlier one.
     pub fn add(
         &mut self,
         path: &str,
@@ -174,8 +173,7 @@ impl ListenAddrs {
     }
 }
 
-/// Takes `host:port` apart: a name, an IPv4 address, or an IPv6 address in brackets.
-/// The host comes back without brackets.
+/// Splits `host:port`: a name, an IPv4 address, or an IPv6 address in brackets. The host is returned without brackets.
 pub fn host_port(text: &str) -> Result<(&str, u16), String> {
     let fault = || {
         format!(

@@ -1,22 +1,21 @@
-//! What is wrong with a configuration, said so that its writer can put it right.
+//! Errors of a configuration, worded so that its author can correct it.
 //!
-//! Validation never stops at the first fault: it collects them in `Faults`, each with
-//! the path of the value in the form `fronts[1].listen`, which the binary turns into a
-//! file, a line and a column.
+//! Validation never stops at the first fault: it collects them in `Faults`, each with the path of the value in the form
+//! `fronts[1].listen`, which the binary turns into a file, a line and a column.
 
 use std::fmt;
 use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
-/// One fault of a configuration.
+/// A fault of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// Where the value stands: `fronts[1].listen`, `ports.9100.ca`.
+    /// Path of the value: `fronts[1].listen`, `ports.9100.ca`.
     pub path: String,
-    /// What is wrong, and what to write instead.
+    /// Description of the fault, and what to write instead.
     pub message: String,
-    /// The other value that the fault rests on: without it there may be none.
+    /// Path of the other value that causes the fault: without it there may be none.
     pub rests_on: Option<String>,
 }
 
@@ -28,11 +27,11 @@ impl fmt::Display for ConfigError {
 
 /// A configuration that knows when its values make no sense together.
 pub trait Validate {
-    /// All faults at once; none means that the configuration can be used.
+    /// Returns all faults; if there are none, the configuration can be used.
     fn validate(&self) -> Vec<ConfigError>;
 
-    /// Faults of files that it names and that [`Self::validate`] leaves to the process, which may begin without them or wait for them.
-    /// `--check-config` reports them as well.
+    /// Returns faults of files that the configuration names and that [`Self::validate`] leaves to the process. The process may
+    /// start without these files or wait for them. `--check-config` reports the faults as well.
     fn validate_files(&self) -> Vec<ConfigError> {
         Vec::new()
     }
@@ -88,7 +87,7 @@ impl ConfigErrors {
         }
     }
 
-    /// Bounds of zero would end every wait at once.
+    /// Reports time limits of zero, which would end every wait at once.
     pub fn not_zero(&mut self, section: &str, waits: &[(&str, Duration)]) {
         for (key, wait) in waits {
             if wait.is_zero() {
@@ -100,7 +99,7 @@ impl ConfigErrors {
         }
     }
 
-    /// Limits of zero would serve nobody.
+    /// Reports limits of zero, with which no client could be served.
     pub fn at_least_one(&mut self, section: &str, limits: &[(&str, usize)]) {
         for (key, limit) in limits {
             if *limit == 0 {
@@ -112,7 +111,7 @@ impl ConfigErrors {
         }
     }
 
-    /// What was found, in the order found.
+    /// Returns the faults, in the order found.
     pub fn into_vec(self) -> Vec<ConfigError> {
         self.0
     }

@@ -1,9 +1,8 @@
-//! The words of configuration that gateway and edge share.
+//! Configuration types that gateway and edge share.
 //!
-//! Durations and sizes as people write them, secrets that no log shows, addresses that
-//! may be a unix socket, `Fault`: what is wrong with a value and where it stands, and how a running process is asked
-//! to read all of it anew.
-//! Knows neither YAML nor flags: the binary reads those, these types only parse text.
+//! Durations and sizes as people write them, secrets that no log shows, addresses that may be a unix socket, `ConfigError` for
+//! the fault of a value and its path, and the channel by which a running process is asked to reload. Knows neither YAML nor
+//! flags: the binary reads those, these types only parse text.
 
 mod address;
 mod error;

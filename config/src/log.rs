@@ -1,10 +1,10 @@
-//! How a process logs: the same two keys at gateway and edge.
+//! Configuration of a process's log: the same two keys at gateway and edge.
 //!
-//! Only says what is wanted; the binary's `telemetry` sets it up.
+//! Only has the values; the binary's `telemetry` applies them.
 
 use serde::{Deserialize, Serialize};
 
-/// What is logged and in which form.
+/// Level and format of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Log {

@@ -1,38 +1,38 @@
-//! Asking a process that runs to read its configuration anew: from wherever that is asked to whoever can do it.
+//! Requests to reload the configuration of a running process: a channel from the code that requests to the code that reloads.
 
 use tokio::sync::{mpsc, oneshot};
 
-/// What has been done, or everything that is wrong with the configuration, in words.
+/// Outcome of a reload: a description of the changes, or of every fault of the configuration.
 pub type ReloadResult = Result<String, String>;
 
-/// Where to ask; by default nobody answers. Cheap to clone.
+/// Sender of reload requests; by default there is no receiver. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct ReloadSender(Option<mpsc::Sender<ReloadRequest>>);
 
-/// Who is asked.
+/// Receiver of reload requests.
 #[derive(Debug)]
 pub struct ReloadReceiver(mpsc::Receiver<ReloadRequest>);
 
-/// One that asked, and waits.
+/// A reload request that waits for its outcome.
 #[derive(Debug)]
 pub struct ReloadRequest(oneshot::Sender<ReloadResult>);
 
-/// Both ends.
+/// Returns both ends of the channel.
 pub fn reloads() -> (ReloadSender, ReloadReceiver) {
     let (ask, asked) = mpsc::channel(1);
     (ReloadSender(Some(ask)), ReloadReceiver(asked))
 }
 
 impl ReloadSender {
-    /// Asks, and waits for the outcome. None where nobody can do it.
+    /// Sends a request, and waits for the outcome. Returns `None` if there is no receiver.
     pub async fn ask(&self) -> Option<ReloadResult> {
         let (answer, answered) = oneshot::channel();
         self.0.as_ref()?.send(ReloadRequest(answer)).await.ok()?;
         answered.await.ok()
     }
 
-    /// What an admin listener answers that was asked: an HTTP status, and a line or more for people. Every browser says
-    /// where a page that posts comes from (`Origin`), and no other program does: a page may not ask.
+    /// Returns the response of an admin listener to a reload request: an HTTP status, and one or more lines of text. Every
+    /// browser sends the origin of a page that posts (`Origin`), and no other program does: a page may not request a reload.
     pub async fn answer(&self, is_page: bool) -> (u16, String) {
         let (code, said) = if is_page {
             (403, "a page in a browser may not ask for this".to_owned())
@@ -48,7 +48,7 @@ impl ReloadSender {
 }
 
 impl ReloadReceiver {
-    /// The next that asks. Never, once nobody can ask any more.
+    /// Returns the next request. Waits forever once all senders are gone.
     pub async fn next(&mut self) -> ReloadRequest {
         match self.0.recv().await {
             Some(asked) => asked,
@@ -58,7 +58,7 @@ impl ReloadReceiver {
 }
 
 impl ReloadRequest {
-    /// Answers; whoever has gone meanwhile does not hear it.
+    /// Sends the outcome. It is lost if the requester has gone meanwhile.
     pub fn answer(self, outcome: ReloadResult) {
         let _ = self.0.send(outcome);
     }

@@ -1,7 +1,6 @@
 //! Text that no log, no fault and no status page may show.
 //!
-//! `Debug` and serialization print `***`; only `expose` gives the text out, so whoever
-//! reads the code can find every place that does.
+//! `Debug` and serialization print `***`. Only `expose` returns the text, so a search of the code finds every place that uses it.
 
 use std::fmt;
 

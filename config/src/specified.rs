@@ -1,11 +1,11 @@
-//! A key that was given, told from one that was left out.
+//! A key that is present, as distinct from one that is left out.
 //!
-//! Where leaving a key out means "any", an empty list must not mean it too: a list that a template left
-//! empty would open what it was to narrow.
+//! If a missing key means "any", an empty list must not mean the same. A list that a template left empty would allow everything
+//! that it was meant to restrict.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// What stands under a key, if the key stands there. For `#[serde(default)]`.
+/// Value of a key, if the key is present. For `#[serde(default)]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Specified<T>(pub Option<T>);
 
@@ -40,7 +40,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Specified<T> {
     }
 }
 
-/// That of `T`: a key without a value (`users:`) is none.
+/// Schema of `T`: a key without a value (`users:`) counts as missing.
 impl<T: schemars::JsonSchema> schemars::JsonSchema for Specified<T> {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         T::schema_name()

@@ -1,8 +1,7 @@
 //! Durations and sizes as people write them: `5s`, `1m 30s`, `64MiB`.
 //!
-//! Both are types for `#[serde(with = "…")]`, so a struct keeps a plain `Duration` or
-//! `usize`, and its schema says which of the two it is. A duration always has a unit: a
-//! bare number is refused, since nobody can tell seconds from milliseconds.
+//! Both are types for `#[serde(with = "…")]`, so a struct has a plain `Duration` or `usize`, and its schema says which of the two
+//! it is. A duration always has a unit: a bare number is refused, since it could mean seconds or milliseconds.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -182,10 +181,10 @@ impl<'de> Deserialize<'de> for Network {
     }
 }
 
-/// A network as it is written: who writes `10.1.2.3/8` means one address or all of the network, and must say which.
+/// Checks that a network has no host bits. `10.1.2.3/8` could mean one address or all of the network, and the author must decide.
 ///
 /// # Errors
-/// What to write instead.
+/// A message with the text to write instead.
 pub fn canonical_network(network: IpNet) -> Result<IpNet, String> {
     let whole = network.trunc();
     if whole == network {

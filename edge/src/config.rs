@@ -37,18 +37,18 @@ pub struct Config {
     pub join: Option<Secret>,
     /// File with that token, in place of `join`; read whenever a token is needed.
     pub join_file: Option<PathBuf>,
-    /// A certificate that another system makes and renews, in place of the one that a token brings.
+    /// A certificate that an external CA issues and renews, in place of the one that a token brings.
     pub identity: Option<Identity>,
     /// The cluster that says who this node is, in place of a token; the gateways' `kubernetes.certificates` are for that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kubernetes: Option<Kubernetes>,
-    /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
+    /// Proxy between this node and the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
     /// Hosts, domains and networks that are dialled without the proxy, `HOST:PORT` for one port, `*` for everything; `NO_PROXY` if absent.
     pub no_proxy: Vec<String>,
     /// Health and metrics.
     pub admin: Admin,
-    /// What the gateway may reach through this node.
+    /// Ports and hosts that the gateway may reach through this node.
     pub allow: Allow,
     /// The node's ports that are served, and where each leads. No other port is, but for those of `listed_ports`.
     pub ports: BTreeMap<u16, Port>,
@@ -57,13 +57,13 @@ pub struct Config {
     // A key without a value is a fault, and not as good as none.
     #[schemars(with = "Vec<PortRange>")]
     pub listed_ports: Option<Vec<PortRange>>,
-    /// Labels told to the gateway.
+    /// Labels announced to the gateway.
     pub labels: BTreeMap<String, String>,
-    /// The node's addresses told to the gateway, which confirms them before it routes by them. Where ports are listed their apps are looked for there, too.
+    /// The node's addresses announced to the gateway, which confirms them before it routes by them. If ports are listed, their upstreams are looked for there, too.
     pub addresses: Vec<IpAddr>,
-    /// The group of nodes on one site network, told to the gateway, which confirms it.
+    /// The group of nodes on one site network, announced to the gateway, which confirms it.
     pub pool: Option<String>,
-    /// What this node reads of the cluster and keeps, for its own programs and its neighbours; nothing if absent.
+    /// Cache of cluster objects for this node's own programs and the members of its node pool; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reader: Option<ApiCache>,
     /// The tunnels to the gateway.
@@ -118,7 +118,7 @@ impl Config {
     }
 }
 
-/// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
+/// Files of a certificate that an external CA (cert-manager, Vault, a company's PKI) issues and renews; each is watched.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
@@ -172,7 +172,7 @@ impl AsRef<Log> for Config {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
-    /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
+    /// Address of health and metrics. It has no authentication, so bind it to loopback.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
 }
@@ -236,15 +236,15 @@ impl Default for Tunnels {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Streams of all tunnels; further ones get 503. Each has a connection to an app.
+    /// Streams of all tunnels; further ones get 503. Each has a connection to an upstream.
     pub streams: usize,
-    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits of an upload. Beyond it those that have stood still for longest are reset.
+    /// Memory limit for stalled streams, whose client or upstream does not read: 320 KiB each, and the buffered bytes of an upload. Beyond it the streams that have been stalled for longest are reset.
     #[serde(with = "ByteSize")]
     pub stalled: usize,
-    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. Each holds up to 4 MiB of an app's answer there. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
+    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which stalled streams are reset, the longest first. Each holds up to 4 MiB of an upstream's answer there. 0 is half of the number at which the kernel says that memory is short (`net.ipv4.tcp_mem`).
     #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
-    /// Fields in the head of an app's answer over HTTP/1.1; an answer with more is 502.
+    /// Fields in the head of an upstream's answer over HTTP/1.1; an answer with more is 502.
     pub headers: usize,
 }
 
@@ -279,16 +279,16 @@ pub struct Timeouts {
     /// A tunnel on which nothing was read for this long is closed and dialled anew.
     #[serde(with = "DurationStr")]
     pub silence: Duration,
-    /// An app's TCP and TLS handshake.
+    /// TCP and TLS handshake of an upstream.
     #[serde(with = "DurationStr")]
     pub dial: Duration,
-    /// An app's answer to an upgrade.
+    /// Answer of an upstream to an upgrade.
     #[serde(with = "DurationStr")]
     pub upgrade: Duration,
-    /// An idle connection to an app is kept for this long.
+    /// Time after which an idle connection to an upstream is closed.
     #[serde(with = "DurationStr")]
     pub app_idle: Duration,
-    /// What open streams get to end when the edge stops.
+    /// Time that open streams get to end when the edge stops.
     #[serde(with = "DurationStr")]
     pub drain: Duration,
 }

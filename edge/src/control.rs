@@ -1,9 +1,11 @@
-//! What keeps an edge connected; never in a stream's way.
+//! Control plane of an edge; never in the data path of a stream.
 //!
-//! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `link` keeps tunnels on
-//! such connections; `enrol` gets a certificate by one (or `vouch` by the cluster's word), `renew` the next, `rejoin` another for one that gateways refuse, and all `ask` in the same way,
-//! or else somebody else makes it (`given`); `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
-//! wait; `changes` hears when the machine's network changed; `admin` tells all of it.
+//! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `tunnels` maintains tunnels on such
+//! connections. `enrol` gets a certificate by a token and `csr_bootstrap` by the cluster, `renew` gets the next, and
+//! `rejoin` replaces one that gateways refuse. All of them send requests by `enrol_client`. `external_certificate` is for a
+//! certificate from an external CA. `identity_store` holds the identity, `gateway_list` the addresses and `trust_roots` the
+//! roots. `connect_error` describes failures and the time to wait. `network_monitor` reports changes of the machine's
+//! network, and `admin` serves health, metrics and status.
 
 pub(crate) mod connect_error;
 pub(crate) mod dial;

@@ -1,9 +1,8 @@
-//! Causeway on the node: dials the gateway and serves what the node's owner allows.
+//! Causeway on the node: dials the gateway and serves the targets that the node's owner allows.
 //!
-//! [`Edge::open`] takes up the identity (or joins), [`Edge::bind`] takes the admin port, [`Bound::run`] lives
-//! until it is stopped. Reading order: the way of a stream (`proxy`), the table between (`state`), what
-//! keeps the tunnels (`control`). Everything runs on the caller's runtime, and several edges can live
-//! in one process.
+//! [`Edge::open`] takes up the identity (or joins), [`Edge::bind`] takes the admin port, [`Bound::run`] lives until it is
+//! stopped. Reading order: the data path of a stream (`proxy`), the table between (`status`), the control plane of the
+//! tunnels (`control`). Everything runs on the runtime of the calling code, and several edges can live in one process.
 
 pub mod config;
 

@@ -1,7 +1,7 @@
 //! Every metric of the edge, declared once.
 //!
-//! The way touches them through guards and single calls; no label is made anywhere else. A field that nothing
-//! touches is dead code and fails the build.
+//! The data path touches them through guards and single calls; no label is made anywhere else. A field that nothing touches
+//! is dead code and fails the build.
 
 mod api_cache;
 
@@ -28,15 +28,15 @@ use std::{collections::BTreeMap, fmt, sync::OnceLock, time::Duration};
 pub(crate) enum StreamOutcome {
     /// In order.
     Done,
-    /// The edge refused it, or its app could not be asked.
+    /// The edge refused it, or its upstream could not be reached.
     Refused(RejectCode),
-    /// The caller went away.
+    /// The client went away.
     CallerGone,
-    /// The app broke off.
+    /// The upstream broke off.
     AppBroke,
     /// The tunnel was lost.
     TunnelLost,
-    /// The edge reset it, since nobody took the bytes that waited in it.
+    /// The edge reset it, since its buffered bytes were not consumed.
     Evicted,
 }
 
@@ -281,7 +281,7 @@ impl Metrics {
         self.dial_seconds.observe(took.as_secs_f64());
     }
 
-    /// A request goes by a connection that was kept, or by a new one.
+    /// Counts a request by a pooled connection, or by a new one.
     pub(crate) fn connection(&self, reused: bool) {
         let outcome = if reused { "reused" } else { "new" };
         self.connections
@@ -327,7 +327,7 @@ impl Metrics {
         self.certificate_expiry.set(seconds);
     }
 
-    /// What these listeners show ends then.
+    /// Sets the times at which the certificates of these listeners end.
     pub(crate) fn listeners_end(&self, leaves: &BTreeMap<&'static str, LeafCertificate>) {
         for (listener, leaf) in leaves {
             let seconds = i64::try_from(leaf.not_after().as_secs()).unwrap_or(i64::MAX);
@@ -349,17 +349,17 @@ impl Metrics {
         self.last_reload_successful.set(well.into());
     }
 
-    /// What was read at the start is not all in force.
+    /// Records that the configuration read at the start is not all in force.
     pub(crate) fn begins_with_faults(&self) {
         self.last_reload_successful.set(0);
     }
 
-    /// Reading goes so now.
+    /// Updates the metrics of the API cache.
     pub(crate) fn reads(&self, status: &ApiCacheStatus) {
         self.reading.get_or_init(ApiCacheMetrics::new).goes(status);
     }
 
-    /// Somebody else is read from.
+    /// Counts a change of the source.
     pub(crate) fn reads_elsewhere(&self) {
         self.reading.get_or_init(ApiCacheMetrics::new).changed();
     }

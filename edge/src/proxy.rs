@@ -1,12 +1,12 @@
-//! THE WAY on the node: stream → policy → target → app. Read `Way::serve` first.
+//! Data path on the node: stream → policy → target → upstream. Read `Proxy::serve` first.
 //!
-//! 1. `policy` decides whether this edge serves what the stream asks for, and which app that is.
-//! 2. `target` resolves it, checks each address, and dials exactly the address that was checked.
-//! 3. `forward`, `upgrade` or `relay` asks the app; interim answers pass while it thinks.
+//! 1. `policy` decides whether this edge serves the stream's target, and selects the upstream.
+//! 2. `dial` resolves it, checks each address, and dials exactly the address that was checked.
+//! 3. `forward`, `upgrade` or `relay` sends the request to the upstream; interim answers pass while it works.
 //! 4. The answer's head goes back, then bytes until both ends are done.
 //!
-//! Nothing here knows how tunnels are kept. A caller that goes away ends the stream's future, and with it
-//! the app's connection: there is no other cancellation.
+//! Nothing here knows how tunnels are maintained. A client that goes away ends the stream's future, and with it the
+//! connection to the upstream: there is no other cancellation.
 
 pub(crate) mod policy;
 
@@ -53,7 +53,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use upstream::Upstream;
 
-/// What serves the streams of all tunnels.
+/// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
     policy: Policy,
     kept: ConnectionPool,
@@ -64,17 +64,17 @@ pub(crate) struct Proxy {
     exhaustion: dial::ExhaustionLog,
     /// The owner has put another configuration into force.
     replaced: CancellationToken,
-    /// Owns what drives HTTP/2 connections to apps.
+    /// Owner of the tasks that drive HTTP/2 connections to upstreams.
     tasks: Arc<TaskGroup>,
 }
 
-/// An app's answer.
+/// Answer of an upstream.
 struct UpstreamResponse {
     head: Response<()>,
     then: ResponseTail,
 }
 
-/// What follows the head.
+/// Content behind the head of a response.
 enum ResponseTail {
     /// A body.
     Body(Box<body::ResponseBody>),
@@ -85,9 +85,9 @@ enum ResponseTail {
 /// Why there is no answer.
 #[derive(Debug)]
 enum RequestError {
-    /// The caller is told why.
+    /// The client receives the reason.
     Refused(Rejected),
-    /// The caller's own side failed: there is nobody to tell.
+    /// The client's own side failed: there is no client left to answer.
     Caller,
 }
 
@@ -127,8 +127,8 @@ impl Proxy {
         &self.replaced
     }
 
-    /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it, or the
-    /// policy of the `newest` way refuses it.
+    /// Serves a stream from its request to the upstream's answer, unless the stream is evicted because the upstream does not
+    /// take the bytes that wait for it, or the policy of the `newest` data path refuses it.
     pub(crate) async fn serve(&self, asked: StreamRequest, newest: impl Fn() -> Arc<Self>) {
         let mut served = StreamGuard::new(&self.metrics, &asked.kind);
         let eviction = asked.body.eviction();
@@ -237,7 +237,7 @@ impl Proxy {
         }
     }
 
-    /// Whether a stream to this app, connected to this address if to any, could begin now.
+    /// Whether a stream to this upstream, connected to this address if to any, could begin now.
     fn permits(
         &self,
         (app, address): (&Upstream, Option<SocketAddr>),
@@ -253,8 +253,8 @@ impl Proxy {
         }
     }
 
-    /// Asks the app, as the stream's kind wants it. An upgrade is allocated, since it is rare and needs more room than a
-    /// request: this future is moved as a whole with each stream.
+    /// Sends the request to the upstream, according to the stream's kind. An upgrade is allocated, since it is rare and
+    /// needs more room than a request: this future is moved as a whole with each stream.
     async fn ask(
         &self,
         app: Result<Arc<Upstream>, Rejected>,
@@ -302,7 +302,7 @@ impl Proxy {
         }
     }
 
-    /// Closes idle connections to apps that have had their time.
+    /// Closes idle connections to upstreams that have had their time.
     pub(crate) fn sweep(&self) {
         self.kept.evict_expired();
     }
@@ -354,7 +354,7 @@ async fn read_rest(
     Ok(rest.finish())
 }
 
-/// The app answered, but not as it should.
+/// Returns the error of an upstream that answered, but not as it should.
 fn broken(app: &Upstream, what: &str) -> RequestError {
     let detail = format!("{} {what}", app.sentence());
     RejectCode::TargetBroken.because(detail).into()

@@ -75,7 +75,8 @@ pub struct Bound {
     reloads: ReloadSender,
     /// Says who this node is, where its certificate has ended.
     cluster: Option<Arc<dyn CsrClient>>,
-    /// Ends apps and admin at the end of the drain, and if whatever runs this edge is dropped.
+    /// Ends connections to upstreams and the admin listener at the end of the drain, and if the future that runs this edge
+    /// is dropped.
     done: CancellationToken,
     /// Two edges of one identity would take the node from each other.
     claim: DirLock,
@@ -91,7 +92,8 @@ impl Edge {
         Self::open_telling(config, stop, &|_| {}).await
     }
 
-    /// Does what [`Edge::open`] does, and tells why whenever an attempt to join came to nothing and is tried again.
+    /// Does the same as [`Edge::open`], and calls `tell` with the reason whenever an attempt to join failed and is tried
+    /// again.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
@@ -240,8 +242,8 @@ pub fn knows_gateway(config: &Config) -> bool {
     !config.gateways.is_empty() || learned().is_some_and(|gateways| !gateways.is_empty())
 }
 
-/// Reads the files that a configuration names, also those of the reader's listeners, without which an edge runs and
-/// serves nobody there.
+/// Reads the files that a configuration names, also those of the API cache's listeners, without which an edge runs and
+/// serves no clients there.
 ///
 /// # Errors
 /// If a file cannot be used.
@@ -260,17 +262,17 @@ pub fn check(config: &Config) -> Result<(), Error> {
 }
 
 impl Bound {
-    /// Where the admin listener listens.
+    /// Returns the address of the admin listener.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Where this node's programs read, if they do.
+    /// Returns the address at which this node's programs read the API cache, if it is enabled.
     pub fn reader_addr(&self) -> Option<SocketAddr> {
         self.reading.as_ref()?.endpoint()
     }
 
-    /// Where its neighbours read, if they do.
+    /// Returns the address at which the members of its pool read the API cache, if they do.
     pub fn site_addr(&self) -> Option<SocketAddr> {
         self.reading.as_ref()?.site()
     }
@@ -280,7 +282,7 @@ impl Bound {
         self.identity.node.as_str()
     }
 
-    /// Where hubs read, if they do.
+    /// Returns the address at which `YurtHub`s read the API cache, if they do.
     pub fn hubs_addr(&self) -> Option<SocketAddr> {
         self.reading.as_ref()?.hubs()
     }
@@ -302,12 +304,12 @@ impl Bound {
         &self.store
     }
 
-    /// What the edge is doing, at any time from now on.
+    /// Returns a reader of the edge's status, valid at any time from now on.
     pub fn reader(&self) -> StatusReader {
         self.table.1.clone()
     }
 
-    /// What the edge is doing now.
+    /// Returns the current status of the edge.
     pub fn status(&self) -> Status {
         self.table.1.status()
     }
@@ -391,7 +393,7 @@ fn admin_socket(store: &Store) -> Option<UnixListener> {
     }
 }
 
-/// Begins the admin listener, and what looks after apps' connections and after streams that stand still.
+/// Begins the admin listener, and the tasks that manage upstreams' connections and stalled streams.
 fn attend(
     parts: &Reloadable,
     links: &TunnelContext,

@@ -1,7 +1,7 @@
-//! What an edge is doing: its tunnels, and what last went wrong.
+//! Status of an edge: its tunnels, and the last failure.
 //!
-//! `control` writes, the admin listener and whoever embeds an edge read; a reader never waits. A row lives as
-//! long as the tunnel that it is about: its guard removes it.
+//! `control` writes, the admin listener and the program that embeds an edge read; a reader never waits. A row lives as long
+//! as the tunnel that it is about: its guard removes it.
 
 mod api_cache;
 
@@ -22,7 +22,7 @@ use tokio::sync::watch;
 pub use api_cache::ApiCacheStatus;
 use api_cache::ApiCacheStatusSlot;
 
-/// What an edge is doing, for `/status` and for whoever embeds it.
+/// Status of an edge, for `/status` and for the program that embeds it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Status {
     /// The node, as the certificate says.
@@ -42,11 +42,11 @@ pub struct Status {
     /// How many of all gateways are reached, where these say how many there are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<ConnectedGatewaysStatus>,
-    /// What last went wrong, as long as it has not been mended by a tunnel.
+    /// Last failure, as long as it has not been mended by a tunnel.
     pub trouble: Option<LastErrorStatus>,
     /// This node's certificate, once the edge runs.
     pub certificate: Option<CertificateStatus>,
-    /// How reading goes, where this edge does that.
+    /// State of the API cache, if this edge has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reader: Option<ApiCacheStatus>,
 }
@@ -54,7 +54,7 @@ pub struct Status {
 /// One tunnel.
 #[derive(Clone, Debug, Serialize)]
 pub struct TunnelStatus {
-    /// Which of the edge's tunnels it is, from 0.
+    /// Index of this tunnel among those of the edge, from 0.
     pub slot: u32,
     /// `standing` or `leaving`.
     pub state: &'static str,
@@ -74,7 +74,7 @@ pub struct TunnelStatus {
     pub sent: u64,
     /// Payload bytes received from the gateway.
     pub received: u64,
-    /// Bytes that came from the gateway and no app has taken yet.
+    /// Bytes that came from the gateway and that no upstream has taken yet.
     pub unread: usize,
 }
 
@@ -98,12 +98,12 @@ pub struct CertificateStatus {
     pub trouble: Option<LastErrorStatus>,
 }
 
-/// What went wrong.
+/// Last failure.
 #[derive(Clone, Debug, Serialize)]
 pub struct LastErrorStatus {
     /// When, in milliseconds of the Unix epoch.
     pub at: u64,
-    /// What, for people.
+    /// Description of the failure, for people.
     pub what: String,
     /// Whether a gateway refused this edge, as against being out of reach.
     pub refused: bool,
@@ -120,7 +120,7 @@ struct Inner {
     tunnels: Mutex<BTreeMap<u64, Tunnel>>,
     gateways: Mutex<Vec<String>>,
     reached: Mutex<Option<ConnectedGatewaysStatus>>,
-    /// What last went wrong, by the gateway that it is about.
+    /// Last failures, by the gateway that each is about.
     troubles: Mutex<BTreeMap<String, LastErrorStatus>>,
     /// How the operator replaces an identity that gateways refuse.
     identity_hint: Mutex<Option<String>>,
@@ -141,10 +141,10 @@ struct Tunnel {
     load: Arc<TunnelLoad>,
 }
 
-/// Whose trouble it is that keeps an edge from whichever gateway answers.
+/// Key of the failures that concern every gateway.
 pub(crate) const ANY: &str = "";
 
-/// The reading end.
+/// Reader of the status.
 #[derive(Clone, Debug)]
 pub struct StatusReader(Arc<Inner>);
 
@@ -285,7 +285,7 @@ impl StatusWriter {
         }
     }
 
-    /// Where gateways are looked for.
+    /// Sets the addresses at which gateways are looked for.
     pub(crate) fn gateways(&self, gateways: Vec<String>) {
         *locked(&self.0.gateways) = gateways;
     }
@@ -313,7 +313,7 @@ impl Drop for TunnelSummary {
 }
 
 impl StatusReader {
-    /// What the edge is doing now.
+    /// Returns the current status of the edge.
     pub fn status(&self) -> Status {
         let tunnels: Vec<_> = locked(&self.0.tunnels)
             .values()
@@ -354,7 +354,7 @@ impl StatusReader {
         self.0.standing.subscribe()
     }
 
-    /// Reading goes as this says, from now on.
+    /// Sets the function that reports the state of the API cache.
     pub(crate) fn reads(&self, status: Box<dyn Fn() -> ApiCacheStatus + Send + Sync>) {
         self.0.reading.begin(status);
     }

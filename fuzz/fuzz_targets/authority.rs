@@ -89,7 +89,7 @@ fn asked(host: &[u8], authority: &[u8]) -> Option<Request<()>> {
     Some(request)
 }
 
-/// What is split and put together again is the same.
+/// Checks that splitting and joining returns the same text.
 fn split(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;

@@ -1,4 +1,4 @@
-//! The first bytes of a TLS connection, cut anywhere: read by what fronts and the tunnel port read them with.
+//! The first bytes of a TLS connection, cut anywhere, through the parser of listeners and the tunnel port.
 //!
 //! The first byte says how many bytes come at a time.
 
@@ -15,7 +15,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::LazyConfigAcceptor;
 
-/// Bytes in pieces, and nobody who reads.
+/// Stream that delivers bytes in pieces and has no peer that reads.
 struct Pieces<'a> {
     left: &'a [u8],
     size: usize,

@@ -1,4 +1,4 @@
-//! The head of a CONNECT: through the parser of fronts, then through our checks.
+//! The head of a CONNECT: through the parser of listeners, then through our checks.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A PROXY v2 header, and what comes behind it: read by what fronts read it with.
+//! A PROXY v2 header, and the bytes after it, through the parser of listeners.
 
 #![no_main]
 

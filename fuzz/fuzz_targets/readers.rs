@@ -1,6 +1,7 @@
-//! What a source says of its objects, and what a client asks of them: whatever both say, nobody panics, and what is served can be read.
+//! Objects from a source and requests of a client. Whatever both send, nothing panics, and the response can be parsed.
 //!
-//! Three parts, each behind a byte 0xFF: a question (path, blank, `Accept`), a list, and a watch that follows it.
+//! The input has three parts, each behind a byte 0xFF: a request (path, blank, `Accept`), a list, and a watch that follows
+//! the list.
 
 #![no_main]
 

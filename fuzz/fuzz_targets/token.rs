@@ -1,4 +1,4 @@
-//! Join tokens, files of callers' tokens, and sets of keys that prove JWTs.
+//! Join tokens, files of clients' tokens, and key sets that verify JWTs.
 
 #![no_main]
 

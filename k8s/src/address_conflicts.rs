@@ -1,6 +1,6 @@
 //! Writes an event on each Node object that has an address of another node.
 //!
-//! `state::nodes` says which addresses conflict; the gateway logs and counts them without a cluster as well.
+//! `state::nodes` finds the conflicting addresses; the gateway logs and counts them without a cluster as well.
 
 use crate::event_writer::{EventWriter, WarningEvent};
 use causeway_certs::NodeName;
@@ -29,7 +29,7 @@ pub struct ConflictEvents {
 }
 
 impl ConflictEvents {
-    /// Never ends.
+    /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
         let what = "writing an event on a Node with an address of another";
         let mut events = EventWriter::new(self.client, self.gateway, what);

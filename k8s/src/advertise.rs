@@ -1,10 +1,11 @@
-//! Where edges reach the gateways, as a Service says it: told to edges, and in the gateway's certificates.
+//! Discovery of the gateways' addresses from a Service, for edges and for the gateway's certificates.
 //!
-//! 1. `addresses` reads what the Service says: its annotation, else what its balancer has given it, else its port of each node
-//!    of the cloud.
-//! 2. `replicas` counts the gateways behind it, all of which edges are to find.
-//! 3. The gateway takes both up as it takes up another configuration.
-//! 4. A Service that says nothing, or no more, changes nothing: edges keep what they know, and the log says what is waited for.
+//! 1. `addresses` reads the addresses of the Service: its annotation, else the address from its load balancer, else its port of
+//!    each node of the cloud.
+//! 2. `replicas` counts the gateways behind it. Edges are to find all of them.
+//! 3. The gateway applies both as it applies a changed configuration.
+//! 4. A Service that has no addresses, or loses them, changes nothing: edges keep their known addresses, and the log states the
+//!    reason.
 //!
 //! Never ends the process.
 
@@ -28,31 +29,31 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// By which the owner of the Service says more than its status does.
+/// Annotation by which the owner of the Service states addresses that its status does not have.
 const ANNOTATION: &str = "causeway.io/advertise";
-/// The longest pauses between tries.
+/// Longest pauses between tries.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
-/// As many as edges take.
+/// Maximum number of addresses that edges accept.
 const MOST: usize = 64;
 
-/// Keeps what edges are told in step with a Service.
+/// Controller that keeps the addresses that edges receive in step with a Service.
 pub struct ServiceWatcher {
     /// The cluster's API.
     pub client: Client,
-    /// Which Service.
+    /// Configuration of the Service.
     pub rules: config::AdvertisedService,
-    /// Where the gateway's configuration finds it.
+    /// Channel by which the gateway's configuration receives the addresses.
     pub found: watch::Sender<DiscoveredEndpoints>,
-    /// By which it takes it up.
+    /// Sender of the reload request that applies them.
     pub reloads: ReloadSender,
     /// The table of nodes.
     pub nodes: NodesWriter,
-    /// Holds callers off, where nothing else says where the gateway is.
+    /// Block on readiness while there is no other source of the gateway's address.
     pub hold: Option<ReadinessBlock>,
 }
 
 impl ServiceWatcher {
-    /// Never ends.
+    /// Runs the controller. Never returns.
     pub async fn run(mut self) -> Infallible {
         let (namespace, name) = self.rules.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
@@ -96,7 +97,7 @@ impl ServiceWatcher {
         }
     }
 
-    /// Has the gateway take up what the Service says, once that is known, and how many are behind it.
+    /// Has the gateway apply the addresses of the Service, once they are known, and the number of its replicas.
     async fn settle(
         &mut self,
         service: Option<&ServiceState>,
@@ -118,7 +119,7 @@ impl ServiceWatcher {
         Ok(())
     }
 
-    /// Where edges reach the gateways, as this Service says it; or why it does not.
+    /// Returns the addresses at which edges reach the gateways, from this Service; or the reason why there are none.
     fn addresses(&self, service: &ServiceState) -> Result<Vec<String>, String> {
         let nodes = self.nodes.reader().outward();
         let found = service.as_ref().map_err(|why| (*why).to_owned());
@@ -173,8 +174,8 @@ fn heard(
     }
 }
 
-/// The `host:port` of a Service, by its port of this name where it has several, and by these addresses of nodes; or why there
-/// is none.
+/// Returns the `host:port` of a Service, or the reason why there is none. Uses its port of this name if it has several, and these
+/// addresses of nodes.
 fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<String>, String> {
     let said = service.metadata.annotations.as_ref();
     if let Some(text) = said.and_then(|said| said.get(ANNOTATION)) {

@@ -1,8 +1,8 @@
-//! The cluster's API → what edges read: a list and a watch of each resource, for as long as the gateway runs.
+//! Source of the API cache from the cluster's API: a list and a watch of each resource, for as long as the gateway runs.
 //!
-//! 1. `causeway_watch_cache::follow` fills a store by what the API answers; here is only how that is asked, and when again.
-//! 2. What was read stays while the API is away, and says to readers how old it is.
-//! 3. A right that is missing is named with what to do: nothing else ends by waiting.
+//! 1. `causeway_watch_cache::reflect` fills a store from the API's responses. This module sends the requests and repeats them.
+//! 2. Cached objects stay while the API is away, and clients learn the age of the cache.
+//! 3. A missing permission is logged with its remedy: it is the only fault that does not end by waiting.
 
 mod client;
 
@@ -18,19 +18,19 @@ use tokio::time::sleep;
 
 /// The longest pauses between tries: edges that read anew wait for these, too.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// How often it is asked for its version: it is upgraded while we run.
+/// Interval at which the API is asked for its version: it may be upgraded while the gateway runs.
 const UPGRADES: Duration = Duration::from_mins(5);
 
-/// Fills what edges read from the cluster's API.
+/// Source that fills the cache for edges from the cluster's API.
 pub struct ApiCacheSource {
     /// The cluster's API.
     pub client: Client,
-    /// What edges read.
+    /// Cache from which edges read.
     pub pool: Arc<WatchCache>,
 }
 
 impl ApiCacheSource {
-    /// Never ends.
+    /// Runs the source. Never returns.
     pub async fn run(self) -> Infallible {
         let source = ApiClient::new(self.client);
         let stores = self.pool.stores().iter();
@@ -50,7 +50,7 @@ impl ApiCacheSource {
     }
 }
 
-/// Keeps one store in step.
+/// Keeps one store in step with the API. Never returns.
 async fn keep(store: &Store, source: &ApiClient) -> Infallible {
     let mut trouble = LogThrottle::new("reading what edges may read");
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
@@ -91,7 +91,7 @@ async fn keep(store: &Store, source: &ApiClient) -> Infallible {
     }
 }
 
-/// Why a resource is not followed, with what to do, and when to come again.
+/// Returns the reason why a resource is not followed, with its remedy, and the delay that the API asks for, if any.
 fn explained(resource: &GroupVersionResource, ended: ReflectorError) -> (String, Option<Duration>) {
     let (why, after) = match ended {
         ReflectorError::Broken(why) | ReflectorError::Stale(why, _) => (why, None),

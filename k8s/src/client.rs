@@ -1,6 +1,6 @@
-//! How the cluster's API is reached: by a kubeconfig file, or as a pod of the cluster.
+//! Client of the cluster's API: by a kubeconfig file, or as a pod of the cluster.
 //!
-//! Nothing is dialled here: an API server that is away is waited for by whoever asks it something.
+//! This module opens no connection. If an API server is away, the code that sends a request waits for it.
 
 use kube::{
     Client, Config,
@@ -9,15 +9,15 @@ use kube::{
 };
 use std::{path::Path, time::Duration};
 
-/// How long a connection to the API server may take.
+/// Time limit of a connection to the API server.
 const CONNECT: Duration = Duration::from_secs(5);
 /// An answer that stops for so long is dead: kube's watches of one object end after 290 s.
 const SILENCE: Duration = Duration::from_mins(5);
-/// How long a watch of many objects may take before it is asked for anew, in seconds. kube gives up one that the server has
-/// not ended a few seconds later.
+/// Timeout of a watch of many objects, in seconds; then it is requested anew. kube gives up a watch that the server has not ended
+/// a few seconds later.
 pub(crate) const WATCH_TIMEOUT: u32 = 120;
 
-/// The sentence that says what to do: what the API server says itself, where it says something.
+/// Returns the message of an error: the API server's own message, if it has one.
 pub(crate) fn error_message(error: &kube::Error) -> String {
     if let kube::Error::Api(status) = error {
         return status.message.clone();
@@ -34,7 +34,7 @@ pub(crate) fn error_message(error: &kube::Error) -> String {
     text
 }
 
-/// As [`said`], of a watch.
+/// Returns the message of a watch's error, like [`error_message`].
 pub(crate) fn watch_error_message(error: &watcher::Error) -> String {
     match error {
         watcher::Error::InitialListFailed(cause)
@@ -45,7 +45,7 @@ pub(crate) fn watch_error_message(error: &watcher::Error) -> String {
     }
 }
 
-/// What keeps a client from being made.
+/// Error that prevents a client from being made.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The kubeconfig cannot be used.
@@ -53,7 +53,7 @@ pub enum ClientError {
     Kubeconfig {
         /// The file.
         path: String,
-        /// Why.
+        /// Cause of the error.
         cause: String,
     },
     /// There is no service account.
@@ -61,7 +61,7 @@ pub enum ClientError {
         "kubernetes.kubeconfig is not set, and this is no pod with a service account: {0}; name a kubeconfig"
     )]
     NoPod(kube::config::InClusterError),
-    /// What the configuration names cannot be used: certificates, a proxy.
+    /// A part that the configuration names cannot be used: certificates, a proxy.
     #[error("the API server's client cannot be built: {0}")]
     Build(kube::Error),
 }
@@ -91,7 +91,7 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
     Client::try_from(config).map_err(ClientError::Build)
 }
 
-/// Returns the cause of an error in one line. The caller names the file.
+/// Returns the cause of an error in one line. The calling function names the file.
 fn kubeconfig_said(error: &KubeconfigError) -> String {
     match error {
         KubeconfigError::ReadConfig(cause, _) => cause.to_string(),

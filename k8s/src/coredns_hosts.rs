@@ -1,11 +1,11 @@
-//! Names of all nodes in a `ConfigMap`, as a hosts file for `CoreDNS`' plugin of that name.
+//! Controller of a `ConfigMap` with the names of all nodes, as a hosts file for `CoreDNS`' plugin of that name.
 //!
-//! 1. Nothing is written before the cluster has named its nodes, and nothing but by the gateway that holds the lease.
-//! 2. What is to be there follows from the table of nodes alone (`content`); only what differs is written, and changes of a
-//!    second together. A further file is written before the others lose its names, and removed after they have them.
-//! 3. What somebody else changes is put right (`maps`), and who it was is said.
+//! 1. Only the gateway that holds the lease writes, and only once the cluster has named its nodes.
+//! 2. The content follows from the table of nodes alone (`render`). Only differences are written, and changes of a second
+//!    together. A further file is written before the others lose its names, and removed after they have them.
+//! 3. Changes by other writers are reverted (`configmaps`), and the log names the writer.
 //!
-//! Never ends the process: a lease that is lost is waited for, and whatever fails is tried again.
+//! Never ends the process: after a lost lease the controller waits for it, and it retries after any failure.
 
 mod configmaps;
 mod render;
@@ -33,29 +33,29 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// How long further changes are waited for once there is one.
+/// Time to wait for further changes after the first one.
 const GATHER: Duration = Duration::from_secs(1);
-/// The longest pause between tries while nobody answers, and while the API refuses.
+/// Longest pauses between tries: while the API does not respond, and while the API refuses.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
-/// Keeps the hosts file in step with the table of nodes.
+/// Controller that keeps the hosts file in step with the table of nodes.
 pub struct HostsController {
     /// The cluster's API.
     pub client: Client,
-    /// What is written, and where.
+    /// Configuration of the file and its place.
     pub rules: config::CoreDnsHosts,
-    /// What the name of an edge's node means.
+    /// Addresses for the name of an edge's node.
     pub addresses: Vec<IpAddr>,
     /// The table of nodes.
     pub nodes: NodesWriter,
-    /// What is counted.
+    /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
-    /// Who this gateway is among those that wait for the lease; a random part is added.
+    /// Name of this gateway among the candidates for the lease; a random part is added.
     pub gateway: String,
 }
 
 impl HostsController {
-    /// Ends soon after `stop`, when the lease is given up.
+    /// Runs the controller. Returns soon after `stop`, when the lease is released.
     pub async fn run(self, stop: CancellationToken) {
         if stop.run_until_cancelled(self.known()).await.is_none() {
             return;
@@ -107,9 +107,9 @@ impl HostsController {
 #[derive(Default)]
 struct HostsFile {
     map: Option<ConfigMap>,
-    /// It may be otherwise by now.
+    /// Whether the object may have changed meanwhile.
     stale: bool,
-    /// The version that we wrote ourselves, or found to be right.
+    /// Version that this gateway wrote itself, or found to be right.
     right: Option<String>,
 }
 
@@ -119,7 +119,7 @@ impl HostsFile {
     }
 }
 
-/// The writing itself, for as long as the lease is held.
+/// Reconciler that writes while the lease is held.
 struct Reconciler<'a> {
     hosts: &'a HostsController,
     maps: ConfigMaps,
@@ -174,7 +174,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Waits for a reason to look again; after a failure the nodes' changes are none.
+    /// Waits for a reason to reconcile. During the pause after a failure, changes of nodes are no reason.
     async fn reason(&mut self, pause: Option<Duration>) {
         let again = pause.map(|pause| Instant::now() + pause);
         loop {
@@ -219,7 +219,7 @@ impl<'a> Reconciler<'a> {
         self.remove(wanted.len()).await
     }
 
-    /// Reads what is not known: from the first on, until one is not there.
+    /// Reads the unknown files: from the first on, until one does not exist.
     async fn look(&mut self) -> Result<(), WriteError> {
         let last = self.files.keys().next_back().copied().unwrap_or_default();
         for number in 0.. {
@@ -277,7 +277,7 @@ impl<'a> Reconciler<'a> {
         Ok(())
     }
 
-    /// Removes files of ours from this number on, the last one first: a gap would hide those behind it.
+    /// Removes our files from this number on, the last one first: a gap would hide the files behind it.
     async fn remove(&mut self, from: usize) -> Result<(), WriteError> {
         for (_, file) in self.files.range_mut(from..).rev() {
             let Some(map) = file.map.as_ref().filter(|map| is_ours(map)) else {

@@ -1,4 +1,4 @@
-//! Requests for certificates from whoever wants one: put to the cluster, and looked at until something has come of them.
+//! Client of `CertificateSigningRequests`: submits a request to the cluster, and polls it until there is an outcome.
 
 use crate::client::error_message;
 use causeway_certs::csr;
@@ -20,23 +20,23 @@ use serde_json::json;
 use std::{future::Future, time::Duration};
 use tokio::time::timeout;
 
-/// How long one question may take.
+/// Time limit of one request.
 const BOUND: Duration = Duration::from_secs(10);
 
-/// What is asked for.
+/// Contents of a certificate request.
 #[derive(Debug)]
 pub(crate) struct CsrSpec<'a> {
-    /// The request's name, which nobody else takes.
+    /// The request's name, which is unique.
     pub(crate) name: &'a str,
     pub(crate) signer: &'a str,
     pub(crate) usages: [&'a str; 2],
-    /// For how long the certificate is to hold, if that is not the signer's to say.
+    /// Requested lifetime of the certificate, unless the signer decides.
     pub(crate) seconds: Option<i32>,
     /// PKCS #10 in PEM.
     pub(crate) request: &'a str,
 }
 
-/// Asks, unless that was asked before.
+/// Submits the request, unless it exists already.
 pub(crate) async fn submit(client: Client, wanted: &CsrSpec<'_>) -> Result<(), CsrRequestError> {
     let request = CertificateSigningRequest {
         metadata: ObjectMeta {
@@ -77,8 +77,8 @@ impl CsrSpec<'_> {
     }
 }
 
-/// Approves the own request, unless it is approved or denied already. Returns false if the request of its name is another's:
-/// approved, that one would be a certificate as whatever user it names.
+/// Approves the own request, unless it is approved or denied already. Returns `false` if the request of its name is another
+/// requester's. An approval of that request would issue a certificate for any user that it names.
 pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool, CsrRequestError> {
     let (name, signer) = (wanted.name, wanted.signer);
     let api = Api::<CertificateSigningRequest>::all(client);
@@ -132,7 +132,7 @@ pub(crate) fn condition<'a>(
     conditions.iter().find(|condition| condition.type_ == kind)
 }
 
-/// What became of the request of this name until now.
+/// Returns the present status of the request of this name.
 pub(crate) async fn status(client: Client, name: &str) -> Result<CsrStatus, CsrRequestError> {
     let api = Api::<CertificateSigningRequest>::all(client);
     let request = bounded(api.get_opt(name)).await?;

@@ -1,12 +1,12 @@
-//! `CertificateSigningRequests` of edges: they join by what their cluster knows of them.
+//! Controller of `CertificateSigningRequests` of edges, which join by their identity in the cluster.
 //!
-//! 1. `right` says whether a request is exactly what that node may ask for: who asks is the node, by the API server's word,
-//!    and what it asks for names it and nothing else. A request never changes, so that is judged once.
-//! 2. What is right, and of a Node at the edge, is approved and then signed by the gateway (`Signer`), whoever approved it.
-//!    Anything else is left as it is, for people to decide, with one event that says why. Where the Node may yet come,
-//!    it is looked at again. Where a signer of the cluster's own is asked, it is approved alone, or not even that.
-//! 3. Of several gateways one is first; a conflict says that it was another.
-//! 4. `bundle` publishes the CA that edges are to believe.
+//! 1. `validate` checks whether a request is exactly what that node may ask for. The requester is the node, as the API server
+//!    authenticated it, and the request names that node only. A request never changes, so it is validated once.
+//! 2. A valid request of a Node at the edge is approved and then signed by the gateway (`Signer`), no matter who approved it. Any
+//!    other request is left for people to decide, with one event that gives the reason. If the Node may still appear, the request
+//!    is checked again. If a signer of the cluster's own is used, the gateway only approves, or does not even approve.
+//! 3. Of several gateways one is first; a conflict shows that another one was.
+//! 4. `ca_configmap` publishes the CA that edges are to trust.
 //!
 //! Never ends the process.
 
@@ -47,7 +47,7 @@ use tokio::{
 pub(crate) use validate::USAGES;
 use validate::ValidCsr;
 
-/// How long one request may take.
+/// Time limit of one request.
 const BOUND: Duration = Duration::from_secs(10);
 /// The longest pauses between tries.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
@@ -58,22 +58,22 @@ const PAGE: u32 = 500;
 pub struct CsrController {
     /// The cluster's API.
     pub client: Client,
-    /// Who may ask, and where the CA is published.
+    /// Configuration of the accepted requesters and of the place where the CA is published.
     pub rules: config::CsrSigning,
-    /// Who signs.
+    /// Signer of the certificates.
     pub signer: Signer,
-    /// The roots that edges are to believe, as PEM.
+    /// Roots that edges are to trust, as PEM.
     pub roots: watch::Receiver<String>,
     /// The table of nodes.
     pub nodes: NodesWriter,
-    /// What is counted.
+    /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
-    /// Who this gateway is, in events.
+    /// Name of this gateway in events.
     pub gateway: String,
 }
 
 impl CsrController {
-    /// Never ends.
+    /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
         let bundle = CaPublisher::new(self.client.clone(), &self.rules, self.roots.clone());
         if self.rules.subject() == Some(SignerProfile::Kubelet) {
@@ -106,13 +106,13 @@ impl CsrController {
     }
 }
 
-/// What is to be done yet.
+/// Pending work of the controller.
 struct CsrBacklog<'a> {
     of: &'a CsrController,
     api: Api<CertificateSigningRequest>,
     requests: CsrQueue,
     backoff: Backoff,
-    /// Nothing is tried before.
+    /// Earliest time of the next try.
     not_before: Option<Instant>,
     events: EventWriter,
     watching: LogThrottle,
@@ -221,7 +221,7 @@ impl<'a> CsrBacklog<'a> {
         Ok(())
     }
 
-    /// Tells why, once.
+    /// Leaves a request as it is, and reports the reason once.
     async fn leave(&mut self, request: &Csr, why: &str) {
         let why = if request.approved {
             format!("approved, but not signed: {why}")
@@ -247,7 +247,7 @@ impl<'a> CsrBacklog<'a> {
         self.events.warn(&warning).await;
     }
 
-    /// Its version once it is approved; nothing where somebody was faster.
+    /// Approves a request. Returns its new version, or `None` if another approver was faster.
     async fn approve(&self, request: &Csr, right: &ValidCsr) -> Result<Option<String>, String> {
         let message = format!(
             "it is Node {} that asks for its own certificate",
@@ -282,7 +282,7 @@ impl<'a> CsrBacklog<'a> {
         Ok(true)
     }
 
-    /// The request as it is then; nothing where it was another meanwhile, or is gone.
+    /// Patches a request. Returns the new version, or `None` if the request was replaced meanwhile, or is gone.
     async fn patch(
         &self,
         part: &str,
@@ -305,7 +305,7 @@ impl<'a> CsrBacklog<'a> {
         }
     }
 
-    /// With the right that is missing, where the API server does not say it.
+    /// Returns the refusal, with the missing permission if the API server does not name it.
     fn refused(&self, part: &str, said: &str) -> String {
         let verb = if part == "approval" {
             "approve"

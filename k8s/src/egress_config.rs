@@ -1,36 +1,36 @@
-//! What kube-apiserver has to be told to send what is for its cluster through a `connect` front.
+//! Egress selector configuration with which kube-apiserver sends connections into its cluster through a `connect` listener.
 //!
-//! Pure text: an `EgressSelectorConfiguration` (`apiserver.k8s.io/v1beta1`) for `--egress-selector-config-file`.
-//! Only the `cluster` selection: kubelets, pods, Services, webhooks and aggregated APIs. What kube-apiserver decodes
-//! strictly is written exactly.
+//! Pure text: an `EgressSelectorConfiguration` (`apiserver.k8s.io/v1beta1`) for `--egress-selector-config-file`. Only the
+//! `cluster` selection: kubelets, pods, Services, webhooks and aggregated APIs. kube-apiserver decodes the file strictly, so the
+//! fields are written exactly.
 
 use std::fmt;
 
-/// Where the front is, for kube-apiserver.
+/// Address of the listener, for kube-apiserver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// On the same host.
+    /// A unix socket on the same host.
     Socket(String),
     /// Over TLS; kube-apiserver shows a certificate, and reads all files once, when it starts.
     Tls {
         /// `https://HOST:PORT`.
         url: String,
-        /// File of the CA that has signed the front's certificate; the system's roots without.
+        /// File of the CA that has signed the listener's certificate. `None` stands for the system's roots.
         ca: Option<String>,
         /// File of kube-apiserver's certificate.
         certificate: String,
         /// File of its key.
         key: String,
-        /// The name in the front's certificate, where the URL has another.
+        /// Name in the listener's certificate, if the URL has another.
         name: Option<String>,
     },
 }
 
 impl Endpoint {
-    /// Whether kube-apiserver would take it.
+    /// Checks whether kube-apiserver would accept the configuration.
     ///
     /// # Errors
-    /// What is wrong, and what to write.
+    /// Description of the fault, and what to write instead.
     pub fn check(&self) -> Result<(), String> {
         let files: Vec<&str> = match self {
             Self::Socket(path) => vec![path],

@@ -1,7 +1,7 @@
 //! Writes events about objects without a namespace.
 //!
-//! The event is named after what it says: whoever says the same of the same object finds it there, be it another gateway or
-//! this one after a restart.
+//! The name of an event is derived from its content. Another gateway, or this one after a restart, finds the same event of the
+//! same object under the same name.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
@@ -16,16 +16,16 @@ use tokio::time::timeout;
 
 /// Namespace of events on objects that have none.
 const NAMESPACE: &str = "default";
-/// As much of a note as fits into an event, in bytes.
+/// Maximum length of an event's note, in bytes.
 const MAX_MESSAGE_BYTES: usize = 1000;
-/// How long the API may take to answer.
+/// Time limit of the API's response.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A warning about an object.
 pub(crate) struct WarningEvent<'a> {
     /// The object.
     pub(crate) about: &'a ObjectReference,
-    /// One word in camel case, as the API wants it.
+    /// Reason of the event: one word in camel case, as the API requires.
     pub(crate) reason: &'static str,
     /// Action that was taken, likewise.
     pub(crate) action: &'static str,

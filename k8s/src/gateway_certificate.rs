@@ -1,10 +1,10 @@
-//! A gateway's own certificates by `certificates.k8s.io`, from signers that are somebody else's: that of its tunnel port
-//! (`tunnel.identity.signer`), and those that it shows to apps (`apps.*.signer`).
+//! Controller of a gateway's own certificates by `certificates.k8s.io`, from external signers: that of its tunnel port
+//! (`tunnel.identity.signer`), and the client certificates that it shows to upstreams (`apps.*.signer`).
 //!
-//! For the tunnel port a server's certificate is asked for with the URI of a gateway and the names under which edges reach
-//! this one; for apps a client's that names a user. Each is kept in the data directory, key and chain in one file, from
-//! where the gateway takes it up as it takes up any file.
-//! Another is asked for when two thirds of its life are over, or when the names are others; the old one serves meanwhile.
+//! For the tunnel port it requests a server certificate with the URI of a gateway and the names under which edges reach this one.
+//! For upstreams it requests a client certificate that names a user. Each is stored in the data directory, key and chain in one
+//! file. The gateway loads the file from there as it loads any file. A new certificate is requested after two thirds of the old
+//! one's life, or when the names change. The old one serves meanwhile.
 
 use crate::{
     csr_client::{self, CsrSpec},
@@ -32,33 +32,33 @@ use tokio::{
 /// A server's and a client's, which sign their handshakes.
 const SERVER: [&str; 2] = ["server auth", "digital signature"];
 const CLIENT: [&str; 2] = ["client auth", "digital signature"];
-/// How often it is looked at whether it is time, and what has become of a request.
+/// Interval of the checks whether a certificate is due, and of the polls of a request.
 const LOOK: Duration = Duration::from_secs(5);
-/// So long is one request waited for.
+/// Time limit of one request for a certificate.
 const PATIENCE: Duration = Duration::from_hours(1);
-/// The longest pauses between requests: while nobody answers, and while they come to nothing.
+/// Longest pauses between requests: while the API does not respond, and while requests fail.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(5));
-/// Between two certificates, however short a life the signer gives them.
+/// Minimum time between two certificates, however short their lifetime.
 const APART: Duration = Duration::from_mins(1);
-/// What the disk may take.
+/// Time limit of a disk operation.
 const DISK: Duration = Duration::from_secs(30);
-/// Before the names in the file, and the moment when it was made.
+/// Prefixes in the file: before the names, and before the time when it was made.
 const NAMES: &str = "names: ";
 const MADE: &str = "made: ";
 
-/// Asks for it, and keeps it.
+/// Controller that requests the certificate and stores it.
 pub struct GatewayCertificate {
     /// The cluster's API.
     pub client: Client,
-    /// Who is asked.
+    /// Name of the signer.
     pub signer: String,
     /// Purpose of the certificate.
     pub purpose: Purpose,
-    /// Whether the request is approved here, and not by somebody else.
+    /// Whether this gateway approves the request itself.
     pub approve: bool,
-    /// Where it is kept.
+    /// Store of the certificate.
     pub store: Store,
-    /// Who this gateway is, in the request's name.
+    /// Name of this gateway, in the request's name.
     pub gateway: String,
 }
 
@@ -67,7 +67,7 @@ pub struct GatewayCertificate {
 pub enum Purpose {
     /// The tunnel port of a gateway of this trust domain.
     TunnelPort(TrustDomain),
-    /// A client of the apps of a port, as this user.
+    /// A client of the upstreams of a port, as this user.
     AppClient(u16, String),
 }
 
@@ -86,7 +86,7 @@ impl Purpose {
         }
     }
 
-    /// Returns what a request asks for, in the words of the data directory.
+    /// Returns a description of the request, in the format of the data directory.
     fn subject(&self, names: &[HostName]) -> String {
         match self {
             Self::TunnelPort(domain) => format!("{} of {domain}", listed(names)),
@@ -126,11 +126,11 @@ impl Purpose {
     }
 }
 
-/// Why there is no other certificate now.
+/// Reason why there is no new certificate now.
 enum NotRenewed {
-    /// It is asked for, and waited for.
+    /// The certificate was requested and is pending.
     Yet(String),
-    /// Nothing has come of it.
+    /// The request has failed.
     Made(String),
 }
 
@@ -141,20 +141,20 @@ impl GatewayCertificate {
         self.keep(|| names.to_vec(), tell, Some(&holds)).await;
     }
 
-    /// Keeps one that holds, under the names that there are. Never ends.
+    /// Keeps a valid certificate for the present names in the store. Never returns.
     pub async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
         self.keep(names, &|_| {}, None).await;
         std::future::pending().await
     }
 
-    /// The same for an app's client. Clients of the gateway wait until there is one.
+    /// Runs the controller for a client certificate for upstreams. Clients of the gateway wait until there is one.
     pub async fn run_holding(self, hold: ReadinessBlock) -> Infallible {
         self.first(&[], &|why| hold.says(why)).await;
         drop(hold);
         self.run(Vec::new).await
     }
 
-    /// Asks for another whenever that is due; until there is one that is `enough`, if that is said.
+    /// Requests a certificate whenever one is due. Returns once there is one that is `enough`, if that is given.
     async fn keep(
         &self,
         names: impl Fn() -> Vec<HostName>,
@@ -199,14 +199,14 @@ impl GatewayCertificate {
         }
     }
 
-    /// What is kept, if it can be used.
+    /// Returns the stored certificate, if it can be used.
     async fn kept(&self) -> Option<StoredCertificate> {
         let what = self.purpose.stored();
         let text = self.on_disk(move |store| store.made(what)).await;
         StoredCertificate::read(&text.ok().flatten()?, &self.purpose).ok()
     }
 
-    /// Asks, if nothing was asked for these names yet, and looks at what has come of it.
+    /// Submits a request if there is none for these names yet, and checks its outcome.
     async fn attempt(&self, names: &[HostName]) -> Result<StoredCertificate, NotRenewed> {
         let pending = self.pending(names).await.map_err(NotRenewed::Made)?;
         let key = pending.key().map_err(made)?;
@@ -265,7 +265,8 @@ impl GatewayCertificate {
         Ok(kept)
     }
 
-    /// Approves the own request. One of its name that is another's is given up for one of another name.
+    /// Approves the own request. If the request of its name in the cluster is not the own one, forgets the name; the next request
+    /// has another.
     async fn approve(&self, wanted: &CsrSpec<'_>) -> Result<(), NotRenewed> {
         let approved = csr_client::approve(self.client.clone(), wanted).await;
         if approved.map_err(|why| NotRenewed::Yet(words(why)))? {
@@ -284,7 +285,7 @@ impl GatewayCertificate {
         forgotten.await.map_err(NotRenewed::Yet)
     }
 
-    /// The request that waits, or a new one, kept before anybody is asked.
+    /// Returns the pending request, or a new one that is stored before it is submitted.
     async fn pending(&self, names: &[HostName]) -> Result<PendingCsr, String> {
         let asks = format!("{}: {}", self.signer, self.purpose.subject(names));
         let what = self.purpose.stored();
@@ -303,7 +304,7 @@ impl GatewayCertificate {
         Ok(pending)
     }
 
-    /// Never on the thread that hears signals.
+    /// Runs disk work off the thread that receives signals.
     async fn on_disk<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
@@ -317,9 +318,9 @@ impl GatewayCertificate {
     }
 }
 
-/// What the file says.
+/// Contents of the stored file.
 struct StoredCertificate {
-    /// The names that were asked for: the signer may have left some out.
+    /// Names that were requested: the signer may have left some out.
     names: String,
     /// A signer may let it begin long before it makes it.
     since: SystemTime,
@@ -358,7 +359,7 @@ fn dates(leaf: &LeafCertificate) -> (SystemTime, SystemTime) {
     (moment(facts.not_before), moment(facts.not_after))
 }
 
-/// As a part of an object's name (RFC 1123).
+/// Returns a name as a part of an object's name (RFC 1123).
 fn object_name(name: &str) -> String {
     let fits = |char: char| match char.to_ascii_lowercase() {
         char if char.is_ascii_alphanumeric() => char,

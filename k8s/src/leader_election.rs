@@ -1,11 +1,12 @@
-//! One of several gateways does something: whoever holds a Lease (`coordination.k8s.io/v1`).
+//! Leader election among several gateways: the leader holds a Lease (`coordination.k8s.io/v1`).
 //!
-//! 1. A Lease that nobody holds, or that has not changed for as long as it says, is taken; the API lets one writer win.
-//! 2. Its holder renews it, and has lost it once that has not gone well for two thirds of its time, or somebody else holds it.
-//! 3. Who has lost it stands by. At the end it is given up, so that nobody has to wait.
+//! 1. A candidate takes a Lease that has no holder, or that has not changed for its duration; the API lets one writer win.
+//! 2. The holder renews the Lease. It loses the Lease if no renewal succeeds for two thirds of the duration, or if another
+//!    candidate holds it.
+//! 3. A gateway that has lost the Lease stands by. At shutdown the Lease is released, so that no other gateway has to wait.
 //!
-//! How old it is is measured here, from when it was seen to change: clocks of other machines are never compared, as client-go
-//! does it. Libraries for this kube compare clocks, or spawn tasks that nobody owns.
+//! The age of a Lease is measured here, from the time when a change was seen: clocks of other machines are never compared, as in
+//! client-go. Libraries for this on top of kube compare clocks, or spawn tasks without an owner.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
@@ -17,20 +18,20 @@ use kube::{Api, Client, api::PostParams};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-/// How long one request may take, where the Lease itself leaves more time.
+/// Time limit of one request, if the Lease itself leaves more time.
 const BOUND: Duration = Duration::from_secs(5);
-/// How long the end waits for giving it up.
+/// Time limit for the release of the Lease at shutdown.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// A Lease, and whether it is ours.
+/// Elector with one Lease, and whether this candidate holds it.
 pub(crate) struct LeaderElector {
     api: Api<v1::Lease>,
     name: String,
-    /// Who we are, different for each process.
+    /// Identity of this candidate, different for each process.
     identity: String,
     lasts: Duration,
     seen: Option<ObservedLease>,
-    /// When the renewal began that went well last, while it is ours.
+    /// Start of the last successful renewal, while this candidate holds the Lease.
     renewed: Option<Instant>,
     trouble: LogThrottle,
 }
@@ -38,12 +39,12 @@ pub(crate) struct LeaderElector {
 /// A Lease as it was seen.
 struct ObservedLease {
     lease: v1::Lease,
-    /// Since when it has been like this, by our own clock.
+    /// Time of the last change that was seen, by the local clock.
     since: Instant,
 }
 
 impl LeaderElector {
-    /// Not ours yet. Nothing is asked.
+    /// Returns an elector that does not hold the Lease. Sends no request.
     pub(crate) fn new(
         client: Client,
         (namespace, name): (&str, &str),
@@ -61,7 +62,7 @@ impl LeaderElector {
         }
     }
 
-    /// Waits until it is ours.
+    /// Waits until this candidate holds the Lease.
     pub(crate) async fn acquire(&mut self) {
         loop {
             let asked = timeout(BOUND.min(self.lasts), self.attempt()).await;
@@ -77,7 +78,7 @@ impl LeaderElector {
         }
     }
 
-    /// Renews it; ends when it is lost, and says why.
+    /// Renews the Lease. Returns the reason when the Lease is lost.
     pub(crate) async fn keep(&mut self) -> String {
         loop {
             sleep(self.pause()).await;
@@ -104,7 +105,7 @@ impl LeaderElector {
         }
     }
 
-    /// Gives it up, if it is ours.
+    /// Releases the Lease, if this candidate holds it.
     pub(crate) async fn release(&mut self) {
         let (Some(_), Some(seen)) = (self.renewed.take(), &self.seen) else {
             return;
@@ -127,7 +128,7 @@ impl LeaderElector {
         }
     }
 
-    /// Who holds it, as far as is known.
+    /// Returns the holder, as far as it is known.
     pub(crate) fn holder(&self) -> Option<&str> {
         let spec = self.seen.as_ref()?.lease.spec.as_ref()?;
         spec.holder_identity
@@ -140,7 +141,7 @@ impl LeaderElector {
         self.lasts * 2 / 15
     }
 
-    /// Takes or renews it; whether it is ours then.
+    /// Takes or renews the Lease. Returns whether this candidate holds it then.
     async fn attempt(&mut self) -> Result<bool, LeaseError> {
         let begun = Instant::now();
         if self.renewed.is_some()
@@ -179,7 +180,7 @@ impl LeaderElector {
         }
     }
 
-    /// What an attempt has come to that began then.
+    /// Records a successful attempt that began at this time.
     fn own(&mut self, begun: Instant, written: v1::Lease) -> bool {
         self.see(&written);
         // Also where only the version has changed.
@@ -190,7 +191,7 @@ impl LeaderElector {
         true
     }
 
-    /// Whether it can be taken: it is ours, nobody's, or has not changed for as long as it says.
+    /// Whether the Lease can be taken: it is ours, has no holder, or has not changed for its duration.
     fn is_free(&self, now: Instant) -> bool {
         let Some(holder) = self.holder() else {
             return true;
@@ -215,7 +216,7 @@ impl LeaderElector {
         Ok(written?)
     }
 
-    /// As it is once it is ours.
+    /// Returns the Lease as this candidate would hold it.
     fn ours(&self, before: Option<v1::Lease>) -> v1::Lease {
         let mut lease = before.unwrap_or_else(|| v1::Lease {
             metadata: ObjectMeta {
@@ -238,7 +239,7 @@ impl LeaderElector {
     }
 }
 
-/// What other machines read, and nobody calculates with.
+/// Returns the time for the Lease. Other machines display it, but do not calculate with it.
 fn now() -> MicroTime {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let micros = since.map_or(0, |since| {
@@ -247,10 +248,10 @@ fn now() -> MicroTime {
     MicroTime(Timestamp::from_microsecond(micros).unwrap_or_default())
 }
 
-/// Why it could not be asked for.
+/// Error of a request for the Lease.
 #[derive(Debug, thiserror::Error)]
 enum LeaseError {
-    /// Somebody else has written or deleted it meanwhile.
+    /// Another candidate has written or deleted the Lease meanwhile.
     #[error("somebody else has written it meanwhile")]
     Beaten,
     #[error("{}", error_message(.0))]

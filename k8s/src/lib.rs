@@ -1,12 +1,20 @@
-//! What Causeway knows of Kubernetes: one controller per file, each of which fills a table of the gateway; and an edge's one
-//! question to its cluster.
+//! Kubernetes support of Causeway: one controller per file, each of which fills a table of the gateway; and the client by which
+//! an edge requests its certificate from its cluster.
 //!
-//! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
-//! `client` says how to reach the cluster's API; `nodes` fills `state::nodes` from Node
-//! objects, of which `address_conflicts` warns where two have one address; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
-//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `hubs` tells `YurtHub`s where to read; `ports` has the gateway serve what another
-//! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
-//! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `shared_state` keeps what gateways share in a Secret, and `pool` has all objects that edges may read; `egress` writes what kube-apiserver has to be told.
+//! No other crate knows Kubernetes. The gateway offers writers of its tables, and also runs without any of this.
+//! - `client` connects to the cluster's API.
+//! - `node_informer` fills `state::nodes` from Node objects; `address_conflicts` warns if two of them have one address.
+//! - `pods` looks up the node of a pod.
+//! - `reviews` authenticates tokens and authorizes requests to a kubelet.
+//! - `coredns_hosts` writes the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a Lease (`leader_election`).
+//! - `yurthub_leaders` publishes the edges from which `YurtHub` is to read.
+//! - `port_list` has the gateway serve the ports that a `ConfigMap` lists.
+//! - `advertise` tells edges the addresses of the gateways from a Service, and their number (`replicas`).
+//! - `csr_controller` signs the certificates that edges request from the cluster, in place of join tokens.
+//! - `node_csr` requests such a certificate at an edge, `gateway_certificate` a gateway's own (`csr_client`).
+//! - `shared_state` stores the state that gateways share in a Secret.
+//! - `api_cache_source` fills the cache of all objects that edges may read.
+//! - `egress_config` writes the egress selector configuration of kube-apiserver.
 
 pub mod address_conflicts;
 pub mod advertise;

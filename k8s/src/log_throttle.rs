@@ -1,14 +1,14 @@
-//! What keeps failing is said once, and again every five minutes; and that it is over, once.
+//! Throttle for log messages: a repeated failure is logged once, and again every five minutes; its end is logged once.
 //!
-//! A gateway goes on trying for as long as it runs: at each try a line would hide all others.
+//! A gateway retries for as long as it runs: a line for each try would hide all others.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// An outage that lasts is said again this often.
+/// Interval at which a lasting outage is logged again.
 const SAY: Duration = Duration::from_mins(5);
 
-/// Something that may fail again and again.
+/// Log throttle of an operation that may fail repeatedly.
 pub(crate) struct LogThrottle {
     what: &'static str,
     since: Option<Instant>,
@@ -16,7 +16,7 @@ pub(crate) struct LogThrottle {
 }
 
 impl LogThrottle {
-    /// Nothing has failed yet of `what`, which is what the log says of it.
+    /// Returns a throttle for `what`, the name of the operation in the log. No failure is recorded yet.
     pub(crate) fn new(what: &'static str) -> Self {
         Self {
             what,
@@ -25,12 +25,12 @@ impl LogThrottle {
         }
     }
 
-    /// It failed.
+    /// Logs a failure.
     pub(crate) fn say(&mut self, why: &str) {
         self.says(why);
     }
 
-    /// It failed. False: that has been said lately.
+    /// Logs a failure. Returns `false` if it was logged lately.
     pub(crate) fn says(&mut self, why: &str) -> bool {
         let now = Instant::now();
         let since = *self.since.get_or_insert(now);
@@ -44,7 +44,7 @@ impl LogThrottle {
         true
     }
 
-    /// It went well.
+    /// Records a success.
     pub(crate) fn over(&mut self) {
         self.said = None;
         if let Some(since) = self.since.take() {

@@ -14,19 +14,20 @@ use futures_util::future::BoxFuture;
 use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap};
 use kube::{Api, Client, api::PostParams};
 
-/// Life of what a signer of the cluster's own makes, in seconds: it is shown to a gateway, and not needed any more.
+/// Lifetime of a certificate of a signer of the cluster's own, in seconds: it is shown to a gateway once, and not needed any
+/// more.
 pub(crate) const SHOWN_WITHIN: i32 = 2 * 60 * 60;
-/// Where a token of a pod says on which node that is.
+/// Key in a pod's token under which the API reports the pod's node.
 pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 
-/// Whom an edge asks who it is.
+/// Client by which an edge asks its cluster for its identity.
 #[derive(Debug)]
 pub struct NodeCsrClient {
     rules: Kubernetes,
 }
 
 impl NodeCsrClient {
-    /// By this section of an edge's configuration.
+    /// Returns a client for this section of an edge's configuration.
     pub fn new(rules: Kubernetes) -> Self {
         Self { rules }
     }
@@ -89,7 +90,7 @@ impl CsrClient for NodeCsrClient {
     }
 }
 
-/// Which node somebody is, or is on.
+/// Returns the node that a user is, or is on.
 fn node_of_user(review: SelfSubjectReview) -> Result<String, CsrRequestError> {
     let user = review
         .status

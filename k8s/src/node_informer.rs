@@ -1,10 +1,9 @@
-//! Node objects → `state::nodes`: which nodes there are, where, and by which addresses.
+//! Informer that fills `state::nodes` from Node objects: the nodes, their place and their addresses.
 //!
-//! 1. A paged list, then a watch with bookmarks; what is known is served on while the API is away.
-//! 2. Of a Node object only labels, addresses and pod networks are kept, as far as they are believed: a kubelet writes
-//!    its own object, so an address that everybody shares or that is outside the networks of the configuration is no
-//!    address, more of them than a machine has count for nothing, and a label that it can write is no word to the policy.
-//!    Which of several nodes has an address `state::nodes` says.
+//! 1. A paged list, then a watch with bookmarks; cached nodes are served on while the API is away.
+//! 2. Of a Node object only labels, addresses and pod networks are stored, as far as they are trusted: a kubelet writes its own
+//!    object. A common address, or one outside the networks of the configuration, is ignored. So are more addresses than a
+//!    machine has. The policy ignores labels that a kubelet can write. If several nodes have one address, `state::nodes` decides.
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
 use crate::client::{WATCH_TIMEOUT, watch_error_message};
@@ -31,27 +30,27 @@ use tokio::time::{Instant, sleep_until};
 
 /// Nodes in one answer of the API.
 const PAGE: u32 = 500;
-/// How long further changes are waited for once there is one: a fleet that flaps is one change of the table.
+/// Time to wait for further changes after the first one: a fleet that flaps is one change of the table.
 const GATHER: Duration = Duration::from_millis(100);
-/// Addresses of one node that are believed: a machine has one or two of each family.
+/// Maximum number of trusted addresses of one node: a machine has one or two of each family.
 const MOST_ADDRESSES: usize = 16;
-/// An outage that lasts is said again this often.
+/// Interval at which a lasting outage is logged again.
 const SAY: Duration = Duration::from_mins(5);
 
-/// Keeps the table of nodes in step with the cluster.
+/// Informer that keeps the table of nodes in step with the cluster.
 pub struct NodeInformer {
     /// The cluster's API.
     pub client: Client,
-    /// What is believed.
+    /// Configuration of the trusted facts.
     pub rules: Kubernetes,
     /// The table.
     pub nodes: NodesWriter,
-    /// What is counted.
+    /// Metrics of the informer.
     pub metrics: KubernetesMetrics,
 }
 
 impl NodeInformer {
-    /// Never ends. Drops `hold` when the table is full for the first time.
+    /// Runs the informer. Never returns. Drops `hold` when the table is complete for the first time.
     pub async fn run(self, hold: ReadinessBlock) {
         let config = watcher::Config::default().page_size(PAGE);
         let config = config.timeout(WATCH_TIMEOUT);
@@ -91,19 +90,19 @@ impl NodeInformer {
     }
 }
 
-/// What happened, without what is not kept.
+/// An event of a watch, reduced to the stored facts.
 enum NodeEvent {
     /// A list begins.
     Anew,
-    /// Of a list that is under way.
+    /// A node of the list that is in progress.
     Listed(NodeName, ClusterNode),
-    /// The list is whole.
+    /// The list is complete.
     Whole,
     /// A node came or changed.
     Changed(NodeName, ClusterNode),
     /// A node went.
     Gone(NodeName),
-    /// A node whose name is none.
+    /// A node whose name is invalid.
     Nameless,
 }
 
@@ -127,7 +126,7 @@ fn seen(event: &Event<Node>, rules: &Kubernetes) -> NodeEvent {
     }
 }
 
-/// What is believed of a Node object.
+/// Returns the trusted facts of a Node object.
 fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
     let labels = node.labels();
     let has = |label: &Label| {
@@ -189,7 +188,7 @@ fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
     }
 }
 
-/// Whether an address can be one node's own, and lies where such addresses are believed.
+/// Whether an address can be one node's own, and is in a trusted network.
 fn is_own(address: IpAddr, networks: &[IpNet]) -> bool {
     let shared = address.is_loopback() || address.is_unspecified() || address.is_multicast();
     let link_local = match address {
@@ -200,11 +199,11 @@ fn is_own(address: IpAddr, networks: &[IpNet]) -> bool {
     !shared && !link_local && inside
 }
 
-/// What is known of the cluster's nodes.
+/// Cached nodes of the cluster.
 #[derive(Default)]
 struct NodeCache {
     members: BTreeMap<NodeName, ClusterNode>,
-    /// Of a list that is not whole yet.
+    /// Nodes of a list that is not complete yet.
     listed: Option<BTreeMap<NodeName, ClusterNode>>,
 }
 
@@ -236,7 +235,7 @@ impl NodeCache {
         }
     }
 
-    /// Leaves out more addresses than a node can have.
+    /// Removes addresses beyond the number that a node can have.
     fn bound(&self, name: &NodeName, member: &mut ClusterNode) {
         member.outward.truncate(MOST_ADDRESSES);
         let all = member.addresses.len();
@@ -254,7 +253,7 @@ impl NodeCache {
     }
 }
 
-/// Whether the API is in touch, and what is said of it.
+/// Connection state of the API, and its log.
 struct ApiHealth {
     metrics: KubernetesMetrics,
     nodes: NodesWriter,

@@ -1,4 +1,4 @@
-//! Objects that gateways write: which are ours, and who else has written them.
+//! Ownership of objects that gateways write: which objects are ours, and which other manager has written them.
 
 use k8s_openapi::{
     api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
@@ -8,12 +8,12 @@ use kube::{
     api::{ObjectMeta, PostParams},
 };
 
-/// By whom the API notes that something was written.
+/// Field manager under which the API records writes.
 const MANAGER: &str = "causeway-gateway";
-/// What says that an object is ours.
+/// Label that marks an object as ours.
 pub(crate) const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "causeway");
 
-/// How it is written.
+/// Returns the parameters of a patch.
 pub(crate) fn patch_params() -> PostParams {
     PostParams {
         field_manager: Some(MANAGER.to_owned()),
@@ -21,7 +21,7 @@ pub(crate) fn patch_params() -> PostParams {
     }
 }
 
-/// What is written of its metadata: what was read before, and that it is ours.
+/// Returns the metadata to write: those that were read before, with our label.
 pub(crate) fn metadata(name: &str, before: Option<&ConfigMap>) -> ObjectMeta {
     let (key, value) = LABEL;
     let mut metadata = match before {
@@ -48,14 +48,14 @@ pub(crate) fn is_ours(map: &ConfigMap) -> bool {
     labelled || map.managed_fields().iter().any(by_us)
 }
 
-/// Who wrote it last, where that was somebody else.
+/// Returns the manager of the last write, if the last writer was not this gateway.
 pub(crate) fn last_foreign_manager(map: &ConfigMap) -> Option<&str> {
     let last = map.managed_fields().iter();
     let last = last.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
     last.manager.as_deref().filter(|by| *by != MANAGER)
 }
 
-/// Who else wrote it last, by the name that one gave.
+/// Returns the manager of the last write that was not ours.
 pub(crate) fn foreign_managers(map: &ConfigMap) -> Option<&str> {
     let fields = map.managed_fields().iter();
     let others = fields.filter(|entry| entry.manager.as_deref() != Some(MANAGER));

@@ -1,8 +1,8 @@
-//! The node of a pod, asked of the API once for all who wait, and not remembered.
+//! Lookup of the node of a pod: one request to the API for all waiting clients, and successful results are not cached.
 //!
-//! A pod never changes its node, but another may take its name elsewhere, and the old kubelet may have the old one for a
-//! while yet: who is led there by what was true a moment ago gets into the wrong pod. A refusal is kept for a second,
-//! which is long enough for a herd and short enough for a pod that is being started.
+//! A pod never changes its node, but another may take its name elsewhere, and the old kubelet may have the old one for a while
+//! yet. A client that was routed by an outdated result would reach the wrong pod. A refusal is cached for a second, which is long
+//! enough for a burst of clients and short enough for a pod that is being started.
 
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pod_route::PodLookup as Asked;
@@ -15,28 +15,28 @@ use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
-/// How long it is known that nobody knows.
+/// Period for which a failed lookup is cached.
 const REFUSED: Duration = Duration::from_secs(1);
-/// How many pods are asked for or refused at a time; beyond, the API is asked more often.
+/// Number of pods with a pending or refused lookup, at most; beyond it, the API is asked more often.
 const MOST: u64 = 10_000;
-/// How long one question may take; who asks has a bound as well.
+/// Time limit of one request; the waiting client has a time limit as well.
 const BOUND: Duration = Duration::from_secs(5);
 
 /// Namespace and name.
 type PodName = (String, String);
 type LookupResult = Result<NodeName, Arc<str>>;
 
-/// Where pods are.
+/// Lookup of the nodes of pods.
 pub struct PodLookup {
     client: Client,
     cache: Cache<PodName, LookupResult>,
-    /// Questions are asked where the client lives.
+    /// Runtime of the client, on which requests are sent.
     runtime: Handle,
     tasks: TaskGroup,
 }
 
 impl PodLookup {
-    /// Asks by this client, on the runtime where this is called.
+    /// Returns a lookup by this client, on the runtime where this is called.
     pub fn new(client: Client) -> Self {
         Self {
             client,
@@ -96,7 +96,7 @@ async fn ask(client: Client, (namespace, name): &PodName) -> LookupResult {
     NodeName::parse(&node).map_err(|error| error.to_string().into())
 }
 
-/// How long an answer is kept for those who did not wait for it.
+/// Returns how long a result is cached for clients that did not wait for it.
 fn life(found: &LookupResult) -> Duration {
     if found.is_ok() {
         Duration::ZERO

@@ -1,14 +1,14 @@
-//! Node ports that a `ConfigMap` lists: served by the gateway, and by a Service of its own, as they are listed.
+//! Controller of the node ports that a `ConfigMap` lists: the gateway serves them, and a Service of its own has them.
 //!
-//! 1. `list` reads what is listed. An entry that does not read, or cannot be served, is left out (`partial`), with an event on
-//!    the `ConfigMap` that says why; it is tried again when that changes, and now and then. What is served is kept on the disk:
-//!    a gateway that starts while the API is away serves that.
-//! 2. The gateway takes it up as it takes up another configuration: listeners first, then what edges are told.
-//! 3. The Service gets a port for each by a server-side apply of these ports alone: what others have put there stays,
-//!    and what somebody takes away comes back.
+//! 1. `parse` reads the list. An entry that cannot be parsed or served is left out (`partial`), with an event on the `ConfigMap`
+//!    that gives the reason. The entry is tried again when the list changes, and now and then. The served ports are stored on the
+//!    disk: a gateway that starts while the API is away serves those.
+//! 2. The gateway applies the list as it applies a changed configuration: listeners first, then the message to edges.
+//! 3. The Service gets a port for each by a server-side apply of these ports alone: fields of other managers stay, and ports that
+//!    another manager removes come back.
 //!
-//! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out keeps no clients
-//! away: `/readyz` and `causeway status` name it.
+//! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out does not affect
+//! readiness: `/readyz` and `causeway status` name it.
 //!
 //! Never ends the process.
 
@@ -44,32 +44,32 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// How long one request may take.
+/// Time limit of one request.
 const BOUND: Duration = Duration::from_secs(10);
-/// The longest pauses between tries.
+/// Longest pauses between tries.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
-/// Under this name the ports that are served are kept in the data directory.
+/// Name under which the served ports are stored in the data directory.
 const LAST: &str = "listed-ports";
-/// As much of a reason as fits into an event, in bytes.
+/// Maximum length of an event's note, in bytes.
 const NOTE: usize = 1000;
 
-/// Keeps the ports of a gateway in step with a `ConfigMap`.
+/// Controller that keeps the ports of a gateway in step with a `ConfigMap`.
 pub struct PortListController {
     /// The cluster's API.
     pub client: Client,
-    /// Where they are listed, and as what they are served.
+    /// Configuration of the list, and of the listeners that serve the ports.
     pub rules: config::PortList,
-    /// Where the gateway's configuration finds them; none as long as they are not known.
+    /// Channel by which the gateway's configuration receives the ports; `None` as long as they are not known.
     pub listed: watch::Sender<Option<NodePorts>>,
-    /// By which it takes them up.
+    /// Sender of the reload request that applies them.
     pub reloads: ReloadSender,
-    /// What is counted.
+    /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
     /// Reports that there is no list yet, and the entries that are left out.
     pub readiness: Readiness,
-    /// Who this gateway is, in events.
+    /// Name of this gateway in events.
     pub gateway: String,
-    /// The data directory, in which the ports that are served are kept.
+    /// The data directory, in which the served ports are stored.
     pub store: Store,
 }
 
@@ -82,7 +82,7 @@ impl PortListController {
         format!("the list of ports {namespace}/{name} (kubernetes.ports)")
     }
 
-    /// Never ends.
+    /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
         let (client, namespace) = (self.client.clone(), &self.rules.namespace);
         let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
@@ -113,30 +113,30 @@ impl PortListController {
     }
 }
 
-/// Outcome of taking up a list.
-struct Taken {
-    /// Other ports are served than before.
+/// Outcome of the application of a list.
+struct AppliedList {
+    /// Whether other ports are served than before.
     changed: bool,
-    /// Why entries do not read.
+    /// Reasons why entries cannot be parsed.
     unreadable: Vec<String>,
-    /// Why ports are not served, which may be otherwise the next time.
+    /// Reasons why ports are not served. They may be served at the next try.
     refused: Vec<String>,
 }
 
-/// What is to be done yet.
+/// Pending work of the controller.
 struct Reconciler<'a> {
     ports: &'a PortListController,
-    /// What was told last on the list, and by whom: who tells the same again counts it, whatever its note says.
+    /// Last event on the list, and its recorder: a recorder that publishes the same event again counts it, whatever its note is.
     told: Option<(String, Recorder)>,
     map: Option<ConfigMap>,
-    /// Holds clients off as long as there is no list.
+    /// Block on readiness as long as there is no list.
     hold: Option<ReadinessBlock>,
-    /// Reports what is left out of the list.
+    /// Block that reports the entries that are left out.
     fault: Option<ReadinessBlock>,
-    /// The list has not been taken up, or the Service not been written, as far as is known.
+    /// Whether the list still has to be applied, as far as is known; `service`: whether the Service still has to be written.
     list: bool,
     service: bool,
-    /// The version of the Service that is as it should be.
+    /// Version of the Service that is right.
     right: Option<String>,
     watching: LogThrottle,
     refused: LogThrottle,
@@ -191,11 +191,11 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Does what is to be done. False if it is to be tried again.
+    /// Does the pending work. Returns `false` if it has to be tried again.
     async fn settle(&mut self) -> bool {
         if self.list {
             let faults = match self.take_up().await {
-                Ok(Taken {
+                Ok(AppliedList {
                     changed,
                     unreadable,
                     refused,
@@ -229,7 +229,7 @@ impl<'a> Reconciler<'a> {
         !self.list && !self.service
     }
 
-    /// Counts what is left out of the list, and has `/readyz` name it.
+    /// Counts the entries that are left out, and has `/readyz` name them.
     fn report(&mut self, faults: &[String]) {
         self.ports.metrics.ports_refused(!faults.is_empty());
         let list = self.ports.list();
@@ -237,7 +237,7 @@ impl<'a> Reconciler<'a> {
         self.fault = (!faults.is_empty()).then(|| self.ports.readiness.fault(text()));
     }
 
-    /// Serves what was served before a restart, until the cluster's API says what is listed.
+    /// Serves the ports that were served before a restart, until the cluster's API has the list.
     async fn serve_last(&mut self) {
         let last = self.ports.store.read_runtime(LAST);
         let last = last.unwrap_or_else(|error| {
@@ -260,12 +260,12 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Has the gateway serve what is listed, as far as it can.
-    async fn take_up(&self) -> Result<Taken, String> {
+    /// Has the gateway serve the listed ports, as far as it can.
+    async fn take_up(&self) -> Result<AppliedList, String> {
         let data = self.map.as_ref().and_then(|map| map.data.as_ref());
         let (next, unreadable) = data.map(parse::read).transpose()?.unwrap_or_default();
         if self.ports.listed.borrow().as_ref() == Some(&next) {
-            return Ok(Taken {
+            return Ok(AppliedList {
                 changed: false,
                 unreadable,
                 refused: Vec::new(),
@@ -273,7 +273,7 @@ impl<'a> Reconciler<'a> {
         }
         let (changed, refused) = self.apply(&next).await?;
         self.keep();
-        Ok(Taken {
+        Ok(AppliedList {
             changed,
             unreadable,
             refused,
@@ -302,7 +302,7 @@ impl<'a> Reconciler<'a> {
         Ok((before.as_ref() != Some(&now), refused))
     }
 
-    /// Keeps on the disk what is served.
+    /// Stores the served ports on the disk.
     fn keep(&self) {
         let text = serde_json::to_string(&*self.ports.listed.borrow()).unwrap_or_default();
         if let Err(error) = self.ports.store.write_runtime(LAST, &text) {
@@ -310,7 +310,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Writes a port of the Service for each that is listed.
+    /// Writes a port of the Service for each listed port.
     async fn write(&mut self) -> Result<(), String> {
         let rules = &self.ports.rules;
         let Some(name) = &rules.service else {
@@ -344,7 +344,7 @@ impl<'a> Reconciler<'a> {
         Ok(())
     }
 
-    /// Tells whoever wrote the list.
+    /// Publishes an event on the `ConfigMap`, for the author of the list.
     async fn tell(&mut self, mut note: String) {
         let Some(about) = self.map.as_ref().map(|map| map.object_ref(&())) else {
             return;
@@ -377,7 +377,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 }
-/// The API takes 128 characters of who wrote.
+/// Returns the field manager; the API accepts 128 characters.
 fn field_manager(list: &str) -> &str {
     let end = list
         .char_indices()
@@ -391,7 +391,7 @@ mod tests {
     use super::*;
     use causeway_certs::OpenMode;
 
-    /// Ports of a cluster whose API does not answer: there is none.
+    /// Returns the controller of a cluster whose API does not respond: there is none.
     fn ports(store: &Store, reloads: ReloadSender) -> PortListController {
         let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
         PortListController {

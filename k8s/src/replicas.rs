@@ -1,7 +1,7 @@
-//! How many gateways there are behind a Service, as its `EndpointSlice`s say it.
+//! Number of gateways behind a Service, from its `EndpointSlice`s.
 //!
-//! One counts from when callers may be led to it, or earlier (`publishNotReadyAddresses`) from when it has an address, until it
-//! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
+//! A gateway counts from when clients may be routed to it, or earlier (`publishNotReadyAddresses`) from when it has an address,
+//! until it terminates. A Service without counted endpoints gives no number: it may route elsewhere by other means.
 
 use crate::client::{WATCH_TIMEOUT, watch_error_message};
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
@@ -15,16 +15,16 @@ use kube::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By which a slice says whose it is.
+/// Label of a slice that names its Service.
 const LABEL: &str = "kubernetes.io/service-name";
 
 /// The slices of one Service, by name.
 type SlicesByName = BTreeMap<String, EndpointSlice>;
 
-/// How many there are now; or why that is not known.
+/// The present number; or the reason why it is not known.
 pub(crate) type ReplicaCount = Result<Option<u32>, String>;
 
-/// Each time that there may be another number, from now on. Never ends.
+/// Returns a stream that yields each time the number may have changed, from now on. Never ends.
 pub(crate) fn follow(
     client: Client,
     namespace: &str,
@@ -57,7 +57,7 @@ pub(crate) fn follow(
         .boxed()
 }
 
-/// How many these are: a gateway with an address of each family is in a slice of each.
+/// Returns the number of gateways: one with an address of each family is in a slice of each.
 fn counted(slices: &SlicesByName) -> Option<u32> {
     let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for slice in slices.values() {
@@ -70,7 +70,7 @@ fn counted(slices: &SlicesByName) -> Option<u32> {
     u32::try_from(most).ok().filter(|most| *most > 0)
 }
 
-/// What is not known of an endpoint counts for it (the API's words of `ready`).
+/// Whether an endpoint counts. An unknown condition counts as ready (as the API defines `ready`).
 fn counts(endpoint: &Endpoint) -> bool {
     endpoint.conditions.as_ref().is_none_or(|conditions| {
         conditions.ready != Some(false) && conditions.terminating != Some(true)

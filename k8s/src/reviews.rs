@@ -1,7 +1,7 @@
-//! `TokenReview` and `SubjectAccessReview`: the API is asked once for each question, and nothing is kept here.
+//! Client of `TokenReview` and `SubjectAccessReview`: one request to the API for each question, without a cache.
 //!
-//! Bounds, and what is remembered, are the gateway's (`proxy::reviews`). What is not a plain yes is a no; that there was no
-//! answer is neither. Needs `create` of both, which the role `system:auth-delegator` grants.
+//! The gateway has the bounds and the cache (`proxy::reviews`). Any response that is not a plain yes is a no. A missing response
+//! is neither. Needs `create` of both, which the role `system:auth-delegator` grants.
 
 use causeway_gateway::proxy::access_review::{
     ReviewAttributes, ReviewClient as GatewayReviewClient, ReviewError, UserInfo,
@@ -16,12 +16,12 @@ use k8s_openapi::api::{
 use kube::{Api, Client, Error, api::PostParams};
 use std::fmt;
 
-/// Asks about callers.
+/// Client that reviews tokens and access of clients.
 #[derive(Clone)]
 pub struct ReviewClient(Client);
 
 impl ReviewClient {
-    /// Asks by this client.
+    /// Returns a client for reviews that uses this client.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
@@ -68,7 +68,7 @@ impl GatewayReviewClient for ReviewClient {
     }
 }
 
-/// Whose token it is, if it counts for one of these audiences.
+/// Returns the user of the token, if the token is valid for one of these audiences.
 fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> {
     // A server that knows nothing of audiences names none, and has checked none.
     let named = status.audiences.unwrap_or_default();
@@ -109,7 +109,7 @@ fn allows(status: &SubjectAccessReviewStatus) -> bool {
     status.allowed && status.denied != Some(true)
 }
 
-/// Why there is no answer; nothing of the question is repeated.
+/// Returns the error for a missing response, without any content of the question.
 fn unanswered(error: &Error, resource: &str) -> ReviewError {
     let says = match error {
         Error::Api(status) if status.code == 403 => {

@@ -1,9 +1,10 @@
-//! Keeps revocations of nodes and pinned keys of apps in a Secret, which outlives pods and is common to all gateways.
+//! Synchronizes revocations of nodes and pinned keys of upstreams with a Secret, which outlives pods and is common to all
+//! gateways.
 //!
-//! Each gateway has them in its data directory as well. What was last the same in both is kept there, so that a change on
-//! either side is told from the other's: what changed here is written to the Secret, what changed there is taken up here.
-//! If both sides changed one entry, the one here wins. A write names the version that was read, so that of two gateways
-//! that write at once the second reads again.
+//! Each gateway has them in its data directory as well. The last state that was equal in both is stored there, so that a change
+//! on either side can be distinguished. A local change is written to the Secret, and a change of the Secret is applied locally.
+//! If both sides changed one entry, the local one wins. A write names the version that was read, so that of two gateways that
+//! write at once the second reads again.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use causeway_certs::{NodeName, Pin, Revocation, Store, StoreError};
@@ -22,11 +23,11 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Time between two looks at the Secret.
+/// Interval at which the Secret is read.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// Time for which further changes here are waited for.
+/// Time to wait for further local changes.
 const BATCH_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the API may take to answer.
+/// Time limit of the API's response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Attempts to write while other gateways write.
 const MAX_ATTEMPTS: usize = 5;
@@ -52,12 +53,12 @@ pub struct SharedState {
 #[serde(default)]
 struct State {
     revoked: BTreeMap<NodeName, Revocation>,
-    /// By `NODE:PORT`.
+    /// Pinned keys by `NODE:PORT`.
     pins: BTreeMap<String, Pin>,
 }
 
 impl SharedState {
-    /// Returns once the state of the Secret is taken up. Callers wait until then.
+    /// Returns once the state of the Secret is applied. Clients wait until then.
     pub async fn initial_sync(&self, hold: ReadinessBlock) {
         let mut trouble = self.trouble();
         while let Err(why) = self.synchronize().await {
@@ -70,7 +71,7 @@ impl SharedState {
         trouble.over();
     }
 
-    /// Never ends.
+    /// Runs the synchronization. Never returns.
     pub async fn run(self) -> Infallible {
         let mut trouble = self.trouble();
         let mut changes = self.roll.nodes.changes();
@@ -146,8 +147,7 @@ impl SharedState {
         )
     }
 
-    /// Takes up in the data directory what others have changed. Returns the state of both, and whether the directory was
-    /// changed.
+    /// Applies changes of other gateways to the data directory. Returns the state of both, and whether the directory was changed.
     async fn apply_remote(&self, there: State) -> Result<(State, bool), String> {
         self.on_disk(move |store| {
             let last = load_last(store)?;
@@ -180,7 +180,7 @@ impl SharedState {
         .await
     }
 
-    /// Never on the thread that hears signals.
+    /// Runs disk work off the thread that receives signals.
     async fn on_disk<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,

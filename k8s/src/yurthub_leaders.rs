@@ -1,12 +1,12 @@
-//! `YurtHub`s are told at which edges of their pool to read: `leader-hub-POOL`, a `ConfigMap` of `OpenYurt` v1.6.1 and later, which hubs
-//! watch.
+//! Controller that tells `YurtHub` at which edges of its pool to read: `leader-hub-POOL`, a `ConfigMap` of `OpenYurt` v1.6.1 and
+//! later, which `YurtHub` watches.
 //!
-//! 1. What is to be in it follows from the edges that are connected here, and from what it says already (`content`): each
-//!    gateway adds and removes its own edges, so several keep it together and none waits for another.
-//! 2. All such maps are listed at each change, and every few seconds; only what differs is written, of the version that was read.
-//! 3. One that is somebody else's is left as it is, and named: `OpenYurt`'s own controller may be writing it.
+//! 1. The content follows from the edges that are connected here, and from the present content (`render`): each gateway adds and
+//!    removes its own edges. So several gateways maintain the map together, and none waits for another.
+//! 2. All such maps are listed at each change, and every few seconds. Only differences are written, at the version that was read.
+//! 3. A map of another owner is left unchanged and reported: `OpenYurt`'s own controller may be writing it.
 //!
-//! Never ends the process: whatever fails is tried again.
+//! Never ends the process: it retries after any failure.
 
 mod render;
 
@@ -31,31 +31,31 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// How long one request may take.
+/// Time limit of one request.
 const BOUND: Duration = Duration::from_secs(10);
-/// How often is looked, whatever happens.
+/// Interval of the reconciliations without a change.
 const LOOK: Duration = Duration::from_secs(15);
-/// Changes of this time are written together.
+/// Time during which changes are collected and then written together.
 const GATHER: Duration = Duration::from_secs(1);
-/// The longest pause between tries while nobody answers, and while the API refuses.
+/// Longest pauses between tries: while the API does not respond, and while the API refuses.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
-/// Tells hubs.
+/// Controller of the leader maps of `YurtHub`.
 pub struct YurtHubLeaders {
     /// The cluster's API.
     pub client: Client,
-    /// Where hubs look.
+    /// Configuration of the `ConfigMap`s that `YurtHub` watches.
     pub rules: config::YurtHub,
-    /// Where they read.
+    /// Addresses at which `YurtHub` reads.
     pub hubs: watch::Receiver<state::YurtHubEndpoints>,
-    /// The table of nodes: one that is gone from it is taken out.
+    /// Table of nodes: an edge whose node is no longer in it is removed.
     pub nodes: state::Nodes,
-    /// Who this gateway is among others; a random part is added.
+    /// Name of this gateway among others; a random part is added.
     pub gateway: String,
 }
 
 impl YurtHubLeaders {
-    /// Never ends.
+    /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
         let mut writer = Reconciler {
             api: Api::namespaced(self.client, &self.rules.namespace),
@@ -98,20 +98,20 @@ impl YurtHubLeaders {
     }
 }
 
-/// What is known between two looks.
+/// State between two reconciliations.
 struct Reconciler {
     api: Api<ConfigMap>,
     namespace: String,
     own: String,
     nodes: state::Nodes,
-    /// Since when edges of each pool that were here are not.
+    /// Edges of each pool that are no longer connected here, and since when.
     absent: BTreeMap<String, BTreeMap<String, Instant>>,
-    /// What was written last, by pool.
+    /// Map that was written last, by pool.
     written: BTreeMap<String, LeaderMap>,
 }
 
 impl Reconciler {
-    /// Makes all maps what they are to be; says of those that could not be made so why.
+    /// Reconciles all maps. Returns the reasons for the maps that could not be reconciled.
     async fn settle(&mut self, hubs: &state::YurtHubEndpoints) -> Result<Vec<String>, WriteError> {
         let asked = ListParams::default().labels(HUBS);
         let listed = timeout(BOUND, self.api.list(&asked)).await??;
@@ -207,7 +207,7 @@ impl Reconciler {
         found.next(hubs, &mut looks)
     }
 
-    /// That a map is not ours, and what to do.
+    /// Returns the error that a map is not ours, with its remedy.
     fn foreign(&self, map: &ConfigMap) -> WriteError {
         let (key, value) = LABEL;
         let (name, namespace) = (map.name_any(), &self.namespace);
@@ -221,10 +221,10 @@ impl Reconciler {
     }
 }
 
-/// What keeps a map from being as it should be.
+/// Error that prevents a map from being written.
 #[derive(Debug, thiserror::Error)]
 enum WriteError {
-    /// Somebody else's object has its name.
+    /// An object of another owner has its name.
     #[error("{0}")]
     Foreign(String),
     #[error("{}", error_message(.0))]
@@ -234,7 +234,7 @@ enum WriteError {
 }
 
 impl WriteError {
-    /// Whether somebody was faster: nobody's fault.
+    /// Whether another writer was faster, which is no fault.
     fn is_conflict(&self) -> bool {
         matches!(self, Self::Asked(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists())
     }

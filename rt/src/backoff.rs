@@ -38,7 +38,7 @@ impl Backoff {
         self.silences = 0;
     }
 
-    /// The delay after an attempt that nobody answered. `random` is from 0 to 1.
+    /// Returns the delay after an attempt that received no answer. `random` is from 0 to 1.
     pub fn silent(&mut self, random: f64) -> Duration {
         self.silences = self.silences.saturating_add(1);
         spread(grown(self.silences, self.silent_max), random)

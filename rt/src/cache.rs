@@ -12,7 +12,7 @@ use std::{
 pub struct CachedValue<V> {
     /// The value.
     pub value: V,
-    /// The time after which the cache drops the value. With zero, only callers that wait for the fetch receive it.
+    /// Time after which the cache drops the value. With zero, only the tasks that already wait for the fetch receive it.
     pub ttl: Duration,
 }
 
@@ -56,8 +56,8 @@ where
 
     /// Returns the cached value, or the value that `fetch` produces.
     ///
-    /// Concurrent callers with the same key share one fetch. If the caller whose fetch runs is dropped, a waiting caller
-    /// runs its own.
+    /// Concurrent calls with the same key share one fetch. If the call whose fetch runs is dropped, a waiting call runs its
+    /// own.
     pub async fn get_or_fetch(&self, key: K, fetch: impl Future<Output = CachedValue<V>>) -> V {
         self.inner.get_with(key, fetch).await.value
     }

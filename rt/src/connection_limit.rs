@@ -139,9 +139,9 @@ struct ConnectionEntry {
 /// The use of one connection.
 #[derive(Debug)]
 struct Activity {
-    /// Guards that are held.
+    /// Number of guards in use.
     busy: AtomicUsize,
-    /// A guard was held once.
+    /// Whether a guard was taken once.
     spoke: AtomicBool,
     /// The table lists the connection as one that can be evicted, unless it is busy.
     listed: AtomicBool,
@@ -170,7 +170,7 @@ impl SourceUsage {
 }
 
 impl Table {
-    /// Changes what is held of a source, and keeps the order of sources in step.
+    /// Changes the usage of a source, and keeps the order of sources in step.
     fn change(&mut self, source: Source, change: impl FnOnce(&mut SourceUsage)) {
         let held = self.sources.entry(source).or_default();
         let before = held.rank(source);
@@ -286,7 +286,7 @@ impl Table {
             }
         });
         let limit = limit.clone();
-        Slot(Arc::new(Place {
+        Slot(Arc::new(SlotInner {
             limit,
             id,
             evicted,
@@ -315,7 +315,7 @@ impl ConnectionLimit {
         }))
     }
 
-    /// Returns how many places are held.
+    /// Returns the number of places in use.
     pub fn open_connections(&self) -> usize {
         self.table(|table| table.slots.len())
     }
@@ -348,7 +348,7 @@ impl ConnectionLimit {
         admitted
     }
 
-    /// Waits for a place, which is then not evicted. Whoever waits has a bound of its own.
+    /// Waits for a slot, which is then not evicted. The calling code bounds the wait.
     pub async fn acquire(&self, source: impl Into<Source>) -> Slot {
         let source = source.into();
         let granted = self.table(|table| {
@@ -440,17 +440,17 @@ impl ConnectionLimit {
 
 /// The place of one connection, which is given back with its last clone.
 #[derive(Clone, Debug)]
-pub struct Slot(Arc<Place>);
+pub struct Slot(Arc<SlotInner>);
 
 #[derive(Debug)]
-struct Place {
+struct SlotInner {
     limit: ConnectionLimit,
     id: u64,
     evicted: CancellationToken,
     activity: Arc<Activity>,
 }
 
-impl Place {
+impl SlotInner {
     fn begin(&self) {
         self.activity.busy.fetch_add(1, SeqCst);
         self.activity.spoke.store(true, SeqCst);
@@ -464,7 +464,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for SlotInner {
     fn drop(&mut self) {
         self.limit.release(self.id);
     }

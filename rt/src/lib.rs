@@ -1,8 +1,8 @@
-//! Runtime pieces, no protocol of ours.
+//! Runtime components that are independent of Causeway's protocol.
 //!
-//! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent callers. `resolve`
-//! turns host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are
-//! what connections need: tasks with an owner, sockets, listeners, limits.
+//! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
+//! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
+//! by connections: tasks with an owner, sockets, listeners, limits.
 
 pub mod backoff;
 mod cache;

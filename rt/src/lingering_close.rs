@@ -1,9 +1,9 @@
-//! A close that leaves the peer the time to read why.
+//! Lingering close, which leaves the peer the time to read the reason.
 //!
-//! A peer that speaks TLS 1.3 has ended its handshake, and sent its first request, before a certificate of its own is
-//! looked at. To close over bytes that nobody has read is a reset, which overtakes the alert: what the peer reports then
-//! is a broken pipe and not what was wrong. Here the alert is followed by a FIN, and what still comes is
-//! thrown away until the peer has hung up, within a bound of bytes and of time (RFC 9112, section 9.6).
+//! A peer that speaks TLS 1.3 has ended its handshake, and sent its first request, before its own certificate is verified. A
+//! close over unread bytes is a reset, which overtakes the alert: the peer then reports a broken pipe and not the actual
+//! fault. Here the alert is followed by a FIN. Bytes that still arrive are discarded until the peer has closed, within a
+//! bound of bytes and of time (RFC 9112, section 9.6).
 
 use std::time::Duration;
 use tokio::{
@@ -11,7 +11,8 @@ use tokio::{
     time::timeout,
 };
 
-/// For an answer to come back over a bad link, and for one retransmission. Whoever is refused may hold the connection for so long.
+/// Time for an answer to come back over a bad link, and for one retransmission. A refused peer may hold the connection for
+/// so long.
 const LONGEST: Duration = Duration::from_secs(2);
 /// More than a head, which is what comes behind a handshake; a body is not waited for.
 const MOST: u64 = 128 * 1024;

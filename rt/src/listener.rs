@@ -20,7 +20,7 @@ use tokio::{
 /// How long to wait when the process or the machine is out of something.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Who connected, as the socket knows it.
+/// Address of the peer, as the socket reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RemoteAddr {
     /// A TCP peer.
@@ -53,7 +53,7 @@ impl fmt::Display for RemoteAddr {
 pub enum BoundSocket {
     /// TCP.
     Tcp(std::net::TcpListener),
-    /// Unix, and its path, which stays: whoever binds it next takes it over where nobody answers.
+    /// Unix socket and its path. The path stays: the next process that binds it takes it over if no process answers there.
     Unix(std::os::unix::net::UnixListener, PathBuf),
 }
 
@@ -75,10 +75,10 @@ impl BoundSocket {
         Ok(Self::Tcp(socket.into()))
     }
 
-    /// Binds a unix socket, 0600. A socket file that nobody listens on any more is replaced.
+    /// Binds a unix socket, 0600. Replaces a socket file on which no process listens any more.
     ///
     /// # Errors
-    /// If somebody listens there, if something else than a socket is in the way, or as the system says.
+    /// If a process listens there, if the path is something else than a socket, or as the system says.
     pub fn unix(path: &Path) -> io::Result<Self> {
         clear_stale(path)?;
         Self::unix_instead(path)
@@ -210,7 +210,7 @@ fn is_of_one_peer(error: &io::Error) -> bool {
     )
 }
 
-/// Where a redirected connection was going before DNAT (`SO_ORIGINAL_DST`), if it was redirected.
+/// Returns the destination of a redirected connection before DNAT (`SO_ORIGINAL_DST`), if it was redirected.
 pub fn original_destination(socket: &Socket) -> Option<SocketAddr> {
     let tcp = socket.tcp()?;
     let local = tcp.local_addr().ok()?;

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 /// Ticks a second of the times in `/proc`: `USER_HZ`, which is 100 on every architecture of Linux that Rust has.
 const TICKS: f64 = 100.0;
-/// Memory in `/proc/self/status` is in KiB, whatever a page is.
+/// Memory in `/proc/self/status` is in KiB, independent of the page size.
 const KIB: u64 = 1024;
 
 /// Resources that this process uses.

@@ -17,10 +17,10 @@ use std::{
 ))]
 compile_error!("a static binary on glibc cannot use getaddrinfo: add --features own-resolver");
 
-/// The addresses that `host`, a name or an address (IPv6 without brackets), leads to, in the order in which to
-/// try them; at least one.
+/// Returns the addresses that `host`, a name or an address (IPv6 without brackets), leads to, in the order in which to try
+/// them; at least one.
 ///
-/// Takes as long as the system's resolver does: callers have a bound of their own.
+/// Takes as long as the system's resolver does: the calling code has a bound of its own.
 ///
 /// # Errors
 /// If the name leads nowhere, or no name server answers; the text says which.

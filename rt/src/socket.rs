@@ -1,9 +1,8 @@
 //! Sockets: TCP or unix under one type, options, resets, and bytes counted under TLS.
 //!
-//! A reset from one side of a relay must reach the other as a reset: [`Socket::abort`] makes the next
-//! close an RST (`SO_LINGER` 0). [`CountedIo`] sits below TLS and tells liveness when a byte last
-//! passed; its socket can be taken out and put back, which is how a live connection changes threads.
-//! Nobody sets `SO_SNDBUF` or `SO_RCVBUF` here (design trap 11).
+//! A reset from one side of a relay must reach the other as a reset: [`Socket::abort`] makes the next close an RST
+//! (`SO_LINGER` 0). [`CountedIo`] sits below TLS and tells liveness when a byte last passed; its socket can be taken out and
+//! put back, which is how a live connection changes threads. `SO_SNDBUF` and `SO_RCVBUF` are not set here (invariant 11).
 
 use socket2::SockRef;
 use std::{
@@ -26,7 +25,8 @@ use tokio::{
 #[derive(Debug)]
 pub struct Socket {
     stream: SocketStream,
-    /// What a read was told: the system says it once, and TLS keeps it for its next reader, who may never come.
+    /// Error that a read returned. The system reports it once, and TLS holds it back for its next read, which may never
+    /// come.
     broken: Option<io::ErrorKind>,
 }
 
@@ -91,10 +91,11 @@ impl Socket {
         }
     }
 
-    /// What broke the connection, such as a reset: as a read was told, or as the system keeps for whoever comes next.
+    /// Returns the error that broke the connection, such as a reset: the error that a read returned, or the one pending in
+    /// the system.
     ///
     /// # Errors
-    /// If it is broken, or the system cannot say.
+    /// If the connection is broken, or the system cannot say.
     pub fn unbroken(&self) -> io::Result<()> {
         if let Some(kind) = self.broken {
             return Err(kind.into());
@@ -151,12 +152,12 @@ pub fn set_tcp_options(tcp: &TcpStream) {
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
 
-/// Bytes that the system reads ahead from an app on this machine, for us to take.
+/// Bytes that the system reads ahead from an upstream on this machine.
 const AHEAD: usize = 128 * 1024;
 
-/// The options of a connection to an app on this machine: as [`set_tcp_options`], and the system reads little ahead. Left to itself it
-/// reads up to 32 MiB for each caller that stalls, which is as much memory as the unsent bytes above are; here nothing is so far away
-/// that more would be of use.
+/// Sets the options of a connection to an upstream on this machine: as [`set_tcp_options`], with a small receive buffer. By
+/// default the system reads up to 32 MiB ahead for each client that stalls, which is as much memory as the unsent bytes
+/// above are. A local upstream is so near that a larger buffer is of no use.
 pub fn set_local_tcp_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let _ = SockRef::from(tcp).set_recv_buffer_size(AHEAD);
@@ -164,7 +165,7 @@ pub fn set_local_tcp_options(tcp: &TcpStream) {
 
 /// The options of a tunnel's connection: as [`set_tcp_options`], bbr where the kernel has it (at 1 % loss and 50 ms
 /// it moves two hundred times as much as cubic). The short unsent queue keeps small requests from queueing
-/// behind bulk (design trap 7).
+/// behind bulk (invariant 7).
 pub fn tune_tunnel(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let socket = SockRef::from(tcp);
@@ -267,7 +268,7 @@ impl IoActivity {
         self.read.load(Relaxed)
     }
 
-    /// Called by the one task that reads: nobody else writes here, so nothing has to be locked.
+    /// Adds to the bytes read. Only the one task that reads calls this and writes the counter, so no lock is needed.
     fn add_read(&self, bytes: u64) {
         let all = self.read.load(Relaxed) + bytes;
         self.read.store(all, Relaxed);
@@ -295,7 +296,7 @@ impl<S> CountedIo<S> {
         }
     }
 
-    /// What has passed.
+    /// Returns the shared record of the bytes that have passed.
     pub fn traffic(&self) -> Arc<IoActivity> {
         self.traffic.clone()
     }

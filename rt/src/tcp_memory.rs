@@ -20,7 +20,7 @@ pub struct TcpMemory {
 }
 
 impl TcpMemory {
-    /// Returns `None` if the kernel does not tell what is used, or nothing tells how much there is.
+    /// Returns `None` if the kernel does not report the memory in use, or no source reports how much there is.
     pub fn open(bound: Option<usize>) -> Option<Self> {
         let bound = bound.or_else(|| Some(pressure()? / PRESSURE_DIVISOR))?;
         let memory = Self { bound };

@@ -60,7 +60,7 @@ pub(crate) struct RotatePrepare {
     pub(crate) step: RotateArgs,
 }
 
-/// Where an operator's own CA is, if one is to sign.
+/// Location of an operator's own CA, if one is to sign.
 #[derive(Debug, Default, Args)]
 pub(crate) struct OperatorCaArgs {
     /// Your own CA's certificate in PEM, then those by which it hangs on its root: it signs the root of this one, so

@@ -1,4 +1,4 @@
-//! What is said of a cluster.
+//! Arguments that describe a cluster.
 
 use std::path::PathBuf;
 
@@ -48,7 +48,7 @@ pub(crate) struct EgressConfig {
     /// The front's unix socket, where kube-apiserver runs on the same host
     #[arg(long, value_name = "PATH", conflicts_with_all = ["url", "ca", "certificate", "key", "server_name"])]
     pub(crate) socket: Option<PathBuf>,
-    /// Where the front is, `https://HOST:PORT`
+    /// URL of the listener, `https://HOST:PORT`
     #[arg(long, required_unless_present = "socket", requires_all = ["certificate", "key"])]
     pub(crate) url: Option<String>,
     /// File of the CA of the front's certificate, as kube-apiserver's host knows it (`ca.pem` of the gateway)

@@ -36,7 +36,7 @@ pub(crate) struct TokenCreate {
     pub(crate) data: DataDir,
 }
 
-/// What is confirmed of a node by whoever lets it in.
+/// Confirmed attributes of a node, given by the operator who admits the node.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct NodeAttributeArgs {
     /// Confirmed address of the node; may be given several times

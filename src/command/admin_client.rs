@@ -1,7 +1,7 @@
 //! One request to the admin listener of a running process.
 //!
 //! The address is given by flag or environment, or stands in the data directory, where a
-//! running gateway, edge or demo notes it. Beside it there is a unix socket, which nobody but the owner of the
+//! running gateway, edge or demo notes it. Beside it there is a unix socket, which only the owner of the
 //! directory and root can connect to: it is asked first, so that other users of the machine cannot hold up a command by
 //! taking all connections of the admin listener. Every failure says which address was asked, how it
 //! was found and what to do.
@@ -29,14 +29,14 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The address and socket at which a running process is asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct AdminAddress {
     /// The address of its admin listener, `HOST:PORT`.
     address: String,
     /// The socket in its data directory, if the process was found by that.
     socket: Option<PathBuf>,
 }
 
-impl From<String> for Place {
+impl From<String> for AdminAddress {
     fn from(address: String) -> Self {
         Self {
             address,
@@ -45,14 +45,17 @@ impl From<String> for Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for AdminAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.address.fmt(f)
     }
 }
 
 /// The admin address, and in words where it was found.
-pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<(Place, String)> {
+pub(super) fn address(
+    given: Option<String>,
+    data_dir: &Path,
+) -> anyhow::Result<(AdminAddress, String)> {
     if let Some(address) = given {
         return Ok((address.into(), "as told".into()));
     }
@@ -76,10 +79,10 @@ pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
 }
 
 /// The admin address of the process that lives on a data directory, if there are such a directory and process.
-pub(super) fn address_from_data_dir(data_dir: &Path) -> anyhow::Result<Option<Place>> {
+pub(super) fn address_from_data_dir(data_dir: &Path) -> anyhow::Result<Option<AdminAddress>> {
     let asked = Store::open(data_dir, OpenMode::Existing).and_then(|store| {
         let address = store.read_runtime(NAME)?;
-        Ok(address.map(|address| Place {
+        Ok(address.map(|address| AdminAddress {
             address: address.trim().to_owned(),
             socket: Some(store.admin_socket()),
         }))
@@ -100,14 +103,14 @@ pub(super) fn is_denied(error: &anyhow::Error) -> bool {
 }
 
 /// The answer's status and body to a GET.
-pub(super) async fn get(place: &Place, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+pub(super) async fn get(place: &AdminAddress, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
     request(Method::GET, place, path).await
 }
 
 /// The answer's status and body.
 pub(super) async fn request(
     method: Method,
-    place: &Place,
+    place: &AdminAddress,
     path: &str,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let asking = async {
@@ -136,7 +139,7 @@ async fn connect(address: &str) -> anyhow::Result<TcpStream> {
 async fn exchange(
     method: Method,
     stream: impl AsyncRead + AsyncWrite + Unpin,
-    (place, path): (&Place, &str),
+    (place, path): (&AdminAddress, &str),
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
@@ -162,10 +165,10 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
-    /// What `get` makes of an answer.
+    /// Returns the result of `get` for a given answer.
     async fn answered(answer: &str) -> anyhow::Result<(StatusCode, Bytes)> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let place = Place::from(listener.local_addr()?.to_string());
+        let place = AdminAddress::from(listener.local_addr()?.to_string());
         let serve = async {
             let (mut stream, _) = listener.accept().await?;
             let mut request = [0; 1024];
@@ -200,7 +203,7 @@ mod tests {
     #[test]
     fn an_address_that_is_told_wins() {
         let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
-        assert_eq!(found.0, Place::from("127.0.0.1:1".to_owned()));
+        assert_eq!(found.0, AdminAddress::from("127.0.0.1:1".to_owned()));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `causeway bootstrap`: what a first gateway, its nodes and its callers need, in one go.
+//! `causeway bootstrap`: all that a first gateway, its nodes and its clients need, in one go.
 //!
 //! For places without a shell, such as a container that runs once before all others. Run again it makes only
 //! what is missing: a CA stays, a node that has joined needs no token, and a token that still holds is kept.
@@ -59,7 +59,7 @@ fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::
     Ok(format!("token in {place}, good for {ttl}, once"))
 }
 
-/// Whether the file has a token of ours for the node that nobody has used yet.
+/// Whether the file has an unused token of this data directory for the node.
 fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
     let Ok(text) = fs::read_to_string(file) else {
         return Ok(false);
@@ -78,7 +78,7 @@ fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
     }))
 }
 
-/// Makes a caller's certificate anew: one that was made before goes on to hold.
+/// Makes a new certificate for a client. Earlier certificates stay valid.
 fn caller(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String> {
     let leaf = authority.issue_caller(name, &[], ask.caller_ttl)?;
     let (chain, key) = ca::write_caller(&ask.out, name, &leaf)?;

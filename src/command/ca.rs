@@ -1,4 +1,4 @@
-//! `causeway ca`: the CA of a data directory, and certificates for callers.
+//! `causeway ca`: the CA of a data directory, and certificates for clients.
 //!
 //! Keys are written with mode 0600, whole or not at all, and never printed. An existing
 //! CA is never replaced: every edge that trusts it would be lost.
@@ -135,7 +135,7 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What became of the CA that others share.
+/// Describes the outcome of importing the shared CA.
 fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
     let ca = shared.fingerprint();
     match taken {

@@ -17,12 +17,12 @@ use super::{admin_client, data_dir, operator};
 use crate::cli::{Rotate, RotateArgs, RotatePrepare};
 use crate::output::outln;
 
-/// Where a gateway says how far edges are.
+/// Path at which a gateway reports the progress of edges.
 const PROGRESS: &str = "/api/v1/ca";
 /// Nodes that are named before the rest is counted.
 const NAMED: usize = 5;
 
-/// What a gateway says.
+/// Rotation status that a gateway reports.
 #[derive(Debug, Deserialize)]
 pub(super) struct RotationStatus {
     roots: Vec<RootStatus>,
@@ -180,7 +180,7 @@ fn change(
     store.change_ca(|ca| Ok(step(ca)?))
 }
 
-/// What is to be done for callers who trust an operator's CA alone.
+/// Describes the remaining steps for clients that trust only an operator's CA.
 fn left_by_operator(mend: &str) -> String {
     format!(
         "your own CA has signed the root that goes and not the one that comes: callers that trust yours alone would believe no front; have it signed by: causeway {mend} --from-certificate FILE --from-key FILE"
@@ -249,8 +249,8 @@ fn names(nodes: &BTreeSet<NodeName>) -> String {
     text
 }
 
-/// How far a rotation is, for whoever looks at the edges; nothing where none is under way.
-pub(super) async fn status_line(address: &admin_client::Place) -> Option<String> {
+/// Returns the progress of a rotation for the list of edges, or nothing if no rotation is under way.
+pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<String> {
     let (status, body) = admin_client::get(address, PROGRESS).await.ok()?;
     // An edge, or a gateway from before, says nothing of this.
     let progress: RotationStatus = serde_json::from_slice(&body)

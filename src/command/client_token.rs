@@ -1,6 +1,6 @@
-//! `causeway caller token`: a bearer token for a caller.
+//! `causeway caller token`: a bearer token for a client.
 //!
-//! The file of a front's `callers.tokens` gets a line with the token's hash; the token
+//! The file of a listener's `callers.tokens` gets a line with the token's hash; the token
 //! itself goes to standard output, once, and is kept nowhere. The line is added in place
 //! under a lock, and taken back if it cannot be written whole. A new file is of its
 //! directory's user, so that a gateway that is not root can read what root made for it.

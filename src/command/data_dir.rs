@@ -1,6 +1,6 @@
 //! A gateway's data directory, as the commands beside a running gateway open it.
 //!
-//! They never make one by the way: a mistyped path must not become an empty directory.
+//! They never create one implicitly: a mistyped path must not become an empty directory.
 
 use std::path::Path;
 

@@ -3,7 +3,7 @@
 //! Everything is real but the distance: the edges join with tokens, dial the gateway over loopback, and serve
 //! one app each as port 9100 of their node. The demo makes one HTTPS request to each node through the
 //! road before it says `ready`, and prints commands that do the same. What programs on the nodes read of their cluster comes
-//! from manifests here; SIGUSR1 stops the gateway, for whoever wants to see that they go on reading.
+//! from manifests here; SIGUSR1 stops the gateway, so that a user can see that clients continue to read.
 
 mod app;
 mod gateway;
@@ -33,7 +33,7 @@ use crate::signal::Signals;
 const NODES: [&str; 2] = ["edge-1", "edge-2"];
 /// The node port that each app is reached as.
 const PORT: u16 = 9100;
-/// Who calls in the printed commands.
+/// Name of the client in the printed commands.
 const CALLER: &str = "demo";
 /// Edges and their first requests take milliseconds; a loaded machine gets this long.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -202,12 +202,12 @@ fn quoted(path: &Path) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// What the demo and its user need from the data directory.
+/// Files in the data directory that the demo and its user need.
 struct DemoFiles {
     dir: PathBuf,
     store: Store,
     root: PathBuf,
-    /// Certificate and key of the caller in one file, as curl's `--cert` takes them.
+    /// Certificate and key of the client in one file, as curl's `--cert` takes them.
     caller: PathBuf,
 }
 

@@ -1,7 +1,8 @@
-//! `causeway edge add|revoke|allow|remove`: which edges are welcome at a gateway. `pins` has what is known of their apps.
+//! `causeway edge add|revoke|allow|remove`: admission and revocation of edges at a gateway. `pins` handles the pins of their
+//! upstreams.
 //!
-//! The data directory is changed first, so that it holds whatever becomes of the gateway; then the gateway that runs
-//! on it is told, and has ended the tunnels in question when this returns.
+//! The data directory is changed first, so that the change persists whatever happens to the gateway. Then the command
+//! notifies the gateway that runs on it. The gateway has closed the tunnels in question when the command returns.
 
 use anyhow::{Context, anyhow, bail};
 use causeway_certs::{NodeName, Revocation, Store};

@@ -94,7 +94,7 @@ fn hold(dir: Option<&Path>, pool: Option<&Arc<WatchCache>>) -> anyhow::Result<()
     Ok(())
 }
 
-/// What a gateway cannot begin without; nothing if it is asked to stop meanwhile.
+/// Waits for the inputs without which a gateway cannot start. Returns nothing if the gateway is asked to stop meanwhile.
 async fn begun(
     cluster: &KubernetesControllers,
     config: &Config,
@@ -112,7 +112,7 @@ struct RunningGateway {
     sources: ConfigSources,
     reloader: Reloader,
     policy: PolicyWriter,
-    /// What edges read.
+    /// Watch cache that edges read.
     pool: Option<Arc<WatchCache>>,
     heard: ClusterInputs,
     /// The nodes that have joined.
@@ -121,11 +121,11 @@ struct RunningGateway {
     text: Mutex<Option<String>>,
 }
 
-/// What the cluster has said until now.
+/// Inputs received from the cluster so far.
 struct ClusterInputs {
     /// The ports that it lists; until they are known edges keep those that they know.
     listed: watch::Receiver<Option<NodePorts>>,
-    /// Where edges reach this gateway, and how many there are.
+    /// Endpoints at which edges reach this gateway, and how many there are.
     found: watch::Receiver<DiscoveredEndpoints>,
 }
 
@@ -185,7 +185,7 @@ fn directory(config: &Config) -> Option<PathBuf> {
     config.readers.as_ref()?.manifests.clone()
 }
 
-/// What edges read, where manifests say that.
+/// Returns the objects that edges read, if they come from manifests.
 fn objects(
     dir: Option<&Path>,
     pool: Option<&Arc<WatchCache>>,
@@ -206,7 +206,7 @@ fn listing(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config>
     })
 }
 
-/// Who may do what.
+/// State of the access policy.
 struct PolicyState {
     file: Option<PathBuf>,
     /// As it was written.
@@ -267,8 +267,8 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes as many files as the system gives, and lets callers have no more connections than fit: a gateway that is
-/// out of files could take no tunnel back.
+/// Raises the limit of open files as far as the system allows, and limits client connections to the number that fits: a
+/// gateway that is out of files could not accept a tunnel again.
 fn within_files(mut config: Config) -> Config {
     config.limits.connections = rlimit::allow(config.limits.connections);
     config

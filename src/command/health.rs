@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
-use super::admin_client::{self, Place};
+use super::admin_client::{self, AdminAddress};
 use crate::cli::Health;
 use crate::output::{errln, outln};
 
-/// Where gateway and edge keep their data unless told otherwise.
+/// Default data directories of gateway and edge.
 pub(super) const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
 
 /// Asks `/healthz`, or `/readyz`.
@@ -34,7 +34,7 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
 pub(super) fn addresses(
     admin: Option<String>,
     data_dir: Option<PathBuf>,
-) -> anyhow::Result<Vec<Place>> {
+) -> anyhow::Result<Vec<AdminAddress>> {
     match (admin, data_dir) {
         (Some(address), _) => Ok(vec![address.into()]),
         (None, Some(directory)) => Ok(vec![admin_client::address(None, &directory)?.0]),
@@ -44,7 +44,7 @@ pub(super) fn addresses(
 
 /// Returns the admin addresses of what runs in these data directories: one at least. A directory that this user may not read is
 /// passed over with a warning where another one has a process.
-pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
+pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<AdminAddress>> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     for directory in directories {
         match admin_client::address_from_data_dir(directory) {

@@ -1,4 +1,4 @@
-//! `causeway k8s`: what a cluster has to be told. Prints; touches nothing.
+//! `causeway k8s`: configuration for a cluster. The command prints and changes nothing.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -16,7 +16,7 @@ use causeway_gateway::{config::Kubernetes, server::names};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// Who an edge asks who it is, in place of a token.
+/// Client with which an edge requests its certificate from the cluster, in place of a token.
 pub(super) type CsrClientHandle = Option<std::sync::Arc<dyn causeway_edge::CsrClient>>;
 
 /// The cluster of an edge, if one is configured.
@@ -39,14 +39,14 @@ pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClie
 /// Runs for as long as the gateway does.
 pub(super) type ControllerFuture = Pin<Box<dyn Future<Output = Infallible>>>;
 
-/// Where it goes what a cluster says of ports and addresses, and by which it is taken up.
+/// Destinations for the ports and addresses that a cluster reports.
 #[cfg_attr(
     not(feature = "k8s"),
     expect(dead_code, reason = "only a cluster says any")
 )]
 pub(super) struct ClusterSenders {
     pub(super) ports: watch::Sender<Option<NodePorts>>,
-    /// Where edges reach the gateway.
+    /// Endpoints at which edges reach the gateway.
     pub(super) advertised: watch::Sender<DiscoveredEndpoints>,
     pub(super) reloads: ReloadSender,
 }
@@ -63,7 +63,7 @@ struct Inner {
     own: Option<causeway_k8s::GatewayCertificate>,
     /// Ask for the client certificates of apps.
     app_clients: Vec<causeway_k8s::GatewayCertificate>,
-    /// What the hosts file says of edges' nodes.
+    /// Addresses that the hosts file gives for the nodes of edges.
     addresses: Vec<std::net::IpAddr>,
     /// Nothing else says where edges reach the gateway.
     nowhere: bool,
@@ -99,7 +99,7 @@ impl KubernetesControllers {
         Ok(())
     }
 
-    /// A gateway that asks it where pods are, and about callers.
+    /// Adds the lookup of pods and the reviews of clients by the cluster to a gateway.
     pub(super) fn attach_to(&self, gateway: Gateway) -> Gateway {
         match &self.0 {
             Some(parts) => {
@@ -112,8 +112,8 @@ impl KubernetesControllers {
         }
     }
 
-    /// What follows its nodes, once it is polled. The gateway is not ready (`/readyz`) before they are known. With `stop` it
-    /// gives up what others wait for.
+    /// Returns the task that watches the cluster's nodes once it is polled. The gateway is not ready (`/readyz`) before the
+    /// nodes are known. With `stop` the task gives up what others wait for.
     pub(super) fn follow(
         self,
         bound: &Bound,
@@ -200,7 +200,7 @@ impl Inner {
         })
     }
 
-    /// Where nothing is configured either, callers wait until edges can be told where to come.
+    /// Starts the discovery of the gateway's address. If no address is configured either, clients wait until edges can learn one.
     fn advertised(
         &self,
         bound: &Bound,
@@ -241,7 +241,7 @@ impl Inner {
         })
     }
 
-    /// What fills what edges may read.
+    /// Returns the source that fills the API cache of edges.
     fn read(&self, bound: &Bound) -> Option<causeway_k8s::ApiCacheSource> {
         Some(causeway_k8s::ApiCacheSource {
             client: self.client.clone(),
@@ -249,7 +249,7 @@ impl Inner {
         })
     }
 
-    /// What tells hubs where to read.
+    /// Returns the publisher that tells YurtHubs where to read.
     fn hubs(&self, bound: &Bound) -> Option<causeway_k8s::YurtHubLeaders> {
         Some(causeway_k8s::YurtHubLeaders {
             client: self.client.clone(),
@@ -281,7 +281,7 @@ async fn endless(work: Option<impl Future<Output = Infallible>>) -> Infallible {
     }
 }
 
-/// What asks for this gateway's own certificate, where the cluster is to be asked for it.
+/// Returns the requester of this gateway's own certificate, if the cluster is to issue it.
 #[cfg(feature = "k8s")]
 fn own(
     client: &causeway_k8s::Client,

@@ -1,7 +1,7 @@
-//! `causeway man`: a manual page for each command, out of the clap tree and the configurations' schemas.
+//! `causeway man`: a manual page for each command, generated from the clap tree and the configurations' schemas.
 //!
-//! What the tree does not know is added here: variables, files, exit codes, signals. A page says all of it again
-//! for its command, because nobody reads two pages at once.
+//! This module adds the parts that the tree does not contain: variables, files, exit codes, signals. Each page repeats all of
+//! them for its command, because a user does not read two pages at once.
 
 use std::fs;
 use std::path::Path;

@@ -28,7 +28,7 @@ pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Reads all manifests of a directory for a pool, which holds them once it is told to.
+/// Reads all manifests of a directory for a pool, which serves them once it is asked to.
 ///
 /// # Errors
 /// If one of them is not what it should be; the error names the file.

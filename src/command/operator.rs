@@ -1,4 +1,5 @@
-//! `--from-certificate` and `--from-key`: an operator's own CA signs our roots, so that fronts are believed by it.
+//! `--from-certificate` and `--from-key`: an operator's own CA signs our roots, so that clients that trust this CA trust the
+//! listeners.
 //!
 //! The key is read for one command. It is neither copied nor printed, and nothing of it goes into the data directory.
 

@@ -170,7 +170,7 @@ impl RequestSpec {
         })
     }
 
-    /// What the rules say of this request by such a caller.
+    /// Returns the decision of the rules on this request by this client.
     fn decide(
         &self,
         rules: &Rules,
@@ -200,7 +200,7 @@ impl RequestSpec {
     }
 }
 
-/// Who asks.
+/// Client that makes the request.
 #[derive(Clone, Copy, Debug)]
 struct Subject<'a> {
     user: Option<&'a str>,

@@ -1,8 +1,8 @@
-//! How many files this process may have open, and so how many callers.
+//! Limit of open files of this process, and so of clients.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
+/// Files reserved for uses other than client connections: tunnels, listeners, the data directory.
 const RESERVE: usize = 256;
 
 /// Takes as many files as the system gives; how many there may be, where that is known.

@@ -12,7 +12,7 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::admin_client::{self, Place};
+use super::admin_client::{self, AdminAddress};
 use super::ca_rotate;
 use super::health::{self, DATA};
 use crate::cli::{Output, Status};
@@ -60,7 +60,10 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
 
 /// Returns the admin address, and in words where it was found. Of the usual data directories the gateway's is first: where
 /// both run, the edge is one of those that the gateway shows.
-fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(Place, String)> {
+fn address(
+    given: Option<String>,
+    data_dir: Option<&Path>,
+) -> anyhow::Result<(AdminAddress, String)> {
     if given.is_none() && data_dir.is_none() {
         let mut running = health::running(&DATA.map(Path::new))?;
         return Ok((running.swap_remove(0), "as its data directory says".into()));
@@ -69,7 +72,7 @@ fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(Pl
 }
 
 /// Prints what an edge says of itself.
-async fn of_edge(address: &Place, output: Output) -> anyhow::Result<()> {
+async fn of_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
     let (code, body) = admin_client::get(address, "/status").await?;
     if !code.is_success() {
         bail!("{address} answers {code} to /status; is it the admin address of a gateway or edge?");
@@ -139,7 +142,7 @@ fn time(millis: &Value) -> Value {
 }
 
 /// Returns why the gateway is not ready, and its faults that keep no clients away: a line for each.
-async fn readiness(address: &Place) -> Vec<String> {
+async fn readiness(address: &AdminAddress) -> Vec<String> {
     let Ok((code, body)) = admin_client::get(address, "/readyz").await else {
         return Vec::new();
     };
@@ -180,7 +183,7 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
 }
 
 /// Returns a table of the certificates that the gateway uses.
-async fn certificates(address: &Place) -> Option<String> {
+async fn certificates(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/certificates")
         .await
         .ok()?;
@@ -227,8 +230,8 @@ fn left(value: &Value, now: SystemTime) -> Cell {
     }
 }
 
-/// What edges may read here, in one line, if they may read anything.
-async fn reading(address: &Place) -> Option<String> {
+/// Returns one line about the objects that edges may read here, if there are any.
+async fn reading(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/pool").await.ok()?;
     // A gateway where they may not, or from before, says nothing of this.
     let kept: Value = serde_json::from_slice(&body)

@@ -115,7 +115,7 @@ fn list(ask: &TokenList) -> anyhow::Result<()> {
 /// State of a token that carries a root which is not trusted, or not any more.
 const ROOT_RETIRED: &str = "root_retired";
 
-/// What it is good for now.
+/// Returns the current state of a token.
 fn state(record: &TokenRecord, (tokens, now): (&TokenStore, u64)) -> &'static str {
     if record.revoked.is_some() {
         "revoked"

@@ -1,7 +1,7 @@
-//! Variables of the environment in the address of a listener: `$(POD_IP):10255`.
+//! Environment variables in the address of a listener: `$(POD_IP):10255`.
 //!
-//! A pod knows its own address as a variable alone, and before it has one nobody can write it down. They are filled in
-//! here and nowhere else, written as Kubernetes writes them; what they say is judged as if it stood in their place.
+//! A pod knows its own address only as a variable, and the address cannot be written down before the pod has one. Variables
+//! are expanded only here, in the syntax of Kubernetes. Their values are validated as if they stood in their place.
 
 use std::net::Ipv6Addr;
 

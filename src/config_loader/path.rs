@@ -1,13 +1,12 @@
-//! Where a value stands in a configuration: `fronts[1].callers.client_ca[0]`.
+//! Path of a value in a configuration: `fronts[1].callers.client_ca[0]`.
 //!
-//! Faults, places in a file and flags all speak of values by this path. The text form is
-//! that of `causeway_config::Fault`.
+//! Faults, positions in a file and flags all refer to values by this path. The text form is that of `causeway_config::Fault`.
 
 use std::fmt;
 
 use serde_json::Value;
 
-/// The way from the root to a value.
+/// Path from the root to a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ValuePath(Vec<PathSegment>);
 

@@ -16,9 +16,9 @@ pub(crate) struct ConfigKey {
     pub(crate) name: String,
     /// How a text given for it is read.
     pub(crate) form: ValueForm,
-    /// What it means.
+    /// Description of the key.
     pub(crate) help: String,
-    /// What holds without it, in JSON.
+    /// Default value in JSON.
     pub(crate) default: Option<Value>,
     /// It has a flag and a variable of its own.
     pub(crate) settable: bool,
@@ -48,7 +48,7 @@ impl ConfigKey {
         format!("CAUSEWAY_{}", self.name.replace('.', "_").to_uppercase())
     }
 
-    /// What stands for the value in help.
+    /// Returns the placeholder for the value in help.
     pub(crate) fn placeholder(&self) -> &'static str {
         match self.form {
             ValueForm::Text => "TEXT",

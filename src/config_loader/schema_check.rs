@@ -21,7 +21,7 @@ pub(super) struct SchemaError {
     pub(super) message: String,
 }
 
-/// What was taken out of a value.
+/// Parts that were removed from a value.
 #[derive(Debug, Default)]
 pub(super) struct PrunedValue {
     paths: Vec<ValuePath>,
@@ -282,7 +282,7 @@ pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> O
     known.min_by_key(score).filter(|near| score(near) <= enough)
 }
 
-/// What must be written instead, if the value has the wrong type or is out of bounds.
+/// Returns what must be written instead if the value has the wrong type or is out of bounds.
 fn mismatch(value: &Value, schema: &Value) -> Option<String> {
     let fits = match value {
         Value::Null => schema::allows(schema, "null"),

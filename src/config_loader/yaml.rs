@@ -23,14 +23,14 @@ pub(super) struct Position {
     pub(super) column: usize,
 }
 
-/// Where a value stands: its key (or dash) and the value itself.
+/// Positions of a value: its key (or dash) and the value itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KeyValuePositions {
     pub(super) key: Position,
     pub(super) value: Position,
 }
 
-/// What a text says.
+/// Content of a YAML text.
 #[derive(Debug)]
 pub(super) struct YamlDocument {
     pub(super) value: Value,

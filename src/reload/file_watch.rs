@@ -1,9 +1,9 @@
-//! The files of a configuration: whether they say something else, and whether whoever writes them has come to an end.
+//! Watch over the files of a configuration: detects changed content, and waits until a writer has finished.
 //!
-//! Folders are watched for names that come, go and move, since editors and Kubernetes put new files in the place of old
-//! ones, and the files themselves for writes. Writes to other files of a folder, such as a log, wake nobody. A file counts
-//! as changed when its content has. `generate >file` empties a file first and fills it later: one that is open for
-//! writing is waited for. Nothing here reads a disk on the thread that asks.
+//! Folders are watched for names that come, go and move, since editors and Kubernetes put new files in the place of old ones.
+//! The files themselves are watched for writes. Writes to other files of a folder, such as a log, wake no task. A file counts
+//! as changed when its content has changed. `generate >file` empties a file first and fills it later: the watch waits for a
+//! file that is open for writing. No function here reads a disk on the calling thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,14 +19,14 @@ use tokio::io::unix::AsyncFd;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
-/// What a file says must be the same for so long. Files that belong together are rarely written at once: a
+/// Time for which the content of a file must stay the same. Files that belong together are rarely written at once: a
 /// certificate, then its key.
 const SETTLED: Duration = Duration::from_millis(300);
 /// A writer that has not come to an end by then has forgotten the file.
 const WRITING: Duration = Duration::from_secs(10);
-/// How often files are looked at where nobody tells of changes, as on NFS.
+/// Interval at which files are checked if the system does not report changes, as on NFS.
 const LOOK: Duration = Duration::from_mins(1);
-/// The same where the system has nobody left to tell: Linux has 128 for each user.
+/// Interval of checks if the system has no watcher left: Linux has 128 for each user.
 const LOOK_OURSELVES: Duration = Duration::from_secs(5);
 
 /// Files, and what each says as a hash; nothing where it cannot be read.
@@ -48,7 +48,7 @@ impl FileHashes {
         self
     }
 
-    /// What the same files say now. Blocks on the disk.
+    /// Returns the current hashes of the same files. Blocks on the disk.
     pub(super) fn anew(&self) -> Self {
         let mut now = Self::default();
         now.files(self.0.keys().cloned());
@@ -75,11 +75,11 @@ fn said(file: &Path) -> Option<[u8; 32]> {
     Some(Sha256::digest(bytes).into())
 }
 
-/// Changes of a folder that the watcher is told of.
+/// Changes of a folder that the watcher receives.
 const NAMES: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
     .union(AddWatchFlags::IN_MOVE);
-/// Changes of a file that the watcher is told of.
+/// Changes of a file that the watcher receives.
 const WRITES: AddWatchFlags = AddWatchFlags::IN_MODIFY.union(AddWatchFlags::IN_CLOSE_WRITE);
 
 /// Watch over files and their folders by inotify(7).
@@ -208,7 +208,7 @@ impl WatchedFiles {
         Self::watch(noted)
     }
 
-    /// What they said last.
+    /// Returns the hashes that were recorded last.
     pub(super) fn noted(&self) -> FileHashes {
         self.noted.clone()
     }
@@ -231,7 +231,7 @@ impl WatchedFiles {
         }
     }
 
-    /// Waits until nobody writes them and they say the same twice, within a bound.
+    /// Waits, within a bound, until nothing writes the files and two checks find the same content.
     pub(super) async fn settled(&self) {
         let end = Instant::now() + WRITING;
         let mut last = self.noted.now().await;
@@ -250,7 +250,7 @@ impl WatchedFiles {
     }
 }
 
-/// Where its changes are told; a directory's own are told there itself.
+/// Returns the folder that reports changes of the file. A directory reports its own changes.
 fn folder(file: &Path) -> Option<PathBuf> {
     if file.is_dir() {
         return Some(file.to_owned());

@@ -81,7 +81,7 @@ struct ReopeningFile {
     told: DropReport,
 }
 
-/// What was said of lost lines.
+/// Last report of lost lines.
 #[derive(Default)]
 struct DropReport {
     lost: usize,

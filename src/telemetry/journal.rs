@@ -23,7 +23,7 @@ pub(super) fn is_stderr() -> bool {
     metadata.is_ok_and(|stderr| *stream == *format!("{}:{}", stderr.dev(), stderr.ino()))
 }
 
-/// Format of events with the priority in front of each line.
+/// Format of events with the priority before each line.
 pub(super) struct PriorityFormat<F>(pub(super) F);
 
 impl<S, N, F> FormatEvent<S, N> for PriorityFormat<F>

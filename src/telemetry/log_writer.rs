@@ -103,7 +103,7 @@ struct BatchWriter<W> {
     /// Lines in the batch.
     lines: u64,
     dropped: DroppedLines,
-    /// Dropped lines that the log has told of, and when.
+    /// Dropped lines that the log has reported, and when.
     told: (u64, Option<Instant>),
     _end: Sender<Infallible>,
 }

@@ -1,4 +1,4 @@
-//! Callers that behave badly, by the hundred: what they cost they cost themselves, and nothing of it stays.
+//! Clients that behave badly, by the hundred: what they cost they cost themselves, and nothing of it stays.
 //!
 //! Gateway and edge are processes, so that files and threads can be counted from outside. With
 //! `CAUSEWAY_TEST_FULL=1` each lasts as long as the promise says, and memory and CPU time are measured.
@@ -39,7 +39,7 @@ const KEPT: usize = 64;
 /// By how much memory may have grown since a crowd of the same size was there, in bytes.
 const GROWTH: usize = 64 << 20;
 
-/// What the first crowd may cost: the budgets of two tunnels, which allocators give back by and by. In bytes.
+/// Maximum cost in bytes of the first crowd: the budgets of two tunnels, which allocators release gradually.
 const FIRST: usize = 160 << 20;
 
 /// A site under attack, and what it cost before.
@@ -72,7 +72,7 @@ impl Siege {
         [self.site.gateway.usage(), self.edge.usage()]
     }
 
-    /// What memory there is now is what a crowd costs, and each further crowd finds it there.
+    /// Takes the current memory use as the cost of a crowd; each further crowd finds that memory allocated.
     fn settled(&mut self) {
         for (before, now) in self
             .before
@@ -89,7 +89,7 @@ impl Siege {
         tcp
     }
 
-    /// An ordinary caller is served.
+    /// An ordinary client is served.
     async fn answers(&self) {
         let asked = async {
             let mut wire = self.dial().await;
@@ -323,7 +323,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
 }
 
 impl Siege {
-    /// As [`Siege::end`], where the app answers no ordinary caller.
+    /// As [`Siege::end`], where the app answers no ordinary client.
     async fn end_idle(self) {
         until("streams, connections and files are as before", async || {
             let metrics = self.site.metrics().await;

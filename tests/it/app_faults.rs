@@ -1,5 +1,5 @@
-//! What an app does wrong, or only strangely: its caller gets the row of DESIGN's table, whatever HTTP it speaks, and
-//! the tunnel lives on, with the next request served and nothing left behind.
+//! Faults and oddities of an upstream. The client gets the row of the table of errors, whatever HTTP version it uses. The tunnel
+//! stays up, the next request is served, and nothing is left behind.
 
 use crate::{
     road::Road,
@@ -20,7 +20,7 @@ use tokio::{
 /// Not what a request takes, but beyond any doubt.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// What the caller of one path gets.
+/// Expected response to a client for one path.
 enum Row {
     /// A failure of ours with this reason.
     Broken,
@@ -203,7 +203,7 @@ fn chunks_of(mut body: &[u8]) -> (usize, usize) {
     }
 }
 
-/// Nobody but the app's own caller waits for it, and that caller's leaving ends the wait.
+/// Checks that only the client of a silent upstream waits for it. The wait ends when the client leaves.
 #[tokio::test]
 async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
     let app = App::http(|head| match head.path().as_str() {

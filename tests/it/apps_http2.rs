@@ -55,7 +55,7 @@ const PATIENCE: Duration = Duration::from_mins(2);
 
 type Answer = UnsyncBoxBody<Bytes, io::Error>;
 
-/// What an app has seen, and what it waits for.
+/// State of an upstream: counts of its connections and requests, and the waiting requests.
 #[derive(Default)]
 struct Seen {
     connections: AtomicUsize,
@@ -320,7 +320,7 @@ async fn an_abort_is_a_reset_both_ways_and_costs_no_other_request_its_connection
     road.until_idle().await;
 }
 
-/// Callers and the app give answers up, while one waits at the gate.
+/// Clients and the app give answers up, while one waits at the gate.
 async fn break_off(app: &App, road: &Road) {
     app.until_waiting(1).await;
     for (number, caller) in [road.caller(), road.http2()].into_iter().enumerate() {
@@ -442,7 +442,7 @@ async fn a_shared_connection_that_rests_ends_in_order_and_none_waits_for_it() {
     assert_eq!(app.connections(), 2);
 }
 
-/// An app whose first connection is this flood, and whose others do not matter; behind it, what its callers get.
+/// An app whose first connection is this flood, and whose others do not matter; behind it, what its clients get.
 async fn floods(flood: Vec<u8>) {
     let authority = Authority::new();
     let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));

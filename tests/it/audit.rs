@@ -12,7 +12,7 @@ use std::fs;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 
-/// A gateway whose callers have tokens, with a policy and an audit log, in a folder of their own.
+/// A gateway whose clients have tokens, with a policy and an audit log, in a folder of their own.
 struct Audited {
     folder: TempDir,
     site: Site,

@@ -1,6 +1,6 @@
 //! Bad input to the built binary: what is wrong is said in words that help, and nothing is half done.
 //!
-//! Exit 2 for arguments and configuration, with all faults at once; exit 78 for what somebody has to mend before another
+//! Exit 2 for arguments and configuration, with all faults at once; exit 78 for faults that an operator has to fix before another
 //! attempt can do better; exit 1 for everything else. A refusal that
 //! time does not mend ends an edge that joins; one that runs backs off and says so.
 
@@ -637,7 +637,7 @@ async fn at_once(edge: Causeway) -> Ended {
     edge.run().await
 }
 
-/// That an edge knows that it is refused, says why and when it tries again, and that this is late.
+/// Checks that an edge knows that it is refused, says why and when it tries again, and that the next attempt is late.
 async fn unwelcome(mut edge: Process, why: &str) {
     let refused = |line: &str| line.contains("no tunnel") && line.contains("unwelcome");
     let said = edge.line("no tunnel: unwelcome", refused).await;

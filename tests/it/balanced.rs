@@ -1,6 +1,6 @@
 //! Several gateways behind one address, which is all that an edge knows: a real `HAProxy` in front of them.
 //!
-//! Callers come to whichever gateway is there, as by a balancer of their own.
+//! Clients connect to any running gateway, as through a balancer of their own.
 
 use crate::{
     fleet::{Load, load},
@@ -24,7 +24,7 @@ use tokio::{
     time::Instant,
 };
 
-/// What a gateway says of a tunnel that has come.
+/// Log message of a gateway about a new tunnel.
 const ARRIVED: &str = "edge-1 connected";
 const URL: &str = "http://edge-1:9100/";
 /// As many gateways as the balancer knows of, whether they are there or not.

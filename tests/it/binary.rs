@@ -1,4 +1,4 @@
-//! The built binary as one finds it in the README: CA, tokens, callers, two processes, signals.
+//! The built binary as one finds it in the README: CA, tokens, clients, two processes, signals.
 
 use crate::world::{
     PATIENCE,
@@ -296,7 +296,7 @@ impl Slow {
         }
     }
 
-    /// What still came: all of it, or curl's complaint.
+    /// Returns the rest of the response: all of it, or curl's error.
     async fn rest(&mut self) -> Result<String, String> {
         let ended = self.curl.take().unwrap().finish().await;
         if ended.status.success() {
@@ -306,7 +306,7 @@ impl Slow {
         }
     }
 
-    /// Whether the front takes no new callers some time after it was told to drain.
+    /// Whether the listener takes no new clients some time after it was asked to drain.
     async fn refused_late(&self) -> bool {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {

@@ -32,7 +32,8 @@ const SHORT: Duration = Duration::from_secs(20);
 pub(crate) const PACE: Duration = Duration::from_millis(100);
 const EXEC: &str =
     "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
-/// What the app sends at once of a download, and how many of these go into a second: it lasts about as long as the test.
+/// Size in bytes of a part that the upstream sends at once, and number of parts in a second: the download lasts about as long
+/// as the test.
 const PIECE: usize = 512;
 const PIECES: u64 = 450;
 
@@ -102,7 +103,8 @@ async fn cut_download(caller: &Caller) {
 
 /// Requests without a break, on a connection that is kept and on new ones. How many.
 ///
-/// A caller that has another certificate takes another connection: what came by a root that is gone begins nothing new.
+/// A client that has another certificate takes another connection: a connection that was authenticated by a removed root begins
+/// nothing new.
 async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
     let (mut certificate, first) = caller();
     let mut kept = first.connect("edge-1").await.unwrap();
@@ -170,7 +172,7 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
     .await;
 }
 
-/// What `ca rotate` says, and whether it did what it was told.
+/// Runs `ca rotate`. Returns its output, and whether it succeeded.
 async fn rotate(site: &Site, step: &str) -> (bool, String) {
     let order = causeway("ca rotate").args(step.split_whitespace());
     let done = order.flag("--data-dir", site.data()).run().await;

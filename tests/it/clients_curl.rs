@@ -1,4 +1,4 @@
-//! curl and netcat through every kind of front: what works beside an app must work through the road.
+//! curl and netcat through every kind of listener: what works beside an app must work through the road.
 
 use crate::{
     road::{Road, URL},
@@ -305,7 +305,7 @@ fn nc(road: &Road) -> Tool {
     Tool::nc().args([address.ip().to_string(), address.port().to_string()])
 }
 
-/// A caller's certificate and key in one file.
+/// A client's certificate and key in one file.
 fn pair(world: &World) -> PathBuf {
     let leaf = world.caller_leaf("proxied");
     world.write(&format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()))

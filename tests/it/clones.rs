@@ -1,4 +1,4 @@
-//! Two edges that claim one name, as after the copy of a disk: the newest serves, the older is told, none flaps.
+//! Two edges that claim one name, as after the copy of a disk: the newest serves, the older receives the reason, none flaps.
 //!
 //! Real processes. `CAUSEWAY_TEST_FULL=1` also waits for the older to take over.
 
@@ -13,7 +13,7 @@ use std::{path::Path, time::Duration};
 use tokio::task::JoinSet;
 
 const URL: &str = "http://edge-1:9100/";
-/// What a gateway's log says of an edge that has arrived.
+/// Log message of a gateway about an edge that has connected.
 const ARRIVED: &str = " connected ";
 
 /// A clone of a disk.
@@ -22,7 +22,7 @@ async fn copy(from: &Path, to: &Path) {
     copied.await.ok();
 }
 
-/// What `causeway health` says of an edge that is not well.
+/// Returns the message of `causeway health` about an edge that is not healthy.
 async fn complaint(data: &Path) -> String {
     let asked = causeway("health").flag("--data-dir", data).run().await;
     asked.failed(&[])

@@ -1,6 +1,6 @@
-//! A company that has a CA: callers that trust its root alone believe fronts, and nothing else changes.
+//! A company that has a CA: clients that trust its root alone accept the listeners' certificates, and nothing else changes.
 //!
-//! The company's certificates are made by openssl, with a name as directories have them; callers are curl.
+//! The company's certificates are made by openssl, with a name as directories have them; clients are curl.
 
 use crate::world::{
     app::App,
@@ -82,7 +82,7 @@ async fn rotate(data: impl AsRef<Path>, step: &str) -> Ended {
     order.flag("--data-dir", data.as_ref()).run().await
 }
 
-/// Keeps the roots as they are now, so that a caller knows those alone.
+/// Stores the current roots, so that a client trusts only those.
 fn keep(site: &Site, name: &str) -> PathBuf {
     let kept = site.path(name);
     fs::copy(site.data().join("ca.pem"), &kept).unwrap();

@@ -156,7 +156,7 @@ async fn demos_that_start_together_do_not_meet() {
 struct Demo {
     process: Process,
     said: String,
-    /// What it takes for the system's directory of temporary files.
+    /// Folder that the demo takes for the system's directory of temporary files.
     temporary: TempDir,
 }
 
@@ -229,7 +229,7 @@ impl Demo {
         line.replacen("curl ", "curl -q ", 1)
     }
 
-    /// The address for callers, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a port.
+    /// The address for clients, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a port.
     fn listens(&self) -> String {
         let (_, to) = self.said.split_once(" edge-1:9100:").unwrap();
         let to = to.split_whitespace().next().unwrap();

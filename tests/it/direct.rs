@@ -1,4 +1,4 @@
-//! A connect front that dials itself what is at no node's edge, and only in its networks.
+//! Connect listener that dials addresses that no connected edge serves, and only in its networks.
 
 use crate::world::{
     GATEWAY_NAME, World,
@@ -21,7 +21,7 @@ use tokio_rustls::client::TlsStream;
 
 const HELLO: &str = "HTTP/1.1 200 ";
 
-/// A front that anybody may use, which dials on loopback.
+/// Listener without authentication that dials on loopback.
 fn dialling(name: &str) -> Listener {
     Listener {
         direct: vec!["127.0.0.0/8".parse().unwrap()],

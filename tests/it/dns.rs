@@ -24,7 +24,7 @@ use tokio::{
 };
 
 const ZONE: &str = "nodes.example.internal";
-/// What the names of edges' nodes mean here.
+/// Addresses that the names of edges' nodes resolve to here.
 const FRONTS: [&str; 2] = ["192.0.2.20", "2001:db8::20"];
 /// Types of records.
 const A: u8 = 1;
@@ -48,7 +48,7 @@ async fn world() -> World {
         .await
 }
 
-/// What dig says when it asks `server` with these words, split at blanks.
+/// Returns the output of dig for a query to `server` with these words, split at blanks.
 async fn dig(server: SocketAddr, line: &str) -> String {
     let (at, port) = (format!("@{}", server.ip()), server.port().to_string());
     let dig = Tool::new("dig").args([&at, "-p", &port, "+time=5", "+tries=1"]);
@@ -416,8 +416,8 @@ async fn forwarding(world: &World, at: SocketAddr, plugins: &str) -> Running {
     running(world, at, ZONE, &plugins).await
 }
 
-/// Where nobody else listens: `CoreDNS` chooses no port itself, so this is an address of loopback that is this process's
-/// and this call's, with a port that the system gives nobody.
+/// Returns an address at which nothing else listens. `CoreDNS` chooses no port itself. The address is a loopback address of
+/// this process and this call alone, with a port that the system assigns to nothing else.
 fn apart() -> SocketAddr {
     static NEXT: AtomicU8 = AtomicU8::new(1);
     let [.., high, low] = std::process::id().to_be_bytes();
@@ -450,7 +450,7 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     .await;
 }
 
-/// What `script` says where `resolv.conf` is this, with these arguments.
+/// Returns the output of `script`, run with this `resolv.conf` and these arguments.
 async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String {
     let script = format!(r#"mount --bind "$0" /etc/resolv.conf && exec {script}"#);
     let shell = Tool::new("unshare").args(["--mount", "sh", "-c", &script]);

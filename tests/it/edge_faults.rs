@@ -1,6 +1,6 @@
-//! What goes wrong on the edge's side: clock, resolver, address, proxy, a list of gateways that is half wrong.
+//! Faults on the edge's side: clock, resolver, address, proxy, a list of gateways that is half wrong.
 //!
-//! Each heals by itself once its cause is gone, and until then the edge's log and `causeway health` name it.
+//! Each heals by itself once its cause is gone. Until then the edge's log and `causeway health` name it.
 
 use crate::world::{
     app::App,
@@ -25,7 +25,7 @@ use tokio::{
     time::timeout,
 };
 
-/// Nobody is there.
+/// Address at which nothing listens.
 const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 99);
 /// The gateway by its name, at a port of the street's own.
 const GATEWAY: &str = "gateway.test:10262";
@@ -186,7 +186,7 @@ async fn an_edge_whose_address_changes_comes_back_from_the_new_one() {
     serves(&site).await;
 }
 
-/// An HTTP proxy that refuses until it is told not to, and cuts each connection after `lasts`.
+/// HTTP proxy that refuses until the test allows connections, and cuts each connection after `lasts`.
 async fn proxy(open: Arc<AtomicBool>, lasts: Duration) -> (SocketAddr, JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -230,7 +230,7 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
     serves(&site).await;
 }
 
-/// As proxies of companies do. Whoever asks meanwhile waits for the next tunnel.
+/// As proxies of companies do. A client that sends a request meanwhile waits for the next tunnel.
 #[tokio::test]
 async fn a_proxy_that_cuts_each_connection_costs_no_request_that_comes_meanwhile() {
     let app = App::saying("here").await;

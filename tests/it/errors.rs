@@ -1,6 +1,6 @@
-//! What a caller is told: each row of the error table, through a real front.
+//! Error responses to clients: each row of the error table, through a real listener.
 //!
-//! `assert_problem` holds status, problem, `Proxy-Status`, Retry-After and access record against each other.
+//! `assert_problem` compares status, problem, `Proxy-Status`, Retry-After and access record.
 
 use crate::world::{
     GATEWAY_NAME, World,
@@ -782,7 +782,7 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
     assert_eq!(answer.phrase.as_deref(), Some(answer.text().trim_end()));
 }
 
-/// What an upgrade is answered kubectl reads as YAML, if it can: of `what: why` it would show nothing.
+/// Checks the response to an upgrade. kubectl reads it as YAML if it can: of `what: why` it would show nothing.
 #[tokio::test]
 async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
     let front = Listener {

@@ -1,5 +1,5 @@
-//! What the app sees of a caller, and the caller of an app: heads replayed to the byte as the parts of Kubernetes
-//! send them, and the fields that this hop adds, takes away or leaves alone.
+//! Requests as the upstream sees them, and responses as the client sees them. Heads are replayed to the byte as the parts of
+//! Kubernetes send them, with the fields that this hop adds, removes or leaves unchanged.
 
 use crate::{
     road::{Road, URL},
@@ -96,7 +96,7 @@ X-Forwarded-For: 10.97.0.1
 X-Forwarded-Uri: /api/v1/nodes/edge-1/proxy/stats/summary
 
 ";
-/// What a kubelet sends behind the head of its 101: stdout, status, close.
+/// Frames that a kubelet sends after the head of its 101: stdout, status, close.
 const FRAMES: &[u8] = b"\x82\x01\x01\x82\x04\x01hi\n\x82\x23\x03{\"metadata\":{},\"status\":\"Success\"}\x88\x02\x03\xe8";
 
 #[tokio::test]
@@ -405,7 +405,7 @@ pub(crate) async fn tls(world: &World) -> TlsStream<TcpStream> {
     opened.unwrap()
 }
 
-/// TLS to a connect front as kube-apiserver begins it: no ALPN.
+/// TLS to a connect listener as kube-apiserver begins it: no ALPN.
 async fn connected(world: &World, front: &str) -> TlsStream<TcpStream> {
     let caller = world.caller_at(front);
     caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap()

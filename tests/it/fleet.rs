@@ -34,7 +34,7 @@ const BACK: Duration = Duration::from_secs(10);
 const BIN: u64 = 100;
 
 const URL: &str = "http://edge-1:9100/";
-/// What a gateway's log says of an edge that has arrived.
+/// Log message of a gateway about an edge that has connected.
 const ARRIVED: &str = " connected ";
 
 /// When a line was written, in milliseconds of the Unix epoch.
@@ -137,14 +137,14 @@ fn say(figure: &str) {
     writeln!(std::io::stderr().lock(), "{figure}").unwrap();
 }
 
-/// What callers met.
+/// Results of the clients.
 #[derive(Debug, Default)]
 pub(super) struct Met {
     /// Answered by the first gateway.
     pub(super) first: usize,
     /// Answered by the second, after the first refused the connection.
     pub(super) refused: usize,
-    /// Answered by the second, after the first closed a connection that nobody had accepted yet.
+    /// Answered by the second, after the first closed a connection that it had not accepted yet.
     pub(super) closed: usize,
     /// Answered by the second, after the first said that it has no tunnel.
     pub(super) told: usize,
@@ -152,7 +152,7 @@ pub(super) struct Met {
     pub(super) failed: Vec<String>,
 }
 
-/// A caller that tries the first gateway, and the second if that will not have it.
+/// A client that tries the first gateway, and the second if that will not have it.
 async fn call(first: &Site, second: &Site) -> Met {
     let mut met = Met::default();
     let ask = || Request::get(URL).body(whole("")).unwrap();
@@ -210,7 +210,7 @@ impl Load {
     }
 }
 
-/// A hundred callers a second until `enough`.
+/// A hundred clients a second until `enough`.
 pub(super) async fn load(first: &Site, second: &Site, load: &Load) -> Met {
     let mut beat = interval(Duration::from_millis(10));
     beat.set_missed_tick_behavior(MissedTickBehavior::Burst);
@@ -277,7 +277,7 @@ impl Open {
     }
 }
 
-/// Two gateways that know the same nodes, the first with an edge that knows both, and the first one's front for
+/// Two gateways that know the same nodes, the first with an edge that knows both, and the first one's listener for
 /// CONNECT.
 async fn pair(app: &App) -> (Site, Site, Process, String) {
     let front = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
@@ -348,7 +348,7 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
     assert!(stderr.contains("gateway stopped cut=0"), "{stderr}");
 }
 
-/// How many callers call before the gateway is asked to stop.
+/// Number of clients that send requests before the gateway is asked to stop.
 fn before() -> usize {
     if full() { 3_000 } else { 200 }
 }

@@ -1,7 +1,6 @@
 //! Forged, stolen and spoilt identities, with the tools that an attacker has: openssl and curl.
 //!
-//! What openssl signs here it signs with the gateway's own CA, so that what is refused is refused for the one
-//! thing that is wrong with it.
+//! openssl signs here with the gateway's own CA, so that each certificate is refused for its one fault.
 
 use crate::world::{
     PATIENCE,
@@ -31,14 +30,14 @@ struct Forger {
     domain: String,
 }
 
-/// What is wrong with one certificate.
+/// Fault of one certificate.
 struct Spoilt {
     name: &'static str,
     usage: &'static str,
     names: &'static str,
     when: &'static str,
     issuer: &'static str,
-    /// What the gateway's log says of it at the tunnel port.
+    /// Log message of the gateway about the certificate at the tunnel port.
     said: &'static str,
 }
 
@@ -183,7 +182,7 @@ impl Forger {
             .args(["-key".into(), key])
     }
 
-    /// curl at the front: what it says of itself, and the status that it got.
+    /// curl at the listener: what it says of itself, and the status that it got.
     async fn call(&self, name: &str) -> Ran {
         let [certificate, key] = self.files(name);
         let curl = self.site.curl_as_nobody("edge-1", "");
@@ -298,7 +297,7 @@ impl Forger {
             .args([format!("https://{}/v1/{operation}", self.site.tunnel)])
     }
 
-    /// What became of it: the status and the answer.
+    /// Returns the result of the enrolment: the status and the response.
     async fn enrol(&self, name: &str) -> (u16, Value) {
         answer(&self.ask("enrol", name).run().await.ok())
     }

@@ -1,4 +1,4 @@
-//! Certificates that another system makes and renews: a company's PKI, which here is openssl.
+//! Certificates that an external CA issues and renews: a company's PKI, which here is openssl.
 
 use crate::{
     certificates::{PACE, app, nothing_is_lost, span},
@@ -38,7 +38,7 @@ cat "$2.own" "$5.pem" >"$2.pem"
 const GATEWAY: &str = "URI:spiffe://company.test/gateway";
 const EDGE_1: &str = "URI:spiffe://company.test/edge/edge-1";
 
-/// A company, with certificates for a gateway, a front, two edges and a caller.
+/// A company, with certificates for a gateway, a listener, two edges and a client.
 async fn company() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     found(&folder, "company").await;
@@ -196,7 +196,7 @@ const SPOILT: [(&str, &str, &str, &str); 6] = [
     ("by-leaf", "clientAuth", EDGE_1, "edge-2"),
 ];
 
-/// The same certificate at the wrong door, and others with one thing wrong.
+/// Tests the same certificate at the wrong listener, and others with one fault.
 #[tokio::test]
 async fn of_one_ca_an_edge_is_no_caller_and_a_caller_no_edge() {
     need!("openssl", "curl");
@@ -513,7 +513,7 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
     edge.said("is not believed here any more").await;
 }
 
-/// Whoever has stolen a gateway's key keeps no edge by it that was told of another CA.
+/// Checks that a stolen gateway key keeps no edge that has learned of another CA.
 #[tokio::test]
 async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
     need!("openssl", "curl");
@@ -587,7 +587,7 @@ async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
     .await;
 }
 
-/// Our CA is for fronts and callers then, and its rotation none of the edges' business.
+/// Our CA is for listeners and clients then, and its rotation none of the edges' business.
 #[tokio::test]
 async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
     need!("openssl", "curl");

@@ -63,7 +63,7 @@ impl Ground {
         assert_eq!(answer.text(), "it");
     }
 
-    /// Callers as below, and the streams that the gateway opens for them.
+    /// Clients as below, and the streams that the gateway opens for them.
     async fn deaf_callers(&self, evil: &mut Evil, count: usize) -> (Vec<TcpStream>, Vec<u32>) {
         let (mut callers, mut streams) = (Vec::new(), Vec::new());
         for _ in 0..count {
@@ -73,7 +73,7 @@ impl Ground {
         (callers, streams)
     }
 
-    /// A caller of the hostile node who never reads, and whose system takes little for it.
+    /// A client of the hostile node who never reads, and whose system takes little for it.
     async fn deaf_caller(&self) -> TcpStream {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4 << 10).unwrap();

@@ -1,4 +1,4 @@
-//! Callers that mean harm, at the wire: what they say beside the head, twice, or in another spelling.
+//! Clients that mean harm, at the wire: what they say beside the head, twice, or in another spelling.
 //!
 //! Each test sends bytes that no honest client sends, and asks what of them reached the app.
 

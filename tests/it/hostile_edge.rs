@@ -1,4 +1,4 @@
-//! An edge with a valid certificate that means harm: it ends its own tunnel, and nobody else's.
+//! An edge with a valid certificate that means harm: it ends its own tunnel, and no other.
 //!
 //! The gateway is the built binary. Each test floods or lies in one way; meanwhile another node goes on being served, and
 //! the reason is in the gateway's log. With `CAUSEWAY_TEST_FULL=1` the gateway's memory has not grown by more than what a
@@ -75,7 +75,7 @@ impl Ground {
         self.site.gateway.line(reason, ended).await;
     }
 
-    /// A caller of the hostile node, and the stream that the gateway opens for it.
+    /// A client of the hostile node, and the stream that the gateway opens for it.
     async fn called(&self, evil: &mut Evil) -> (JoinSet<Ran>, u32) {
         let mut calling = JoinSet::new();
         let curl = self.site.curl(evil::NODE, "").args(["--max-time", "30"]);
@@ -197,7 +197,7 @@ async fn interim_answers_without_end_fail_their_stream_and_then_their_tunnel() {
     );
 }
 
-/// What it is, its bytes, and a word of the reason that the log must give.
+/// Name of the lie, its bytes, and a word of the reason that the log must give.
 type Lie = (&'static str, Vec<u8>, &'static str);
 
 fn out_of_bounds() -> Vec<Lie> {

@@ -1,6 +1,6 @@
-//! Who is let in: edges by certificate, callers by what their front names, joining by a token.
+//! Authentication: edges by certificate, clients by the method that their listener names, enrolment by a join token.
 //!
-//! Nothing is open by default, and whoever is kept out learns why.
+//! Nothing is open by default, and each refused peer learns why.
 
 use crate::world::{
     GATEWAY_NAME, LIFE, World,

@@ -1,4 +1,4 @@
-//! HTTP/2 callers that ask for nothing: for how long they are kept, and what keeps them.
+//! HTTP/2 clients that send no requests: how long their connections stay open, and for what reasons.
 
 use crate::{
     road::{Road, URL},

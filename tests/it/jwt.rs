@@ -1,4 +1,4 @@
-//! Callers by JWT, and what apps are told of callers, however they are known.
+//! Clients that authenticate by JWT, and the identity of clients that upstreams receive, for each authentication method.
 
 use crate::forwarding_headers::script;
 use crate::hostile::one_chunked_request;
@@ -21,7 +21,7 @@ use tokio::net::TcpListener;
 
 const URL: &str = "https://edge-1:9100/";
 
-/// An `https` front for JWTs of this issuer, and for what else `callers` say.
+/// An `https` listener for JWTs of this issuer, and for what else `callers` say.
 fn jwts(jwt: Jwt, callers: ClientAuth) -> Listener {
     Listener {
         callers: ClientAuth {
@@ -52,7 +52,7 @@ fn assert_untold(world: &World, tokens: &[&str]) {
     }
 }
 
-/// curl, which shows the front `jwt` this token.
+/// curl, which shows the listener `jwt` this token.
 async fn curl(world: &World, token: &str) -> Ran {
     let to = format!("::{}", world.front("jwt"));
     let bearer = format!("Authorization: Bearer {token}");
@@ -118,7 +118,7 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     assert_untold(&world, &[&by_old, &by_new]);
 }
 
-/// curl and a caller of our own are refused with this sentence.
+/// curl and a client of our own are refused with this sentence.
 async fn assert_refused(world: &World, token: &str, says: &str) {
     let (status, body) = said(&curl(world, token).await);
     let problem: serde_json::Value = serde_json::from_str(&body).unwrap();
@@ -313,7 +313,7 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
     .await;
 }
 
-/// A front that takes all three, and tells the app who calls.
+/// Listener that accepts all three, and sends the client's identity to the upstream.
 fn telling(build: &Build, jwt: Jwt) -> Listener {
     let callers = ClientAuth {
         tokens: Some(build.tokens()),
@@ -325,7 +325,7 @@ fn telling(build: &Build, jwt: Jwt) -> Listener {
     front
 }
 
-/// What a caller would have an app believe.
+/// Adds the identity fields that a client would have an upstream believe.
 fn lying(caller: Caller) -> Caller {
     caller
         .field("x-remote-user", "root")

@@ -133,7 +133,7 @@ async fn killed_everywhere(
     killed
 }
 
-/// What is not in its place.
+/// Returns the temporary files that a killed command left behind.
 fn left(data: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(data).unwrap().map(|entry| entry.unwrap());
     let new = entries.filter(|entry| {

@@ -1,6 +1,6 @@
-//! What is left behind by callers that leave at the worst moment: nothing.
+//! Resources left behind by clients that leave at the worst moment: there must be none.
 //!
-//! Counted where it would stay: open streams and open connections of each front.
+//! The tests count the open streams and open connections of each listener.
 
 use crate::{
     road::Road,
@@ -22,7 +22,7 @@ use tokio::{
 
 const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
 
-/// Nobody reads from such a caller, so that nobody is told by the system when it goes.
+/// Tests clients whose sockets are not read, so that the system does not report when they leave.
 #[tokio::test]
 async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -50,7 +50,7 @@ async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go()
     .await;
 }
 
-/// What the drain time is too short for must not look whole.
+/// Checks that a response that the drain time is too short for does not look complete.
 #[tokio::test]
 async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
     let app = App::http(|_| answer::endless()).await;

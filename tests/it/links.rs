@@ -126,7 +126,7 @@ async fn a_link_that_stutters_loses_nothing() {
     road.until_idle().await;
 }
 
-/// Each cut is an error for whoever is in mid-request, and for nobody else; each time the edge is back.
+/// Each cut is an error for clients in mid-request, and for no others. The edge returns each time.
 #[tokio::test]
 async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
     let whole = Arc::new(pattern(MIB));
@@ -156,7 +156,7 @@ async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
     road.until_idle().await;
 }
 
-/// Where nothing at all passes while the edge dials, it dials again.
+/// Checks that an edge dials again if nothing at all passes while it dials.
 #[tokio::test]
 async fn an_edge_that_begins_on_a_silent_link_is_there_when_the_link_is() {
     let app = App::saying("well").await;

@@ -1,4 +1,4 @@
-//! Causeway as a whole: gateway, edges, apps and callers over real sockets, in one binary.
+//! Causeway as a whole: gateway, edges, apps and clients over real sockets, in one binary.
 //!
 //! One file for each promise; `world` builds what a test needs. A test reads: a world, an act, an assertion.
 

@@ -1,4 +1,4 @@
-//! A link that dies, and one that returns: who knows how soon, and what callers see.
+//! A link that dies, and one that returns: how soon each side detects it, and what clients see.
 //!
 //! Real processes on a street of namespaces. `CAUSEWAY_TEST_FULL=1` holds them to the times that a user is promised, with
 //! what a busy machine may add, and adds outages of one minute and of ten.
@@ -25,15 +25,15 @@ const KNOWN: Duration = Duration::from_secs(15);
 const BACK: Duration = Duration::from_secs(2);
 /// The bound of a wait for what a process writes.
 const SOON: Duration = Duration::from_mins(2);
-/// What TCP itself may keep what it has sent waiting, after an outage that was over before anybody knew of it:
-/// its retransmissions are 3.2 s apart by then.
+/// Time that TCP itself may delay sent data after an outage that ended before either side detected it: its retransmissions
+/// are 3.2 s apart by then.
 const RETRANSMISSION: Duration = Duration::from_millis(3_200);
 /// An outage that is over before anybody knows of it.
 const SHORT: Duration = Duration::from_secs(5);
 /// Idle for this long before the outage: the gateway's probe, which is due 5 s after the last byte, is lost early,
 /// and by the link's return TCP sends it again at its longest distance.
 const PROBED_EARLY: Duration = Duration::from_millis(3_500);
-/// What a machine that does other work besides may add.
+/// Time that a machine with other work may add.
 const BUSY: Duration = Duration::from_millis(1_500);
 
 /// As much has passed when bulk has come to its full speed, in bytes.
@@ -41,7 +41,7 @@ const BULK: u64 = 16 << 20;
 
 const URL: &str = "http://edge-1:9100/";
 
-/// What goes on when the link dies.
+/// Traffic while the link dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Traffic {
     Idle,
@@ -117,7 +117,7 @@ impl<'a> Scene<'a> {
         began.elapsed()
     }
 
-    /// A caller in the middle of a request, who gets to know when it has failed.
+    /// A client in the middle of a request, who gets to know when it has failed.
     async fn caller(&self, traffic: Traffic, callers: &mut JoinSet<()>) {
         let path = match traffic {
             Traffic::Idle => "GET /silent",
@@ -157,7 +157,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Both ends and the callers know of a cut in time.
+/// Both ends and the clients know of a cut in time.
 async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
     let gone = format!("{} disconnected", scene.node);
     let gateway = async {

@@ -37,7 +37,7 @@ const URL: &str = "https://edge-1:10250/";
 /// After this the app closes the connection.
 const ONCE: &str = "https://edge-1:10250/once";
 
-/// What an app shows, of several certificates with their keys.
+/// Certificates with their keys, of which an upstream shows one.
 #[derive(Debug)]
 struct Shows {
     keys: Vec<Arc<CertifiedKey>>,
@@ -108,7 +108,7 @@ fn key(leaf: &LeafCertificate) -> Fingerprint {
     Fingerprint::of_key(&leaf.chain()[0]).unwrap()
 }
 
-/// What the disk has of edge-1's kubelet.
+/// Returns the pin of edge-1's kubelet on disk.
 fn noted(world: &World) -> Option<Pin> {
     let all = world.store().pins().all().unwrap();
     let node = NodeName::parse("edge-1").unwrap();

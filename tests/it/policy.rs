@@ -23,7 +23,7 @@ fn compiled(rules: &Value) -> Policy {
     Policy::compile(&policy).unwrap()
 }
 
-/// What the newest access record says decided.
+/// Returns the deciding rule of the newest access record.
 fn decided(world: &World) -> Value {
     let records = world.log().records();
     records.last().unwrap()["rule"].clone()

@@ -1,4 +1,4 @@
-//! PROXY v2 on fronts: who calls is whom a trusted proxy says, and nobody else can say so.
+//! PROXY v2 on listeners: a trusted proxy gives the address of the client, and no other peer can give one.
 
 use crate::world::{
     PATIENCE, World,
@@ -13,13 +13,13 @@ use tokio::{
     time::timeout,
 };
 
-/// The one proxy that fronts believe.
+/// Only proxy that listeners trust.
 const PROXY: [u8; 4] = [127, 0, 0, 1];
 /// Any other host.
 const ELSEWHERE: [u8; 4] = [127, 0, 0, 2];
 const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
 
-/// A front that believes the proxy.
+/// Listener that trusts the proxy.
 fn believing(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
@@ -44,7 +44,7 @@ fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
     .concat()
 }
 
-/// What comes back for these bytes; nothing where the connection is cut.
+/// Returns the response to these bytes, or nothing if the connection is cut.
 async fn said(front: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
     let socket = TcpSocket::new_v4().unwrap();
     socket

@@ -1,4 +1,4 @@
-//! What nodes read, by the built binary: objects from manifests at the gateway, read at edges by curl as clients of Kubernetes
+//! API cache by the built binary. The gateway takes objects from manifests. curl reads them at edges as clients of Kubernetes
 //! do, through outages, restarts and damage.
 
 use crate::world::{
@@ -36,7 +36,7 @@ fn write(objects: &Path, name: &str, address: &str) {
     fs::write(objects.join(format!("{name}.json")), slice.to_string()).unwrap();
 }
 
-/// A port of this machine that nobody has, for an address that others are told.
+/// Free port of this machine, for an address that others receive.
 fn free() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().to_string()
@@ -104,7 +104,7 @@ impl Reading {
         .await;
     }
 
-    /// What its admin listener has there.
+    /// Returns the page of the edge's admin listener at this path.
     async fn page(&self, path: &str) -> String {
         let written = self.edge.written();
         let line = written.line(|line| line.contains("edge runs")).unwrap();

@@ -303,7 +303,7 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
     refused(&world, "unauthenticated").await;
 }
 
-/// The front `clients` of this configuration.
+/// The listener `clients` of this configuration.
 fn clients(config: &mut Config) -> &mut Listener {
     let mut fronts = config.fronts.iter_mut();
     fronts.find(|front| front.name == "clients").unwrap()
@@ -541,7 +541,7 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     world.until_idle().await;
 }
 
-/// A front for JWTs of this issuer.
+/// A listener for JWTs of this issuer.
 fn jwts(jwt: Jwt, disconnect_expired: bool) -> Listener {
     Listener {
         disconnect_expired,

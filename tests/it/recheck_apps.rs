@@ -79,7 +79,7 @@ impl Streams {
         streams
     }
 
-    /// Waits until each has ended, as one that is refused after it began. Nobody reads the second downloads.
+    /// Waits until each has ended, as one that is refused after it began. Nothing reads the second downloads.
     pub(crate) async fn are_refused(&mut self) {
         for (_connection, dropped) in &self.uploads {
             until("the upload has ended", async || dropped.is_cancelled()).await;

@@ -1,6 +1,6 @@
-//! Callers of the nodes' own addresses: rules of nftables lead them to fronts, and nobody else.
+//! Clients of the nodes' own addresses: rules of nftables redirect them to listeners, and no other connections.
 //!
-//! Real processes and a real kernel, in a network of the test's own: the gateway on the hub, callers there and on a host
+//! Real processes and a real kernel, in a network of the test's own: the gateway on the hub, clients there and on a host
 //! that sends by the hub.
 
 use crate::world::{
@@ -87,7 +87,7 @@ impl Scene {
         self.apps.push(app);
     }
 
-    /// A caller here, or on `host`.
+    /// A client here, or on `host`.
     async fn curl(&self, url: &str, host: Option<&Host<'_>>) -> Ran {
         let running = {
             let _there = host.map(Host::enter);
@@ -147,7 +147,7 @@ async fn whoever_dials_a_nodes_address_arrives_at_that_node_from_here_and_from_b
     scene.curl(&admin, None).await.ok();
 }
 
-/// Answers every caller that it is there.
+/// Answers every client that it is there.
 async fn itself(listener: TcpListener) {
     saying(listener, "itself").await;
 }
@@ -447,7 +447,7 @@ impl<'a> Pods<'a> {
         }
     }
 
-    /// One whose edge lets callers to these hosts.
+    /// One whose edge lets clients to these hosts.
     async fn at(street: &'a Street, site: &Site, node: &'static str, allowed: &str) -> Self {
         let Self { host, serving, .. } = Self::elsewhere(street);
         let token = site.token(&format!("--node {node}")).await;

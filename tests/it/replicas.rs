@@ -19,7 +19,7 @@ use std::{
 
 /// Of the name server.
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 17, 2);
-/// What a gateway says of a tunnel that has come; of none it says that the node is not connected.
+/// Log message of a gateway about a new tunnel. Without a tunnel the gateway says that the node is not connected.
 const ARRIVED: &str = "edge-1 connected";
 const URL: &str = "http://edge-1:9100/";
 

@@ -1,4 +1,4 @@
-//! Callers whom a cluster's API knows, and what it lets them do at kubelets.
+//! Clients that a cluster's API authenticates, and their access to kubelets.
 
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, session},
@@ -38,7 +38,7 @@ use std::{
 
 const PROM: &str = "system:serviceaccount:mon:prom";
 
-/// A cluster: `prom` reads metrics, `root` does everything, of `slow` nobody hears, and all fails while it is `away`.
+/// A cluster: `prom` reads metrics, `root` does everything, `slow` gets no response, and all fails while it is `away`.
 #[derive(Debug, Default)]
 struct Cluster {
     away: AtomicBool,
@@ -112,7 +112,7 @@ impl ReviewClient for Api {
     }
 }
 
-/// A front for tokens that the cluster knows, and kubelets behind it.
+/// A listener for tokens that the cluster knows, and kubelets behind it.
 fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         port: Some(10250),

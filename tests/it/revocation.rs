@@ -1,4 +1,4 @@
-//! Who is welcome: nodes that are revoked, allowed again, removed; tokens for several nodes, and tokens taken back.
+//! Revocation of nodes: nodes that are revoked, allowed again or removed; tokens for several nodes, and revoked tokens.
 
 use crate::world::{
     World,
@@ -113,7 +113,7 @@ async fn a_full_admin_listener_holds_up_no_command() {
     assert_eq!(mode & 0o777, 0o600, "nobody else connects to it");
 }
 
-/// Whoever stole a machine has its certificate still when another machine has taken the node's place.
+/// Checks a stolen machine, which still has its certificate when another machine has taken the node's place.
 #[tokio::test]
 async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_lets_it_in() {
     let mut world = World::start().await;

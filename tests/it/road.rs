@@ -1,6 +1,6 @@
-//! The shortest road: a gateway with all kinds of front, edge-1, and an app as its port 9100.
+//! The shortest road: a gateway with all kinds of listener, edge-1, and an app as its port 9100.
 //!
-//! For tests of what passes along it. Fronts: `https` (certificate), `plain` (http), `bytes` (tcp to port
+//! For tests of what passes along it. Listeners: `https` (certificate), `plain` (http), `bytes` (tcp to port
 //! 9100), `connect` and `unix` (connect); all but the first serve anybody, so that any client can be used.
 
 use crate::world::{
@@ -18,7 +18,7 @@ use std::{net::SocketAddr, ops::Deref, path::PathBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 
-/// The app, as callers name it.
+/// The app, as clients name it.
 pub(crate) const URL: &str = "https://edge-1:9100/";
 
 /// A world with everything in it; dropped edge first.
@@ -45,7 +45,7 @@ impl Road {
         Self::secured_by(Self::build(), choose).await
     }
 
-    /// The same over these fronts.
+    /// The same over these listeners.
     pub(crate) async fn secured_by(
         build: Build,
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
@@ -64,7 +64,7 @@ impl Road {
         (app, road)
     }
 
-    /// The fronts, to be changed before they open.
+    /// The listeners, to be changed before they open.
     pub(crate) fn build() -> Build {
         let build = World::build();
         let unix = ListenAddr::Unix(build.folder().join("connect.sock"));
@@ -78,7 +78,7 @@ impl Road {
             .front(Listener::new("unix", ListenerProtocol::Connect, unix))
     }
 
-    /// Over those fronts.
+    /// Over those listeners.
     pub(crate) async fn along(build: Build, scheme: Protocol, app: SocketAddr) -> Self {
         // Boxed: a gateway's configuration is large.
         let world = Box::pin(build.start()).await;
@@ -108,7 +108,7 @@ impl Road {
         opened.unwrap()
     }
 
-    /// TCP to a front that speaks no TLS.
+    /// TCP to a listener that speaks no TLS.
     pub(crate) async fn tcp(&self, front: &str) -> TcpStream {
         self.caller_at(front).tcp_stream().await
     }
@@ -132,7 +132,7 @@ impl Road {
         }
     }
 
-    /// A caller who speaks HTTP/2.
+    /// A client who speaks HTTP/2.
     pub(crate) fn http2(&self) -> Caller {
         self.caller().http2()
     }

@@ -1,6 +1,6 @@
-//! Where a request goes: each rule of the routing order, over real sockets.
+//! Routing of requests: each rule of the routing order, over real sockets.
 //!
-//! The original destination needs rules of the kernel's; `proxy::route` tests it without.
+//! The original destination needs rules in the kernel; `proxy::route` tests it without them.
 
 use crate::world::{
     GATEWAY_NAME, World,

@@ -32,9 +32,9 @@ use tokio::{
 const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 /// Slices that are there all the time, the one that changes among them.
 const COUNT: usize = 3;
-/// What changes.
+/// Name of the object that changes.
 const STATE: &str = "state";
-/// Where programs read, which is free on a host of one's own.
+/// Port at which programs read; it is free on a host of one's own.
 const READER: u16 = 10270;
 /// How soon a leader that is gone is replaced.
 const REPLACED: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ impl Cloud {
         }
     }
 
-    /// Changes what there is, to what nobody has read yet.
+    /// Changes the object to a state that no client has read yet.
     fn change(&self) {
         self.newest.set(self.newest.get() + 1);
         write(self.objects.path(), STATE, self.newest.get());
@@ -76,13 +76,13 @@ impl Cloud {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// Who leads each pool.
+    /// Returns the leader of each pool.
     async fn leaders(&self) -> BTreeMap<String, String> {
         let pool = self.api("pool").await;
         serde_json::from_value(pool["leaders"].clone()).unwrap()
     }
 
-    /// Who leads, by `causeway status`.
+    /// Returns the leaders that `causeway status` reports.
     async fn status(&self) -> Vec<String> {
         let status = causeway("status --output json").flag("--data-dir", self.site.data());
         let edges = status.run().await.ok().stdout;
@@ -125,7 +125,7 @@ fn saved(file: &Path) -> Option<u8> {
     states.next().map(|state| number(&state))
 }
 
-/// What a client on a node has read.
+/// States that a client on a node has read.
 #[derive(Default)]
 struct Seen {
     state: u8,
@@ -257,7 +257,7 @@ impl<'a> Node<'a> {
         read.ok_or_else(fault)
     }
 
-    /// What a program that comes now reads.
+    /// Returns the state that a new program reads.
     async fn reads(&self) -> u8 {
         let list = self.get(READER, SLICES).await.unwrap();
         let items = list["items"].as_array().unwrap();
@@ -272,12 +272,12 @@ impl<'a> Node<'a> {
         )
     }
 
-    /// Whether whoever watches and whoever comes now know this state.
+    /// Whether watching clients and new clients have this state.
     async fn shows(&self, state: u8) -> bool {
         self.seen.borrow().state == state && self.reads().await == state
     }
 
-    /// What its edge says of its reading.
+    /// Returns the status of the edge's API cache.
     async fn status(&self) -> Value {
         let status = self.get(self.admin.get(), "/status").await.unwrap();
         status["reader"].clone()

@@ -1,8 +1,8 @@
 //! Requests that two readers could take for different ones: what they come to, and that nothing else arrives.
 //!
 //! The cases are data (`tests/fixtures/hostile`, one file for each protocol). Each is sent over a connection of
-//! its own to a real front, and behind it, where that is still open, an ordinary request whose head a leftover
-//! byte would spoil. Then three records must agree: what the caller was answered, what the policy was asked,
+//! its own to a real listener, and behind it, where that is still open, an ordinary request whose head a leftover
+//! byte would spoil. Then three records must agree: what the client was answered, what the policy was asked,
 //! and what an app that reads as strictly as the RFC allows has got (`world::recorder`).
 
 mod http1;
@@ -29,7 +29,7 @@ const AFTER: &str = "/after";
 /// The path of a request whose body breaks off: it never comes to its end.
 const BROKEN: &str = "/broken";
 
-/// What must come of a case.
+/// Expected result of a case.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Expect {
@@ -37,7 +37,7 @@ struct Expect {
     status: Option<u16>,
     /// On HTTP/2 instead of an answer: `reset` or `goaway`; on HTTP/1.1: `closed`.
     end: Option<String>,
-    /// What reaches the app, in order.
+    /// Requests that reach the upstream, in order.
     requests: Vec<Wanted>,
     /// The connection takes no further request.
     closes: bool,
@@ -70,7 +70,7 @@ fn whole() -> Option<String> {
     Some(String::new())
 }
 
-/// How a connection went, as its caller saw it.
+/// How a connection went, as its client saw it.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     first: First,
@@ -84,7 +84,7 @@ enum First {
     Ended(&'static str),
 }
 
-/// What the policy was asked about port 9100 of edge-1, which is all that an app may get: method and path.
+/// Policy that records the requests about port 9100 of edge-1, which are all that an upstream may get: method and path.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Judge(Arc<Mutex<Vec<(String, String)>>>);
 

@@ -1,4 +1,4 @@
-//! Everything at once, for a long time: mixed load, edges that flap, callers that abort, SIGHUP.
+//! Everything at once, for a long time: mixed load, edges that flap, clients that abort, SIGHUP.
 //!
 //! `CAUSEWAY_SOAK` says for how long (`tests/soak 1h`); without it some seconds show that the soak itself
 //! works. Two nodes stay and never fail a request; two are killed and started again all the time, and whatever
@@ -40,7 +40,7 @@ const UPLOAD: usize = 512 << 10;
 /// By how much memory may differ between two looks at the same load, in bytes.
 const NOISE: usize = 48 << 20;
 
-/// What was done.
+/// Counts of the work done.
 #[derive(Default)]
 struct Tally {
     requests: AtomicU64,

@@ -37,11 +37,11 @@ use tokio::{
 };
 
 const MIB: usize = 1 << 20;
-/// The window that a caller's stream over HTTP/2 has.
+/// The window that a client's stream over HTTP/2 has.
 const HTTP2_WINDOW: u64 = 256 << 10;
 /// The least window that a stream has.
 const FLOOR: usize = 64 << 10;
-/// What one look may come late by, on a loaded machine.
+/// Amount in bytes by which one measurement may be late on a loaded machine.
 const SLACK: usize = 24 * MIB;
 
 fn many() -> usize {

@@ -57,8 +57,8 @@ async fn a_websockets_close_code_reaches_its_caller() {
     assert_eq!(event(&mut app, "closed").await["code"], 4001);
 }
 
-/// What it has received before is less than half of the old window, for which no reader's credit was sent, and more than
-/// all of the new one.
+/// Checks a session that has received less than half of the old window, for which no credit was sent, and more than all of
+/// the new window.
 #[tokio::test]
 async fn a_session_that_rests_while_a_crowd_makes_windows_small_goes_on_afterwards() {
     let app = App::tcp(Script::new().echo()).await;
@@ -114,7 +114,7 @@ async fn bytes_in_the_segment_of_a_101_arrive_and_both_ways_stay_untouched() {
     assert_eq!(app.end().await, End::Finished);
 }
 
-/// Bytes that a caller sends with its request belong to the new protocol as well.
+/// Bytes that a client sends with its request belong to the new protocol as well.
 #[tokio::test]
 async fn bytes_in_the_segment_of_an_upgrades_request_reach_the_app() {
     let app = App::http(|_| answer::switch("SPDY/3.1", b"")).await;
@@ -248,7 +248,7 @@ async fn a_caller_that_goes_away_in_mid_upload_resets_the_apps_request() {
     }
 }
 
-/// The caller's bytes stand before an app that does not read: what waits there must not hide the reset.
+/// The client's bytes stand before an app that does not read: what waits there must not hide the reset.
 #[tokio::test]
 async fn a_caller_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
     let listener = TcpSocket::new_v4().unwrap();

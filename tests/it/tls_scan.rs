@@ -1,7 +1,7 @@
-//! What OpenSSL finds when it scans each port that speaks TLS: versions, suites, renegotiation, ALPN, and that who
-//! shows no certificate gets not a byte of service.
+//! Results of OpenSSL's scan of each port that speaks TLS: versions, suites, renegotiation, ALPN. A client that shows no
+//! certificate gets not a byte of service.
 //!
-//! Each refusal is the server's own alert: OpenSSL is told to offer what it would not by itself.
+//! Each refusal is the server's own alert: OpenSSL is told to offer parameters that it would not offer by itself.
 
 use crate::world::{
     GATEWAY_NAME, LIFE, World,
@@ -14,7 +14,7 @@ use causeway_certs::{Ca, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey};
 use causeway_gateway::config::ListenerProtocol;
 use std::{net::SocketAddr, path::PathBuf};
 
-/// Kinds of front that speak TLS.
+/// Kinds of listener that speak TLS.
 const FRONTS: [&str; 3] = ["https", "connect", "bytes"];
 /// OpenSSL's words for everything it has.
 const ALL: &str = "ALL:COMPLEMENTOFALL@SECLEVEL=0";
@@ -70,7 +70,7 @@ impl Scan {
         alert.split(':').next().unwrap().to_owned()
     }
 
-    /// What a handshake agrees on.
+    /// Returns the parameters that a handshake agrees on.
     async fn agreed(&self, to: SocketAddr, arguments: &str) -> String {
         let ran = self.client(to, arguments, "").await;
         let text = ran.text();

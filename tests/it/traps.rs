@@ -1,9 +1,9 @@
-//! DESIGN's known traps, each with a test of its name: here where the whole road adds something.
+//! The invariants of ARCHITECTURE.md that need the whole product: each has a test with its number.
 //!
 //! | trap | here | and nearer to its cause |
 //! | --- | --- | --- |
 //! | 1 small chunks end h2's connection | `trap_1_…` | `tunnel::client`, `edge::proxy`: `trap_1_…` |
-//! | 2 callers that hang up end it | `trap_2_…` | `tunnel::client`: `trap_2_…` |
+//! | 2 clients that hang up end it | `trap_2_…` | `tunnel::client`: `trap_2_…` |
 //! | 3 an abort reads as an end | `trap_3_…`, more in `streams` | `tunnel::client`: `trap_3_…` |
 //! | 4 a refused port looks like success | `trap_4_…`; bytes held back: `faces::an_egress_selector_…` | `edge::proxy::a_refused_port_…` |
 //! | 5 heads between HTTP/1.1 and HTTP/2 | `trap_5_…`, more in `faces` | `tunnel::headers` |
@@ -425,7 +425,7 @@ async fn opened(road: &Road) -> Vec<u64> {
     road.details("streams_opened").await
 }
 
-/// A caller's TLS that offers these protocols.
+/// A client's TLS that offers these protocols.
 fn config(world: &World, alpn: &[&[u8]]) -> ClientConfig {
     let leaf = world.caller_leaf("pieces");
     let key = PrivateKeyDer::from_pem_slice(leaf.key_pem().expose().as_bytes()).unwrap();

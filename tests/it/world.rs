@@ -1,4 +1,4 @@
-//! A world for one test: a gateway with its own CA, edges that joined with tokens, apps, callers.
+//! A world for one test: a gateway with its own CA, edges that joined with tokens, apps, clients.
 //!
 //! All of it in this process, on port 0 of loopback and in a temporary directory that goes with it. Whatever
 //! a test waits for is a condition with a bound, never a time. What the gateway and its edges log is
@@ -43,7 +43,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
 const LOOK: Duration = Duration::from_millis(5);
 /// Life of what is issued here.
 pub(crate) const LIFE: Duration = Duration::from_hours(1);
-/// A name in the certificate of every front, which is no node's.
+/// A name in the certificate of every listener, which is no node's.
 pub(crate) const GATEWAY_NAME: &str = "gateway.test";
 
 /// A gateway, and what a test puts around it.
@@ -55,7 +55,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// One gateway on this test's own thread, with an `https` front for callers with a certificate.
+    /// One gateway on this test's own thread, with an `https` listener for clients with a certificate.
     pub(crate) async fn start() -> Self {
         Self::build().start().await
     }
@@ -70,23 +70,23 @@ impl World {
         edge::Plan::new(self, node)
     }
 
-    /// A caller at the `https` front with a certificate of the world's CA.
+    /// A client at the `https` listener with a certificate of the world's CA.
     pub(crate) fn caller(&self) -> Caller {
         self.caller_at("https")
     }
 
-    /// The same at another front.
+    /// The same at another listener.
     pub(crate) fn caller_at(&self, front: &str) -> Caller {
         let leaf = self.caller_leaf("tester");
         Caller::new(self.place(front), self.ca.root(), self.log()).certificate(&leaf)
     }
 
-    /// A caller's certificate by the world's CA.
+    /// A client's certificate by the world's CA.
     pub(crate) fn caller_leaf(&self, name: &str) -> LeafCertificate {
         self.ca.issue_caller(name, &[], LIFE).unwrap()
     }
 
-    /// curl with the world's CA and a caller's certificate; every URL leads to the `https` front.
+    /// curl with the world's CA and a client's certificate; every URL leads to the `https` listener.
     pub(crate) fn curl<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Tool {
         let leaf = self.caller_leaf("curl");
         let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());
@@ -99,13 +99,13 @@ impl World {
             .args(arguments)
     }
 
-    /// The address of a front.
+    /// The address of a listener.
     pub(crate) fn front(&self, name: &str) -> SocketAddr {
         let found = self.gateway().addresses.front(name);
         found.unwrap_or_else(|| panic!("no front {name:?} with an address"))
     }
 
-    /// Where callers of a front connect.
+    /// Returns the address of a listener for clients.
     pub(crate) fn place(&self, front: &str) -> Place {
         self.gateway().place(front)
     }
@@ -167,7 +167,7 @@ impl World {
             .unwrap()
     }
 
-    /// What was logged so far.
+    /// Returns the log so far.
     pub(crate) fn log(&self) -> Log {
         self.build.log()
     }
@@ -177,7 +177,7 @@ impl World {
         Metrics(self.admin_text("/metrics").await.1)
     }
 
-    /// What the admin listener answers.
+    /// Returns the response of the admin listener.
     pub(crate) async fn admin_text(&self, path: &str) -> (u16, String) {
         let admin = self.admin();
         let caller = Caller::new(Place::Plain(admin), self.ca.root(), self.log());
@@ -203,7 +203,7 @@ impl World {
         .await;
     }
 
-    /// Waits until no caller's stream is open.
+    /// Waits until no client's stream is open.
     pub(crate) async fn until_idle(&self) {
         until("no stream is open", async || {
             self.metrics().await.sum("open_streams", &[]) == 0
@@ -268,7 +268,7 @@ impl Metrics {
         series.sum()
     }
 
-    /// How many streams of a front ended so.
+    /// Returns the number of streams of a listener that ended with this result.
     pub(crate) fn outcomes(&self, front: &str, outcome: &str) -> u64 {
         self.sum("streams_total", &[("front", front), ("outcome", outcome)])
     }

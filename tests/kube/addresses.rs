@@ -1,4 +1,4 @@
-//! The way of addresses: kube-apiserver dials the nodes' own, and rules in its host's kernel lead it to the gateway.
+//! Setup by addresses: kube-apiserver dials the nodes' own, and rules in its host's kernel lead it to the gateway.
 //!
 //! The gateway ends the API server's TLS, with a certificate for the address that was dialled, and asks kubelets itself.
 //! Nothing but that address says which node is meant: no name is in the handshake, checked or not.

@@ -1,7 +1,8 @@
-//! Where edges reach a gateway, by a Service: with the rights of `examples/egress` and `examples/advertise` and no others.
+//! Addresses at which edges reach a gateway, taken from a Service, with the rights of `examples/egress` and
+//! `examples/advertise` and no others.
 //!
-//! What whoever runs load balancers does is done by hand: the Service's status is patched. The gateway and its edge are on this
-//! machine, and nothing else says where the one is.
+//! The test does the work of a load balancer's controller by hand: it patches the Service's status. The gateway and its edge
+//! are on this machine, and nothing else tells the edge the address of the gateway.
 
 use std::{fmt::Write, fs, path::Path};
 
@@ -31,7 +32,7 @@ const TUNNEL: u16 = 11_562;
 const ADMIN: u16 = 11_565;
 const SERVICE: &str = "-n kube-system service causeway-tunnels";
 const RIGHTS: &str = "advertise/rbac.yaml";
-/// What is behind the Service.
+/// `EndpointSlice` behind the Service.
 const SLICE: &str = "-n kube-system endpointslice causeway-tunnels-1";
 
 /// The example's gateway.
@@ -100,7 +101,7 @@ fn edge(folder: &Path) -> Process {
     edge.start(&folder.join("edge.log"))
 }
 
-/// What a balancer asks before it sends callers.
+/// Returns the response to the readiness check that a balancer makes before it sends clients.
 fn readiness() -> String {
     let url = format!("http://127.0.0.1:{ADMIN}/readyz");
     Program::new("curl").words("-sS").args([url]).run().text()

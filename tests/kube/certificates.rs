@@ -57,7 +57,7 @@ const TUNNEL: u16 = 11_462;
 const ADMIN: u16 = 11_465;
 const CALLED: &str = "127.0.0.2:11464";
 const DOMAIN: &str = "causeway.local";
-/// Signers of the cluster's own: for whoever is approved, and for kubelets.
+/// Signers of the cluster itself: for approved clients, and for kubelets.
 const CLIENTS: &str = "kubernetes.io/kube-apiserver-client";
 const KUBELETS: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 
@@ -110,7 +110,7 @@ fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
         .ok();
 }
 
-/// The chain that a request got, if any; and whether somebody approved it.
+/// The chain that a request got, if any, and whether it was approved.
 fn got(world: &World, name: &str) -> (Option<String>, bool) {
     let request = world.cluster.get(&format!("csr {name}")).unwrap();
     let status = &request["status"];
@@ -127,7 +127,7 @@ fn signed(world: &World, name: &str) -> String {
     got(world, name).0.unwrap()
 }
 
-/// What was told on a request.
+/// Returns the events on a request.
 fn told(world: &World, name: &str) -> Vec<String> {
     let line = format!(
         "-n default events.events.k8s.io --field-selector regarding.name={name},reason=SignError"
@@ -138,7 +138,7 @@ fn told(world: &World, name: &str) -> Vec<String> {
     events.map(note).collect()
 }
 
-/// What somebody asks for.
+/// Certificate request of a requester.
 struct Wanted {
     signer: &'static str,
     subject: DistinguishedName,
@@ -148,7 +148,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// What an edge asks for.
+    /// Returns the request of an edge.
     fn edge(node: &str) -> Self {
         let uri = format!("spiffe://{DOMAIN}/edge/{node}");
         Self {
@@ -160,7 +160,7 @@ impl Wanted {
         }
     }
 
-    /// What is asked of the cluster's signer for clients.
+    /// Returns a request to the cluster's signer for client certificates.
     fn client(organization: &str, name: &str) -> Self {
         let mut subject = DistinguishedName::new();
         subject.push(DnType::OrganizationName, organization);
@@ -524,7 +524,7 @@ fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
     clean(&world);
 }
 
-/// Somebody else's signer, which makes what it is asked for.
+/// External signer, which issues each requested certificate.
 struct Elsewhere(Issuer<'static, KeyPair>);
 
 impl Elsewhere {

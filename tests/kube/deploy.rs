@@ -110,7 +110,7 @@ fn file(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// What kustomize makes of a way.
+/// Returns the output of kustomize for an overlay.
 fn kustomized(world: &World, way: &str) -> String {
     let overlay = file(&format!("deploy/overlays/{way}"));
     let made = world.cluster.kubectl("kustomize").args([overlay]);
@@ -181,7 +181,7 @@ fn pod(of: &Value) -> Value {
     })
 }
 
-/// What the two workloads need to be judged: their namespaces and accounts, for real.
+/// Kinds that the two workloads need to be judged, created for real: their namespaces and accounts.
 const SURROUNDINGS: [&str; 2] = ["Namespace", "ServiceAccount"];
 
 fn the_api_server_takes_each_way_without_a_warning() {

@@ -1,4 +1,4 @@
-//! The egress selector's way: kube-apiserver asks a `connect` front for nodes, by name or by address.
+//! Setup by the egress selector: kube-apiserver asks a `connect` listener for nodes, by name or by address.
 //!
 //! All that every way owes over a unix socket; the first of it over TCP with certificates as well. What is this way's
 //! alone: pods and Services, and what is at no edge, are asked for here too.

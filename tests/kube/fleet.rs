@@ -41,7 +41,7 @@ const NODES: u64 = STEADY + FLAPPING + 2;
 const TUNNEL: u16 = 12_262;
 const ADMIN: u16 = 12_265;
 const DNS: u16 = 12_253;
-/// What the names of nodes at the edge mean.
+/// Address that the names of nodes at the edge resolve to.
 const MEANING: &str = "192.0.2.20";
 
 /// An answer of the name server, on a machine that has 5,000 edges to do as well.
@@ -122,7 +122,7 @@ fn memory(process: &Process) -> u64 {
     kib.unwrap().parse().unwrap()
 }
 
-/// What a name means, and how long it took to say so.
+/// Returns the address that a name resolves to, and how long the query took.
 fn ask(name: &str) -> (String, Duration) {
     let began = Instant::now();
     let dig = format!("+short +time=5 +tries=1 -p {DNS} @127.0.0.1 {name}.nodes.example");

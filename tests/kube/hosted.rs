@@ -1,4 +1,4 @@
-//! The way of names without the gateway's DNS: a real `CoreDNS` has them from the hosts file in a `ConfigMap`.
+//! Setup by names without the gateway's DNS: a real `CoreDNS` has them from the hosts file in a `ConfigMap`.
 //!
 //! The gateway is that of `examples/dns`, with `examples/hosts` in place of its own DNS. What differs from there is only
 //! how a name becomes the gateway's address, so here is what shows that it does, with checks and without.

@@ -159,7 +159,7 @@ impl Gateway {
     }
 }
 
-/// What is in the file, if it is there.
+/// Returns the content of the file, if it exists.
 fn file(world: &World, name: &str, key: &str) -> Option<String> {
     let map = world
         .cluster
@@ -177,7 +177,7 @@ fn lease(world: &World) -> Value {
     lease["spec"].clone()
 }
 
-/// Changes an object of the namespace as somebody with kubectl does.
+/// Changes an object of the namespace as a user of kubectl does.
 fn patch(world: &World, what: &str, change: &Value) {
     let line = format!("-n kube-system patch {what} --type=merge -p");
     let patch = world.cluster.kubectl(&line).args([change.to_string()]);

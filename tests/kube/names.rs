@@ -1,4 +1,4 @@
-//! The way of names: kube-apiserver dials nodes by name, and DNS gives it the gateway's address.
+//! Setup by names: kube-apiserver dials nodes by name, and DNS gives it the gateway's address.
 //!
 //! Its resolver asks a real `CoreDNS`, which asks the gateway. The gateway ends the API server's TLS and asks kubelets
 //! itself. Where kubelets' certificates are not checked, an upgrade names nobody, and the pod in its path decides.
@@ -272,7 +272,7 @@ fn key(certificate: &Path) -> String {
     text.split(' ').next().unwrap().to_owned()
 }
 
-/// Status and words of the front's answer to a client of the cluster's CA.
+/// Status and words of the listener's answer to a client of the cluster's CA.
 fn ask(world: &World, client: &str, name: &str, path: &str) -> (String, String) {
     let pki = |end: &str| world.cluster.pki.path(&format!("{client}.{end}"));
     let place = format!("{name}:10250:{CLOUD}");

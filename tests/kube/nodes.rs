@@ -58,7 +58,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// Soon enough for whoever labels a node and looks.
+/// Maximum delay that is acceptable to a user who labels a node.
 const SOON: Duration = Duration::from_secs(2);
 
 /// A gateway that knows no edge, only the cluster.
@@ -137,7 +137,7 @@ impl Gateway {
         number(&all, "causeway_gateway_cluster_lost_timestamp_seconds ")
     }
 
-    /// What a CONNECT is answered.
+    /// Returns the response to a CONNECT.
     fn connect(&self, target: &str) -> String {
         let mut wire = UnixStream::connect(self.folder.join("it.sock")).unwrap();
         wire.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -1,6 +1,6 @@
 //! Node ports that a `ConfigMap` lists, with the rights and objects of `examples/egress` and `examples/ports` and no others.
 //!
-//! A gateway and an edge of the test's own on this machine, apart by loopback addresses: callers come to `127.0.0.2`,
+//! A gateway and an edge of the test's own on this machine, apart by loopback addresses: clients come to `127.0.0.2`,
 //! apps listen on `127.0.0.1`. The edge is started once and never touched.
 
 use std::{
@@ -61,22 +61,22 @@ pub(crate) fn proxied(name: &str, way: Way) -> Trial {
 const TUNNEL: u16 = 11_362;
 const ADMIN: u16 = 11_365;
 const EDGES_ADMIN: u16 = 11_366;
-/// Where callers come to.
+/// Address that clients connect to.
 const CALLED: &str = "127.0.0.2";
 
-/// Who says what may be listed at the edge.
+/// Owner of the list of ports at the edge.
 #[derive(Clone, Copy)]
 enum Whose {
     /// Its owner, as the example has it.
     Owners,
-    /// Nobody: its node is of the cluster.
+    /// No owner: its node belongs to the cluster.
     Clusters,
 }
 
-/// That node.
+/// Name of that node.
 const NODE: &str = "ports-1";
 
-/// What the example has, gone with the test.
+/// Objects of the example, removed with the test.
 struct Site<'a> {
     world: &'a World,
     _gateway: Process,
@@ -176,7 +176,7 @@ impl<'a> Site<'a> {
             .collect()
     }
 
-    /// What was told on the list.
+    /// Returns the events on the list.
     fn told(&self) -> String {
         let events = "-n kube-system get events.events.k8s.io -o json \
                       --field-selector regarding.name=causeway-ports,reason=PortsRefused";
@@ -200,7 +200,7 @@ fn list(world: &World, ports: &str) {
     world.cluster.kubectl(line).args([patch]).run().ok();
 }
 
-/// What a caller of this node port gets: the status, or 0 if nobody listens.
+/// Returns the response to a client of this node port: the status, or 0 if nothing listens.
 fn status(port: u16) -> String {
     status_of("edge-p", port)
 }
@@ -380,7 +380,7 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
     edge_anew(node, |_| before.clone());
 }
 
-/// What answers `up 1` at this port of the own address of `edge-1` alone.
+/// Starts an upstream that answers `up 1` at this port, only at the own address of `edge-1`.
 fn app(world: &World, port: u16) -> Process {
     let node = &world.nodes[0];
     let (own, place) = (node.site.address(), node.path("www"));

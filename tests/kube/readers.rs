@@ -1,8 +1,8 @@
-//! What nodes read of their cluster: two edges of one pool, with a network of their own beside their ways to the cloud.
+//! API cache of a cluster at two edges of one pool, with a network of their own beside their uplinks to the cloud.
 //!
-//! kubectl, informers of client-go, reflectors of kube-rs, `CoreDNS` and kube-proxy read at the edges what `examples/readers` says. Whatever is cut,
-//! restarted or killed, all of them see in the end what the API server has, and meanwhile nobody is without an answer. A trial
-//! leaves everything running; the informers read through all of them.
+//! kubectl, informers of client-go, reflectors of kube-rs, `CoreDNS` and kube-proxy read at the edges the objects that
+//! `examples/readers` names. Whatever is cut, restarted or killed, all of them see in the end the state of the API server.
+//! Meanwhile each of them gets an answer. A trial leaves everything running; the informers read through all of them.
 
 mod apps;
 mod cuts;
@@ -19,7 +19,7 @@ use libtest_mimic::Trial;
 
 use scene::Scene;
 
-/// What a trial does.
+/// Function that runs a trial.
 type Run = fn(&mut Scene);
 
 /// In this order.

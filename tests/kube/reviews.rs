@@ -1,4 +1,4 @@
-//! Callers whom a real API server knows, at a real kubelet: what they may there is what RBAC says of them.
+//! Clients that a real API server authenticates, at a real kubelet: RBAC decides their access there.
 //!
 //! A gateway in the cloud has the kubelet's client key and shows it for all of them; the edge passes bytes. Its account
 //! has the rights of `examples/egress/rbac.yaml` and `reviews.yaml` and no others.
@@ -38,7 +38,7 @@ struct Site {
     ca: PathBuf,
 }
 
-/// The fronts: of tokens for the API server, in both forms of failures; of tokens for this gateway; of certificates.
+/// The listeners: of tokens for the API server, in both forms of failures; of tokens for this gateway; of certificates.
 fn front(name: &str, port: u16, more: &Value) -> Value {
     let mut front = json!({
         "name": name, "kind": "https", "listen": format!("127.0.0.1:{port}"), "port": 10250,
@@ -112,7 +112,7 @@ impl Site {
         }
     }
 
-    /// What edge-1's kubelet, or the gateway before it, answers at a front.
+    /// Returns the response of edge-1's kubelet, or of the gateway before it, at a listener.
     fn ask(&self, port: u16, path: &str, more: &[&str]) -> (u16, String) {
         let front = SocketAddr::from(([127, 0, 0, 1], port));
         let ran = Program::new("curl")

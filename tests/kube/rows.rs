@@ -1,8 +1,9 @@
-//! What kubectl prints for rows of the error table that take some trouble to come about.
+//! Output of kubectl for rows of the error table that take some trouble to bring about.
 //!
-//! Each of its commands shows a failure in another way: `logs` and `get --raw` have it as an answer's text, `exec` and its
-//! like as that of an upgrade which fails, by websocket or SPDY. All of them have to show the sentence. What a policy or a
-//! port without an app is answered, and an edge that is away, is among each way's own tests.
+//! Each command of kubectl shows a failure in another way. `logs` and `get --raw` have it as the text of a response. `exec`
+//! and similar commands have it as the text of an upgrade that fails, by websocket or SPDY. All of them have to show the
+//! sentence. The tests of each setup cover the responses for a policy, for a port without an upstream and for an edge that is
+//! away.
 
 mod apps;
 mod callers;
@@ -47,7 +48,7 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     trials
 }
 
-/// What only a gateway tells that asks kubelets itself.
+/// Returns the trials for errors that only a gateway returns that asks kubelets itself.
 pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
     let of = |row: &str| format!("{name}::{row}");
     vec![
@@ -74,7 +75,7 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
     ]
 }
 
-/// What a gateway tells that asks the cluster about its callers.
+/// Returns the trial for the error of a gateway that asks the cluster about its clients.
 pub(crate) fn undecided(name: &str, way: Way) -> Trial {
     Trial::test(
         format!("{name}::that_nobody_can_decide_is_told"),
@@ -143,7 +144,7 @@ fn exec(world: &World) -> Ran {
     world.cluster.kubectl(UPGRADES[0]).run()
 }
 
-/// What the firewall of a node does, until this is gone.
+/// Firewall rules of a node, which exist until this value is dropped.
 struct Firewall<'a>(&'a World);
 
 impl<'a> Firewall<'a> {
@@ -154,7 +155,7 @@ impl<'a> Firewall<'a> {
         Self::of(world, format!("{table} {does};\n}}\n}}\n"))
     }
 
-    /// What its edge dials there comes to another port.
+    /// Redirects the connections that the node's edge makes to these ports to another port.
     fn leading(world: &'a World, ports: &str, to: u16) -> Self {
         let table = "table ip row { chain out { type nat hook output priority -100; tcp dport";
         let rules = format!("{table} {{ {ports} }} redirect to :{to};\n}}\n}}\n");

@@ -1,7 +1,7 @@
 //! metrics-server and Prometheus, as they are released, at kubelets behind NAT.
 //!
 //! Both run in the cloud and do what `examples/scrapes` says, which gives them the gateway's CA and by what nodes are dialled.
-//! They come to kube-apiserver's own front, with the tokens of their accounts, and what these may is what RBAC says.
+//! They come to kube-apiserver's own listener, with the tokens of their accounts, and what these may is what RBAC says.
 
 use std::{
     fs,
@@ -24,10 +24,10 @@ use crate::{
     },
 };
 
-/// What both have of the example: where a pod of theirs finds the gateway's CA.
+/// Path of the gateway's CA in the pods of both scrapers, as in the example.
 const CA: &str = "/etc/causeway/ca.crt";
 
-/// Where Prometheus answers here.
+/// Address of Prometheus.
 const PROMETHEUS: &str = "127.0.0.1:9090";
 
 /// By this way.
@@ -147,7 +147,7 @@ impl<'a> MetricsServer<'a> {
     }
 }
 
-/// What the Deployment gives its container.
+/// Returns the arguments that the Deployment gives to its container.
 fn arguments(cluster: &Cluster) -> Vec<String> {
     let deployment = cluster.get("deployment -n kube-system metrics-server");
     let container = &deployment.unwrap()["spec"]["template"]["spec"]["containers"][0];
@@ -261,7 +261,7 @@ impl Prometheus {
         }
     }
 
-    /// What the front says to such a request of it, body and all.
+    /// Returns the response of the listener to such a request, body and all.
     fn refused(&self, way: Way) -> String {
         let names = format!("edge-1:10250:{CLOUD}");
         let (place, lead) = match way {
@@ -306,7 +306,7 @@ impl Prometheus {
     }
 }
 
-/// What Prometheus' API answers.
+/// Returns the response of Prometheus' API.
 fn asked(path: &str, query: &str) -> Value {
     let ran = Program::new("curl")
         .words("-q -sS --get --data-urlencode")

@@ -1,7 +1,7 @@
-//! What every way owes whoever uses kubectl: steps that know nothing of how the API server reaches nodes.
+//! Steps that each setup must pass for users of kubectl. They do not know how the API server reaches nodes.
 //!
-//! Each is a trial of its own for each way, with kubectl as it is today, which speaks websocket; those about bytes of
-//! sessions also with that of Debian 12, which speaks SPDY. A step leaves pods and edges as it has found them.
+//! Each step is a trial of its own for each setup, with today's kubectl, which speaks websocket. The steps about bytes of
+//! sessions also run with the kubectl of Debian 12, which speaks SPDY. A step leaves pods and edges as it found them.
 
 use crate::full;
 use std::{
@@ -35,7 +35,7 @@ pub(crate) type Step = (&'static str, fn(&mut World));
 /// A step with either kubectl.
 type Session = (&'static str, fn(&World, Which));
 
-/// What is owed besides sessions. The long silence is last, and passes while others work.
+/// Steps other than sessions. The long silence is last, and passes while others work.
 const STEPS: [Step; 6] = [
     ("logs_and_exec", logs_and_exec),
     ("exec_with_a_terminal", exec_with_a_terminal),
@@ -51,7 +51,7 @@ const STEPS: [Step; 6] = [
     ("logs_follow_across_silence", logs_follow_across_silence),
 ];
 
-/// What is owed about the bytes of sessions.
+/// Steps about the bytes of sessions.
 const SESSIONS: [Session; 4] = [
     (
         "exec_carries_streams_and_codes",
@@ -65,7 +65,7 @@ const SESSIONS: [Session; 4] = [
     ("cp_takes_100_mb_both_ways", cp_takes_100_mb_both_ways),
 ];
 
-/// All that is owed by a way, as trials named `way::step`.
+/// Returns all trials of a setup, named `way::step`.
 pub(crate) fn all(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS, &SESSIONS), &STEPS)
 }
@@ -83,12 +83,13 @@ pub(crate) fn most(name: &str, way: Way) -> Vec<Trial> {
     trials
 }
 
-/// What is another matter where no kubelet's certificate is checked: who is meant, not how much passes.
+/// Returns the trials that depend on whether a kubelet's certificate is checked: it decides which node is meant, not how much
+/// passes.
 pub(crate) fn some(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS[..3], &SESSIONS[..1]), &STEPS[..4])
 }
 
-/// What one way shows for all, by the others as well where all variants are wanted.
+/// Returns the trial of a step that otherwise one setup runs for all, if all variants are wanted.
 pub(crate) fn variant(name: &str, way: Way, (step, run): Step) -> Vec<Trial> {
     full()
         .then(|| by(format!("{name}::{step}"), way, run))
@@ -143,7 +144,7 @@ pub(crate) fn by(title: String, way: Way, run: impl Fn(&mut World) + Send + 'sta
     })
 }
 
-/// Which kubectl.
+/// Version of kubectl.
 #[derive(Clone, Copy)]
 enum Which {
     New,
@@ -225,7 +226,7 @@ pub(crate) fn the_api_server_comes_back_to_the_same_road(world: &mut World) {
     logs_and_exec(world);
 }
 
-/// A log that nobody writes to, followed since the API server has come to know this way.
+/// A silent log, followed since the API server has come to know this way.
 pub(crate) struct Quiet {
     /// By kubectl as it is today, and by an old one where all variants are wanted.
     logs: Vec<Process>,
@@ -387,8 +388,8 @@ pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
     }
 }
 
-/// Where two nodes say that pods of theirs are in one network, its addresses lead to neither, and `said` is what is said.
-/// Names do as ever.
+/// Checks two nodes that report pods in one network: its addresses lead to neither, and `said` returns the message. Names
+/// work as before.
 pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&World) -> String) {
     let proxied = |namespace: &str| {
         let raw = format!("get --raw /api/v1/namespaces/{namespace}/pods/echo:8080/proxy/");
@@ -507,7 +508,7 @@ fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
     world.cluster.kubectl(gone).run().ok();
 }
 
-/// What `get --raw` of these nodes' proxies fails with.
+/// Checks the errors of `get --raw` for the proxies of these nodes.
 pub(crate) fn failures_tell(world: &World, failures: &[(&str, &str)]) {
     for (node, wanted) in failures {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/");

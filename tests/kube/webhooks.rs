@@ -25,7 +25,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// A port of pods for which the front is.
+/// A port of pods for which the listener is.
 const PORT: u16 = 9443;
 
 /// Refuses all that it is asked for.

@@ -61,7 +61,7 @@ impl Way {
         }
     }
 
-    /// What its gateway is called: one of another name is configured otherwise.
+    /// Returns the name of its gateway; a gateway of another name is configured differently.
     pub(crate) fn gateway(self) -> &'static str {
         match self {
             Self::Hosts(_) => "hosts",
@@ -85,7 +85,7 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the pod `ticker` runs: a line a second, the first of which says where it is.
+/// Returns the command of the pod `ticker`: it prints a line a second, the first of which names the node.
 pub(crate) fn ticker(node: &str) -> String {
     format!(
         "echo ticker on {node}; echo {node} >/tmp/node; i=0; \

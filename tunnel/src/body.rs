@@ -1,8 +1,8 @@
 //! Streams as HTTP bodies, and bodies into streams.
 //!
-//! A reset stays a reset: [`StreamReceiver`] as a body ends with an error that keeps the engine's code as its
-//! source. [`pump`] joins chunks that are ready together into one frame (design trap 1: an app that
-//! answers in chunks of a few bytes), never waiting for more.
+//! A reset stays a reset: [`StreamReceiver`] as a body ends with an error that has h2's error code as its source. [`pump`]
+//! joins chunks that are ready together into one frame (invariant 1: an upstream that answers in chunks of a few bytes),
+//! never waiting for more.
 
 use crate::{
     error::StreamError,

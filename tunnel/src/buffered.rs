@@ -1,9 +1,9 @@
-//! What has arrived at this end and nobody has taken yet, in bytes: of a tunnel, and of the whole process.
+//! Counts of the bytes that have arrived at this end and have not been consumed: of a tunnel, and of the whole process.
 //!
-//! The engine keeps up to a window for each stream whose reader stalls, and says how much only stream by stream. So
-//! each stream is entered here while it can hold something, and whoever sizes windows adds them up, now and
-//! then. What a tunnel holds counts into the [`MemoryBudget`] of its process, which is for all tunnels together and for
-//! whatever else waits unread there.
+//! h2 buffers up to a window for each stream whose consumer stalls, and reports the amount only stream by stream. So each
+//! stream is entered here while it can hold bytes, and the code that sizes windows adds them up from time to time. The bytes
+//! of a tunnel count into the [`MemoryBudget`] of its process, which covers all tunnels together and everything else that
+//! waits unread in the process.
 
 use crate::{
     eviction::{Progress, ProgressMark, StallMonitor, StalledStream},
@@ -35,7 +35,7 @@ struct Inner {
     open: Slab<StreamEntry>,
     /// Those that send, and had to wait for the other end's window.
     senders: Slab<Sender>,
-    /// What they add to the sums of process and node.
+    /// Contribution of the streams to the sums of process and node.
     all: BudgetShare,
     stalled: BudgetShare,
     /// Nothing arrives any more, and each gives back what it holds when its reader goes.
@@ -46,7 +46,7 @@ struct Inner {
 struct StreamEntry {
     id: u32,
     flow: FlowControl,
-    /// What it held when it was last asked.
+    /// Bytes that the stream held at the last look.
     held: usize,
     progress: Arc<Progress>,
     mark: ProgressMark,
@@ -58,12 +58,12 @@ struct Sender {
     mark: ProgressMark,
 }
 
-/// What the streams of a tunnel hold, in bytes, with what their small frames cost besides.
+/// Bytes that the streams of a tunnel hold, with the additional cost of their small frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BufferedBytes {
     /// All of them.
     pub all: usize,
-    /// Those that hold just what they held the last time: nobody takes it.
+    /// Bytes of the streams that hold just as much as the last time: they are not being consumed.
     pub stalled: usize,
 }
 
@@ -114,7 +114,7 @@ impl BufferedStreams {
         }
     }
 
-    /// What all streams hold now. Asks each of them: not for every poll.
+    /// Returns the bytes that all streams hold now. Asks each of them, so it is too costly for every poll.
     pub(crate) fn weigh(&self, small: &SmallFrames) -> BufferedBytes {
         let held = self.streams().weigh(small);
         if held.all > 0 {
@@ -299,8 +299,8 @@ impl Default for MemoryBudget {
     }
 }
 
-/// What the tunnels of one node share: their streams leave unread what one budget allows, however many tunnels bulk
-/// has brought. Whoever opens a stream wakes its own tunnel's driver; a sibling hears of a crowd when it is polled
+/// Budget shared by the tunnels of one node. Their streams may leave unread as much as one budget allows, however many
+/// tunnels bulk has added. Opening a stream wakes the driver of its own tunnel. A sibling notices a crowd when it is polled
 /// next, at its next byte or probe.
 #[derive(Debug, Default)]
 pub struct NodeBudget {
@@ -324,13 +324,13 @@ impl NodeBudget {
         self.stalled.bytes()
     }
 
-    /// What one of them adds to that.
+    /// Returns the share of one tunnel in the stalled bytes.
     pub(crate) fn part(&self) -> BudgetShare {
         BudgetShare::new(self.stalled.clone())
     }
 }
 
-/// What one tunnel, or one body on its way into a tunnel, adds to the pressure; dropping it takes that away.
+/// Share of one tunnel, or of one body on its way into a tunnel, in the pressure. Dropping it subtracts the share.
 #[derive(Debug)]
 pub struct BudgetShare {
     pressure: Arc<MemoryBudget>,
@@ -343,7 +343,7 @@ impl BudgetShare {
         Self { pressure, bytes: 0 }
     }
 
-    /// What it adds now.
+    /// Returns the bytes that the share adds now.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

@@ -1,9 +1,9 @@
 //! Budget for the control frames of a client, below an HTTP/2 server that has none.
 //!
-//! The engine bounds resets and what frames may hold, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of
-//! unknown kinds for ever. Each costs points; requests and bytes that are sent to the client earn some, since those bring
-//! such frames about, and time earns the rest. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC 9113
-//! §10.5), and what it still sends is thrown away until it has read that. HTTP/1.1 passes untouched.
+//! h2 bounds resets and the size of frames, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of unknown kinds
+//! without limit. Each costs points. Requests, and bytes that are sent to the client, earn some, since those cause such
+//! frames; time earns the rest. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC 9113 §10.5), and the bytes
+//! that it still sends are discarded until it has read that. HTTP/1.1 passes untouched.
 
 use crate::{
     flood::TokenBucket,

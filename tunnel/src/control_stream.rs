@@ -1,9 +1,9 @@
-//! Who are you, and what may you serve: the control stream of a tunnel.
+//! Control stream of a tunnel: hello messages of both ends, and all later messages.
 //!
-//! The gateway's first request on a tunnel opens it, and it stays open as long as the tunnel: one JSON object a
-//! line in each direction. The gateway begins with [`GatewayHello`]; until the edge's [`EdgeHello`] is checked the
-//! tunnel takes no other stream. What an edge says of itself is data; its identity is its
-//! certificate's. An edge cannot open streams, so it speaks here when it wants to leave.
+//! The gateway's first request on a tunnel opens it, and it stays open as long as the tunnel: one JSON object a line in each
+//! direction. The gateway begins with [`GatewayHello`]. Until the edge's [`EdgeHello`] is checked, the tunnel takes no other
+//! stream. An edge's statements about itself are data; its identity comes from its certificate. An edge cannot open streams,
+//! so it sends a message here when it wants to leave.
 
 use crate::{
     error::StreamError,
@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-/// What a gateway says of itself.
+/// First message of the gateway, which describes the gateway.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GatewayHello {
     /// [`crate::wire::VERSION`] of the gateway.
@@ -41,7 +41,7 @@ pub struct GatewayHello {
     pub replicas: Option<u32>,
 }
 
-/// What an edge says of itself.
+/// First message of the edge, which describes the edge.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(
     clippy::struct_excessive_bools,
@@ -56,7 +56,7 @@ pub struct EdgeHello {
     pub instance: String,
     /// When this process began, in milliseconds of the Unix epoch, for people.
     pub started: u64,
-    /// Which of the process's tunnels this is, from 0.
+    /// Index of this tunnel among those of the process, from 0.
     pub slot: u32,
     /// Addresses of the node, as the edge sees them; routable only when confirmed.
     #[serde(default)]
@@ -96,30 +96,30 @@ pub struct EdgeHello {
     /// [`GatewayMessage::Renew`]; one that does not would hear nothing more behind them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roots: Option<Vec<String>>,
-    /// Where the edge's neighbours read what it has of its cluster, each `host:port`, if it is one that takes
-    /// [`GatewayMessage::Pool`]. With none it serves no neighbours, and leads none.
+    /// Addresses at which the members of the edge's node pool read its API cache, each `host:port`, if the edge takes
+    /// [`GatewayMessage::Pool`]. An edge without an address serves no members, and leads none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub site: Option<Vec<String>>,
-    /// Where `YurtHub`s read what the edge has of its cluster, if they may.
+    /// Address at which `YurtHub`s read the edge's API cache, if they may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hubs: Option<Box<YurtHubAddr>>,
 }
 
-/// Where `YurtHub`s read.
+/// Address and resources of an edge's listener for `YurtHub`s.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct YurtHubAddr {
-    /// The IP; hubs have a port of their own for it.
+    /// IP address. `YurtHub`s have a port of their own for it.
     pub at: IpAddr,
-    /// What they can read there, each `GROUP/VERSION/PLURAL` or `VERSION/PLURAL`.
+    /// Resources that they can read there, each `GROUP/VERSION/PLURAL` or `VERSION/PLURAL`.
     pub resources: Vec<String>,
 }
 
 /// The node ports that a gateway's cluster lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AnnouncedPorts {
-    /// Apps that speak HTTP in the clear.
+    /// Ports of upstreams that speak HTTP in the clear.
     pub http: Vec<u16>,
-    /// For bytes alone: the gateway itself speaks TLS with the app.
+    /// Ports for bytes alone: the gateway itself speaks TLS with the upstream.
     pub tcp: Vec<u16>,
 }
 
@@ -128,8 +128,8 @@ impl AnnouncedPorts {
     pub const MOST: usize = 4096;
 }
 
-/// With whom an edge reads what its cluster has: one of a pool reads for all of it, at the gateway, and the others at
-/// that one. An edge without a confirmed pool is told none of this, and reads at the gateway itself.
+/// Members with which an edge reads the cluster's objects: one of a pool reads for all of it, at the gateway, and the others
+/// at that one. An edge without a confirmed pool receives none of this, and reads at the gateway itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePoolMembers {
     /// The edge's confirmed pool.
@@ -138,7 +138,8 @@ pub struct NodePoolMembers {
     /// The node that reads at the gateway for all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
-    /// Those of the pool that serve neighbours, the edge itself with them if it is one: [`NodePoolMembers::MOST`] at most.
+    /// Those of the pool that serve other members, the edge itself with them if it is one: [`NodePoolMembers::MOST`] at
+    /// most.
     #[serde(default)]
     pub members: Vec<NodePoolMember>,
 }
@@ -148,12 +149,12 @@ impl NodePoolMembers {
     pub const MOST: usize = 256;
 }
 
-/// Where one member of a pool is.
+/// Address of one member of a node pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePoolMember {
     /// Its node.
     pub node: String,
-    /// Where it serves its neighbours, each `host:port`.
+    /// Addresses at which it serves the other members, each `host:port`.
     #[serde(default)]
     pub at: Vec<String>,
 }
@@ -164,11 +165,11 @@ pub struct NodePoolMember {
 pub enum GoAway {
     /// Another process with this node's certificate came later.
     Superseded,
-    /// The node is not welcome (revoked, unknown to the gateway).
+    /// The node is not admitted (revoked, unknown to the gateway).
     Unwelcome,
     /// The hello was not acceptable.
     Malformed,
-    /// The gateway has as many edges as it may have, or cannot tell yet who is welcome: it is worth coming again.
+    /// The gateway has as many edges as it may have, or cannot tell yet which are admitted: the edge should try again.
     Full,
 }
 
@@ -222,7 +223,7 @@ pub enum GatewayMessage {
     },
     /// The gateway stops: connect elsewhere first.
     Drain {
-        /// What is open gets this long, in milliseconds.
+        /// Time that open streams get, in milliseconds.
         grace_ms: u64,
     },
     /// Go away.
@@ -234,7 +235,7 @@ pub enum GatewayMessage {
         /// Do not come back before, in milliseconds.
         retry_after_ms: u64,
     },
-    /// What a later gateway says.
+    /// Message of a later gateway version.
     #[serde(other)]
     Unknown,
 }
@@ -261,12 +262,12 @@ pub enum EdgeMessage {
         #[serde(default)]
         serves: bool,
     },
-    /// What the edge believes now.
+    /// Roots that the edge trusts now.
     Roots {
         /// The SHA-256 of each root, in hexadecimal.
         roots: Vec<String>,
     },
-    /// What a later edge says.
+    /// Message of a later edge version.
     #[serde(other)]
     Unknown,
 }

@@ -27,7 +27,7 @@ use tokio_util::io::poll_read_buf;
 const SMALLEST: usize = 2 * 1024;
 const LARGEST: usize = 64 * 1024;
 
-/// Bytes that passed, for whoever watches while the relay runs.
+/// Counters of the bytes that passed, which can be read while the relay runs.
 #[derive(Debug, Default)]
 pub struct ByteCounters {
     /// From the socket into the stream.
@@ -64,7 +64,7 @@ impl<S: ResetOnClose> Drop for Relayed<S> {
 /// Relays until both directions have ended. Dropped before, it resets both.
 ///
 /// With `hold`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
-/// behind the answer to its CONNECT before it has spoken (design trap 4).
+/// behind the answer to its CONNECT before it has spoken (invariant 4).
 pub async fn relay<S>(
     socket: S,
     send: StreamSender,

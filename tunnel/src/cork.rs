@@ -1,9 +1,9 @@
-//! What a tunnel writes in one turn goes out together.
+//! Write buffer that sends together all that a tunnel writes in one turn.
 //!
-//! The engine flushes behind every DATA frame that is not tiny, and sends the next one only when that is through: each
-//! small answer would be a TLS record, a system call and a packet of its own. So its flushes only say that they are done;
-//! what was written is held until whoever drives the connection has polled it, and then leaves at once. Nothing waits for
-//! more to come, and what is large is not copied.
+//! h2 flushes behind every DATA frame that is not tiny, and sends the next one only when that is through: each small answer
+//! would be a TLS record, a system call and a packet of its own. So a flush by h2 only reports that it is done. The written
+//! bytes are buffered until the task that drives the connection has polled it, and then leave at once. The buffer never
+//! waits for more bytes, and large writes are not copied.
 
 use std::{
     io::{self, IoSlice},
@@ -13,23 +13,23 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes that are held at most: the plaintext of one TLS record (RFC 8446 §5.1).
+/// Maximum number of buffered bytes: the plaintext of one TLS record (RFC 8446 §5.1).
 const MOST: usize = 16 * 1024;
 /// From this many bytes on, a write is passed on as it is.
 const LARGE: usize = 4 * 1024;
 
-/// A connection whose small writes are held until [`Cork::release`]. The engine has one handle, its driver the other.
+/// Connection whose small writes are buffered until [`Cork::uncork`]. h2 has one handle, its driver the other.
 #[derive(Debug)]
 pub(crate) struct Cork<S>(Arc<Mutex<Inner<S>>>);
 
 #[derive(Debug)]
 struct Inner<S> {
     io: S,
-    /// Written by the engine and not yet by us. An idle tunnel has no room for it.
+    /// Bytes written by h2 and not yet by this type. An idle tunnel allocates nothing for them.
     bytes: Vec<u8>,
     /// Whether the connection below may have something to flush.
     unflushed: bool,
-    /// What a release met: the engine hears of it when it reads or writes next.
+    /// Error of an uncork: h2 receives it when it reads or writes next.
     broken: Option<io::Error>,
     holds: bool,
 }
@@ -52,20 +52,20 @@ impl<S> Cork<S> {
         })))
     }
 
-    /// From now on small writes wait for [`Cork::release`], which the caller has to see to.
+    /// Buffers small writes from now on until [`Cork::uncork`], which the calling code has to ensure.
     pub(crate) fn cork(&self) {
         self.inner().holds = true;
     }
 
-    /// Two handles in one task: nobody ever waits for this.
+    /// Locks the state. Both handles belong to one task, so the lock never waits.
     fn inner(&self) -> MutexGuard<'_, Inner<S>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<S: AsyncWrite + Unpin> Cork<S> {
-    /// Sends what is held, as far as the connection takes it; the task is woken when it takes more, and has to call this
-    /// again after it has polled the engine.
+    /// Sends the buffered bytes, as far as the connection takes them. The task is woken when the connection takes more, and
+    /// has to call this again after it has polled h2.
     pub(crate) fn uncork(&self, cx: &mut Context<'_>) {
         let mut inner = self.inner();
         if let Poll::Ready(Err(error)) = inner.poll_flush(cx) {
@@ -82,7 +82,7 @@ impl<S> Inner<S> {
 }
 
 impl<S: AsyncWrite + Unpin> Inner<S> {
-    /// Passes on what is held, without flushing what is below.
+    /// Passes on the buffered bytes, without flushing the connection below.
     fn poll_empty(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut passed = 0;
         let outcome = loop {

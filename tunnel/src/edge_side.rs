@@ -1,7 +1,7 @@
 //! The edge's end of a tunnel: the HTTP/2 server.
 //!
 //! Takes streams from the gateway and says what each is for. It initiates neither PING nor SETTINGS after the
-//! handshake (design trap 11); its liveness is silence: a gateway that is alive is heard every 5 s.
+//! handshake (invariant 11); its liveness is silence: a gateway that is alive is heard every 5 s.
 
 use crate::{
     buffered,
@@ -30,7 +30,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// What the edge's end of a tunnel needs to know.
+/// Configuration of the edge's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct EdgeSideConfig {
     /// Silence after which the tunnel is given up.
@@ -81,35 +81,35 @@ pub enum IncomingStream {
     Stream(Box<StreamRequest>),
 }
 
-/// What a stream asks for, and what is needed to serve it.
+/// Request that opened a stream, and all that is needed to serve it.
 #[derive(Debug)]
 pub struct StreamRequest {
-    /// What it is for.
+    /// Purpose of the stream.
     pub kind: StreamKind,
     /// The address to dial, as the gateway names it.
     pub target: Target,
-    /// The request as the app is to see it, without private fields.
+    /// The request as the upstream is to see it, without private fields.
     pub head: Request<()>,
     /// How many of the body's first bytes are the rest of the target.
     pub target_rest: usize,
     /// The request's body, or the far half of a session.
     pub body: StreamReceiver,
-    /// The way to answer.
+    /// Responder for the stream.
     pub reply: StreamResponder,
 }
 
-/// What a stream is for.
+/// Purpose of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamKind {
     /// A plain request.
     Request,
-    /// An upgrade to this protocol; the head has the caller's own method again.
+    /// Upgrade to this protocol; the head has the client's own method again.
     Upgrade(String),
     /// A TCP session.
     Tcp,
 }
 
-/// The way to answer a stream. Dropping it resets the stream.
+/// Responder for a stream. Dropping it resets the stream.
 #[derive(Debug)]
 pub struct StreamResponder {
     inner: h2::server::SendResponse<Bytes>,
@@ -173,13 +173,13 @@ where
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
-    /// What the tunnel carries.
+    /// Returns the load of the tunnel.
     pub fn load(&self) -> Arc<TunnelLoad> {
         self.load.clone()
     }
 
     /// Changes the window of the streams, to `most` bytes at most and to what this end's own budget allows. Only when the gateway
-    /// has said that it may (design trap 11). Returns the window as it is then, in bytes.
+    /// has said that it may (invariant 11). Returns the window as it is then, in bytes.
     /// How long the link is, the gateway has measured since; this end knows what it was at the handshake.
     pub fn resize(&mut self, most: u32) -> u32 {
         let left = (self.settings.budget).saturating_sub(self.load.weigh().stalled);
@@ -277,7 +277,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     }
 }
 
-/// What a head asks for; private fields are read and removed.
+/// Parses the request of a head; private fields are read and removed.
 fn parse_request(
     mut head: Request<()>,
 ) -> Result<(StreamKind, Target, usize, Request<()>), &'static str> {
@@ -325,7 +325,8 @@ impl StreamResponder {
     /// Answers; with `end` nothing follows the head.
     ///
     /// # Errors
-    /// If the stream was reset or the tunnel is gone, or the head is too large: then the caller is told.
+    /// If the stream was reset, the tunnel is gone, or the head is too large. In the last case the client receives the
+    /// reason.
     pub fn send(mut self, head: Response<()>, end: bool) -> Result<StreamSender, StreamError> {
         let size = headers::size(head.headers());
         if size > wire::MAX_HEAD {
@@ -380,7 +381,7 @@ impl StreamResponder {
         Withdrawal(self.moved.open().clone())
     }
 
-    /// Waits until the gateway resets the stream: the caller went away.
+    /// Waits until the gateway resets the stream, which means that the client went away.
     pub async fn reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await
     }

@@ -1,7 +1,7 @@
-//! What ends a tunnel, what ends a stream, and what an edge refuses.
+//! Reasons for the end of a tunnel, the end of a stream, and the refusals of an edge.
 //!
-//! The HTTP/2 engine's own error stays inside: callers see which end did what, and a body error keeps the
-//! engine's error as its source, so that an HTTP/2 front sends the same code on (design trap 3).
+//! h2's own error stays inside: the calling code sees which end did what. A body error has h2's error as its source, so that
+//! an HTTP/2 listener sends the same code on (invariant 3).
 
 use nix::errno::Errno;
 use std::{borrow::Cow, fmt, io, net::IpAddr};
@@ -9,24 +9,24 @@ use std::{borrow::Cow, fmt, io, net::IpAddr};
 /// Why a stream ended before its time.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamError {
-    /// The other end reset the stream: the app, the edge or the caller gave up.
+    /// The other end reset the stream: the upstream, the edge or the client gave up.
     #[error("the stream was reset: {cause}")]
     Reset {
-        /// The engine's error with its code (RFC 9113 §7), for fronts that speak HTTP/2 themselves.
+        /// h2's error with its code (RFC 9113 §7), for listeners that speak HTTP/2 themselves.
         #[source]
         cause: h2::Error,
     },
     /// The tunnel below the stream is gone.
     #[error("the tunnel was lost: {}", TunnelEnd::by(.cause))]
     Lost {
-        /// The engine's error.
+        /// h2's error.
         #[source]
         cause: h2::Error,
     },
     /// The tunnel takes no further stream: it drains, or has as many as it may have.
     #[error("the tunnel takes no further stream")]
     Busy,
-    /// This end reset the stream: the bytes that waited in it were taken by nobody while memory ran short, or for too long.
+    /// This end reset the stream: its buffered bytes were not consumed while memory ran short, or for too long.
     #[error("the stream was reset, because the bytes that waited in it were not taken")]
     Evicted,
     /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
@@ -48,7 +48,8 @@ impl StreamError {
         matches!(self, Self::Reset { cause } if cause.reason() == Some(h2::Reason::REFUSED_STREAM))
     }
 
-    /// This end or the other one reset the stream because nobody took the bytes that waited in it (see [`crate::eviction`]).
+    /// Returns whether this end or the other one reset the stream because its buffered bytes were not consumed (see
+    /// [`crate::eviction`]).
     pub fn is_eviction(&self) -> bool {
         match self {
             Self::Evicted => true,
@@ -83,7 +84,7 @@ impl From<h2::Error> for StreamError {
 }
 
 /// Whether a request without an answer failed because its peer closed the connection in order or refused the stream, as
-/// against a reset, a lost tunnel or bytes that are no HTTP. Looks through the causes of an engine's error.
+/// against a reset, a lost tunnel or bytes that are no HTTP. Looks through the causes of an error of h2 or hyper.
 pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
     if error.is::<StreamError>() {
         return false;
@@ -287,7 +288,7 @@ impl RejectCode {
 pub struct Rejected {
     /// The kind.
     pub refusal: RejectCode,
-    /// What happened, for the caller.
+    /// Description of the failure for the client.
     pub detail: Cow<'static, str>,
 }
 

@@ -1,10 +1,10 @@
 //! Eviction of streams that stand still while memory runs short.
 //!
-//! A stream stands still when bytes wait for its reader and the reader takes none. Each such stream holds memory here, in the
-//! kernel's socket buffers, and in those of an app on the same machine, which no window of ours bounds. The kernel has one
-//! pool of memory for all TCP sockets (`net.ipv4.tcp_mem`). Once the pool is empty, the tunnel's own socket gets no memory
-//! either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for longest, as
-//! many as needed, long before that.
+//! A stream stands still when bytes wait for its consumer and the consumer takes none. Each such stream holds memory here,
+//! in the kernel's socket buffers, and in those of an upstream on the same machine, which no window of ours bounds. The
+//! kernel has one pool of memory for all TCP sockets (`net.ipv4.tcp_mem`). Once the pool is empty, the tunnel's own socket
+//! gets no memory either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for
+//! longest, as many as needed, long before that.
 
 use crate::{buffered::BufferedStreams, stream::StreamSender};
 use causeway_rt::tcp_memory::TcpMemory;
@@ -27,8 +27,8 @@ use tokio::{
 /// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
 /// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
 pub const STREAM_OVERHEAD_BYTES: usize = 320 << 10;
-/// Memory of the kernel that a stream can hold on one machine, in bytes: what the default `net.ipv4.tcp_wmem` and `tcp_rmem`
-/// let an app's send buffer and the edge's receive buffer grow to.
+/// Memory of the kernel that a stream can hold on one machine, in bytes: the sum to which the default `net.ipv4.tcp_wmem`
+/// and `tcp_rmem` let an upstream's send buffer and the edge's receive buffer grow.
 const MAX_SOCKET_BUFFERS: usize = (4 << 20) + (6 << 20);
 /// Interval between two looks while streams may stand still.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -98,7 +98,7 @@ impl Progress {
 #[derive(Clone, Debug)]
 pub struct Eviction {
     progress: Arc<Progress>,
-    /// The near half, which has ended, and tells of a reset by the other end.
+    /// The near half, which has ended, and reports a reset by the other end.
     send: Arc<Mutex<Option<StreamSender>>>,
 }
 
@@ -218,7 +218,7 @@ pub struct StallMonitor {
     tunnels: Mutex<Vec<Weak<BufferedStreams>>>,
     /// Streams that stood still at the last look.
     count: AtomicUsize,
-    /// The guard looks regularly, and need not be told.
+    /// The guard looks regularly, and need not be woken.
     looking: AtomicBool,
     begun: Notify,
 }
@@ -233,7 +233,7 @@ impl StallMonitor {
         tunnels.push(Arc::downgrade(tunnel));
     }
 
-    /// Tells the guard that a stream may stand still.
+    /// Wakes the guard, since a stream may stand still.
     pub(crate) fn may_begin(&self) {
         if !self.looking.load(Relaxed) {
             self.begun.notify_one();
@@ -300,9 +300,10 @@ impl Shortage {
     }
 }
 
-/// Number of the `stalled` streams, the longest first, whose eviction brings `used` bytes of the kernel's memory below `bound`.
-/// The kernel does not tell how much of it is whose, so each is taken to hold an equal part of all; but streams that cannot
-/// hold an eighth of it together stay, since other programs use it and their end would help nobody.
+/// Number of the `stalled` streams, the longest first, whose eviction brings `used` bytes of the kernel's memory below
+/// `bound`. The kernel does not tell how much of it belongs to which stream, so each is taken to hold an equal part of all.
+/// Streams that cannot hold an eighth of it together stay, since other programs use that memory and evicting the streams
+/// would free too little.
 fn excess_of_kernel(stalled: usize, used: usize, bound: usize) -> usize {
     let over = used.saturating_sub(bound);
     if over == 0 || stalled.saturating_mul(MAX_SOCKET_BUFFERS) < used / 8 {

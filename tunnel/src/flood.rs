@@ -1,13 +1,12 @@
-//! A bound on what a peer may make of HTTP/2's small frames: work for this end, and nothing for anybody.
+//! Bound on the small HTTP/2 frames that a peer may send, which cost this end work and serve no stream.
 //!
-//! The engine bounds what frames may hold, not how many come. Each frame from the peer that carries nothing of a
-//! body costs points; streams that this end opens and bytes that it sends earn some, since those bring such
-//! frames about, and time earns the rest. Whoever has none left ends its tunnel. Only the heads of frames are
-//! looked at, as they pass between TLS and the engine.
+//! h2 bounds the size of frames, not their number. Each frame from the peer that carries nothing of a body costs points.
+//! Streams that this end opens and bytes that it sends earn some, since those cause such frames; time earns the rest. A peer
+//! that has no points left ends its tunnel. Only the heads of frames are inspected, as they pass between TLS and h2.
 //!
-//! Frames of a body cost nothing, since apps that send a few bytes at a time are ordinary. But small ones that nobody
-//! takes are counted (see [`crate::small`]), and a peer that sends thousands at once lets the others have
-//! their turn in between.
+//! Frames of a body cost nothing, since upstreams that send a few bytes at a time are ordinary. But small ones that are not
+//! consumed are counted (see [`crate::small_frames`]), and a peer that sends thousands at once lets the others have their
+//! turn in between.
 
 use crate::{
     frame_parser::{
@@ -32,7 +31,7 @@ const PER_SECOND: u64 = 10_000;
 const PER_STREAM: u64 = 8;
 /// Bytes sent that earn a point: peers give windows back in larger parts.
 const BYTES: u64 = 1024;
-/// What a frame costs that an honest peer sends seldom or never.
+/// Cost of a frame that an honest peer sends seldom or never.
 const RARE: u64 = 10;
 
 /// Frames that are read before others on this thread get their turn.
@@ -45,7 +44,7 @@ pub(crate) fn guard_io<S>(io: S, small: Arc<SmallFrames>) -> FloodGuardedIo<S> {
     ObservedIo::new(io, FloodGuard::new(small))
 }
 
-/// What listens to the peer.
+/// Observer of the peer's frames that charges for small ones.
 #[derive(Debug)]
 pub(crate) struct FloodGuard {
     read: FrameParser,

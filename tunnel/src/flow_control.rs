@@ -1,15 +1,14 @@
-//! How large a tunnel's stream window is.
+//! Size of a tunnel's stream window.
 //!
-//! A large window fills long links but lets each stalled reader hold as much, and the engine has one
-//! initial window for a whole connection. So: the least of (160 MB/s × round trip, up to the next of 4, 8 and 16 MiB)
-//! and (what is left of the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two
-//! only, down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
-//! What fills a link is one of those steps itself: a round trip that is measured a hair shorter than the one before
-//! then costs nothing, where it had cost half of the window.
+//! A large window fills long links but lets each stalled stream buffer as much, and h2 has one initial window for a whole
+//! connection. So the window is the least of (160 MB/s × round trip, up to the next of 4, 8 and 16 MiB) and (the remaining
+//! budget of the tunnel / open streams), never under 64 KiB. It changes by factors of two only, down at once and up with
+//! delay, so that a crowd that comes and goes costs few SETTINGS. The size that fills a link is one of those steps itself. A
+//! round trip that is measured a hair shorter than the one before then costs nothing, where it had cost half of the window.
 
 use std::time::Duration;
 
-/// What fills a link: bytes per second of round trip.
+/// Rate at which a window fills a link: bytes per second of round trip.
 const RATE: u64 = 160_000_000;
 const LEAST_FILL: u64 = 4 << 20;
 const MOST_FILL: u64 = 16 << 20;
@@ -28,7 +27,7 @@ pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
     per_stream_share(streams, budget).min(bdp_window(round_trip))
 }
 
-/// What each of `streams` open streams may have of `budget` bytes, however long the link is.
+/// Returns the share of each of `streams` open streams in `budget` bytes, independent of the length of the link.
 pub(crate) fn per_stream_share(streams: usize, budget: usize) -> u32 {
     let share = budget / streams.max(1);
     let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);

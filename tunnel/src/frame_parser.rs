@@ -1,6 +1,6 @@
-//! HTTP/2's frames as they pass below an engine (RFC 9113 §4.1): for whoever must know what the engine keeps to itself.
+//! Parser of HTTP/2 frames as they pass below h2 (RFC 9113 §4.1), for code that needs facts that h2 does not expose.
 
-/// What a client sends before its first frame (RFC 9113 §3.4).
+/// Connection preface that a client sends before its first frame (RFC 9113 §3.4).
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Kinds of frames (RFC 9113 §6).
@@ -45,7 +45,7 @@ pub struct FrameHeader {
     pub stream: u32,
 }
 
-/// What comes next of a frame.
+/// Next part of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameEvent<'a> {
     /// It begins.
@@ -59,7 +59,7 @@ pub enum FrameEvent<'a> {
     },
 }
 
-/// Where one direction of a connection stands between frames.
+/// Parser state of one direction of a connection.
 #[derive(Debug, Default)]
 pub struct FrameParser {
     head: [u8; HEAD],
@@ -69,7 +69,7 @@ pub struct FrameParser {
 }
 
 impl FrameParser {
-    /// What a client sends: behind the preface, which is shown as payload.
+    /// Creates a parser for the bytes of a client: it begins with the preface, which is reported as payload.
     pub fn of_client() -> Self {
         Self {
             left: u32::try_from(PREFACE.len()).unwrap_or(0),

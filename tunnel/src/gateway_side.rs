@@ -1,7 +1,7 @@
 //! The gateway's end of a tunnel: the HTTP/2 client, and the one place that opens streams.
 //!
-//! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection,
-//! judges liveness and sizes windows. What both share is atomics and a token: opening a stream waits for nobody.
+//! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection, judges
+//! liveness and sizes windows. Both share only atomics and a token: opening a stream never waits for a lock.
 
 mod buffer_monitor;
 mod driver;
@@ -46,20 +46,20 @@ const STUCK_AFTER: Duration = Duration::from_secs(10);
 /// Bytes, see [`STUCK_AFTER`]: 3 kB/s.
 const STUCK_BELOW: u64 = 32 << 10;
 
-/// What the gateway's end of a tunnel needs to know.
+/// Configuration of the gateway's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct GatewaySideConfig {
     /// The bounds of liveness.
     pub liveness: KeepaliveConfig,
     /// Bytes that all streams of the node's tunnels may have unread at this end.
     pub budget: usize,
-    /// What those tunnels share.
+    /// Budget that the tunnels of the node share.
     pub siblings: Arc<NodeBudget>,
     /// Streams that may be open at once.
     pub max_streams: usize,
     /// The round trip that TLS's handshake took.
     pub round_trip: Duration,
-    /// What all tunnels of this process leave unread; windows stay small while it is high.
+    /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
     pub pressure: Arc<MemoryBudget>,
 }
 
@@ -76,7 +76,7 @@ impl Default for GatewaySideConfig {
     }
 }
 
-/// What a stream is opened for.
+/// Purpose of a stream that is opened.
 #[derive(Clone, Debug)]
 pub enum OpenKind {
     /// A plain request.
@@ -115,7 +115,7 @@ struct Inner {
     long_targets: AtomicBool,
     upgrade_bodies: AtomicBool,
     close: CancellationToken,
-    /// As `draining`, for whoever waits for it; it comes with `close` as well.
+    /// Token that is cancelled with `draining`, for tasks that wait for it. It is cancelled with `close` as well.
     leaving: CancellationToken,
 }
 
@@ -199,9 +199,9 @@ pub struct StreamResponse {
 impl Tunnel {
     /// Opens a stream. The only place that does.
     ///
-    /// `head` is the request as the app is to see it: its method, path, `:authority` or none, and fields
-    /// that are ready for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it. A [`TargetOverflow`] among
-    /// its extensions is sent here.
+    /// `head` is the request as the upstream is to see it: its method, path, `:authority` or none, and fields that are ready
+    /// for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it. A [`TargetOverflow`] among its extensions
+    /// is sent here.
     ///
     /// # Errors
     /// If the tunnel is gone, drains, has as many streams as it may have, or cannot carry `ask`.
@@ -253,7 +253,7 @@ impl Tunnel {
         Ok(opened)
     }
 
-    /// Opens a stream to somebody who is no edge, such as an app: `head` goes as it is.
+    /// Opens a stream to a peer that is not an edge, such as an upstream: `head` goes as it is.
     ///
     /// # Errors
     /// As [`Tunnel::open`].
@@ -261,7 +261,8 @@ impl Tunnel {
         self.start(head, end).await
     }
 
-    /// What a connection goes by that a stream of this tunnel carries: what its streams leave unread is of the same budget.
+    /// Returns the configuration for a connection that a stream of this tunnel carries: the unread bytes of its streams
+    /// belong to the same budget.
     pub fn within(&self) -> GatewaySideConfig {
         self.shared.settings.clone()
     }
@@ -304,7 +305,7 @@ impl Tunnel {
         })
     }
 
-    /// What the tunnel carries.
+    /// Returns the load of the tunnel.
     pub fn load(&self) -> &Arc<TunnelLoad> {
         &self.shared.load
     }
@@ -339,7 +340,7 @@ impl Tunnel {
         self.shared.traffic.last_read().elapsed()
     }
 
-    /// Has it probed now, unless a probe is out: for whoever cannot wait until its turn comes.
+    /// Requests an immediate probe, unless a probe is outstanding, for code that cannot wait until the next one is due.
     pub fn probe(&self) {
         self.shared.hurry.store(true, Relaxed);
         self.shared.load.crowded().wake();
@@ -361,7 +362,8 @@ impl Tunnel {
         self.shared.leaving.cancel();
     }
 
-    /// Cancelled when one end leaves, or the tunnel is closed: nothing is to be kept on it for later.
+    /// Returns the token that is cancelled when one end leaves, or the tunnel is closed: the tunnel is then unfit for later
+    /// use.
     pub fn leaving(&self) -> &CancellationToken {
         &self.shared.leaving
     }
@@ -392,7 +394,7 @@ impl Tunnel {
     }
 
     /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until
-    /// [`Tunnel::turn_over`] this end sends neither PING nor SETTINGS of its own (design trap 11).
+    /// [`Tunnel::turn_over`] this end sends neither PING nor SETTINGS of its own (invariant 11).
     pub async fn turn(&self) -> u32 {
         self.shared.turn.asked().await
     }

@@ -16,7 +16,7 @@ use http::{
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// What belongs to one connection, besides what `Connection` names.
+/// Fields that belong to one connection, besides those that `Connection` names.
 static OF_A_CONNECTION: [HeaderName; 6] = [
     CONNECTION,
     KEEP_ALIVE,
@@ -64,7 +64,7 @@ fn keep_te_trailers(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether a comma-separated field holds `token`, whatever its case and parameters.
+/// Whether a comma-separated field holds `token`, independent of its case and parameters.
 pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
     headers
         .get_all(name)
@@ -169,7 +169,7 @@ pub fn is_grpc(headers: &HeaderMap) -> bool {
     })
 }
 
-/// Removes every private field, so that a caller cannot speak for a gateway nor an app for an edge.
+/// Removes every private field, so that a client cannot speak for a gateway nor an upstream for an edge.
 pub fn strip_private(headers: &mut HeaderMap) {
     let private: Vec<HeaderName> = headers
         .keys()

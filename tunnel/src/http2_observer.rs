@@ -1,9 +1,9 @@
-//! What an HTTP/2 app is heard to say before the engine reads it: the heads of its frames, no more.
+//! Observer of the frame heads that an HTTP/2 upstream sends, before h2 reads them.
 //!
-//! The engine keeps two things to itself that whoever asks an app must know. How many streams the app allows at once
-//! is in its SETTINGS; the engine queues what goes beyond without a word. Interim answers it drops unread,
-//! however many there are, so an app that sends them without end never comes to its answer: such an app's connection
-//! fails, whichever stream they were for.
+//! h2 does not expose two facts that the client of an upstream must know. The number of streams that the upstream allows at
+//! once is in its SETTINGS; h2 queues further ones silently. h2 drops interim answers unread, however many there are, so an
+//! upstream that sends them without end never comes to its answer. Such an upstream's connection fails, whichever stream
+//! they were for.
 
 use crate::{
     frame_parser::{
@@ -18,20 +18,20 @@ use tokio::sync::watch;
 /// Identifier and value.
 const SETTING: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
-/// Streams whose heads are counted, at most. Who opens so many that did not end begins to count anew: an app needs
+/// Streams whose heads are counted, at most. An upstream that opens so many that did not end begins to count anew: it needs
 /// far fewer frames to be found out.
 const MOST_COUNTED: usize = 4_096;
 
-/// How many streams an app allows at once. `None`: it has not said yet.
+/// Number of streams that an upstream allows at once. `None`: it has not said yet.
 pub type MaxConcurrentStreams = watch::Receiver<Option<u32>>;
 
-/// A connection to an HTTP/2 app that is listened to, and what is heard of it.
+/// Wraps a connection to an HTTP/2 upstream in an observer, and returns the number of streams that the upstream allows.
 pub fn observe<S>(io: S) -> (ObservedIo<S, Http2Observer>, MaxConcurrentStreams) {
     let (ear, allowed) = Http2Observer::new();
     (ObservedIo::new(io, ear), allowed)
 }
 
-/// What an app has said so far.
+/// Observer of an upstream's frames, with the facts that it has announced so far.
 #[derive(Debug)]
 pub struct Http2Observer {
     frames: FrameParser,
@@ -76,7 +76,7 @@ impl IoObserver for Http2Observer {
 }
 
 impl ObserverState {
-    /// A frame begins. False if the app has sent interim answers without end.
+    /// Handles the begin of a frame. Returns false if the upstream has sent interim answers without end.
     fn begins(&mut self, head: FrameHeader) -> bool {
         let FrameHeader { kind, stream, .. } = head;
         match kind {

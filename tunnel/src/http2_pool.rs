@@ -1,9 +1,9 @@
-//! Places for streams on HTTP/2 connections that they share.
+//! Pool of HTTP/2 connections that streams share.
 //!
-//! A connection takes as many streams as its app allows at once. One more goes to the next connection, or has a further one
-//! dialled: streams that last (a watch, a subscription) hold up nobody else. One stream dials at a time and the others wait for
-//! it, since most find a place on what it brings. Whoever waits has a bound of his own, and is not let into the engine, which
-//! would queue it out of sight.
+//! A connection takes as many streams as its upstream allows at once. One more goes to the next connection, or has a further
+//! one dialled: streams that last (a watch, a subscription) do not block other streams. One stream dials at a time and the
+//! others wait for it, since most find a place on the connection that it dials. A waiting stream has a bound of its own, and
+//! is not passed to h2, which would queue it out of sight.
 
 use crate::http2_observer::MaxConcurrentStreams;
 use std::{
@@ -16,20 +16,20 @@ use std::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-/// Connections to one app, at most. Servers allow 100 streams or more on each.
+/// Connections to one upstream, at most. Servers allow 100 streams or more on each.
 pub const MAX_CONNECTIONS: usize = 64;
 
-/// What streams share.
+/// Connection that streams share.
 pub trait MultiplexedConnection: Clone {
     /// Whether a stream more can be opened at once, where `taken` are open and `allowed` may be.
     fn has_place(&self, taken: usize, allowed: usize) -> bool;
 }
 
-/// The connections to one app.
+/// Connections to one upstream.
 #[derive(Debug)]
 pub struct Http2Pool<C> {
     known: Mutex<Http2PoolState<C>>,
-    /// Held by the stream that dials.
+    /// Lock of the stream that dials.
     dialling: tokio::sync::Mutex<()>,
     /// A stream has ended, or there is a connection more.
     freed: Arc<Notify>,
@@ -37,7 +37,7 @@ pub struct Http2Pool<C> {
 
 #[derive(Debug)]
 struct Http2PoolState<C> {
-    /// The app chose HTTP/1.1 last.
+    /// The upstream chose HTTP/1.1 last.
     http1: bool,
     /// The first with a place gets the next stream, so the last ones come to rest.
     lines: Vec<Http2PoolEntry<C>>,
@@ -54,7 +54,7 @@ struct Http2PoolEntry<C> {
     used: Instant,
 }
 
-/// A place for one stream on a connection, until whatever is sent or received on it is over.
+/// A place for one stream on a connection, until all that is sent or received on it is over.
 #[derive(Debug)]
 pub struct StreamPermit {
     taken: Arc<AtomicUsize>,
@@ -71,21 +71,21 @@ impl Drop for StreamPermit {
 /// A stream that may be opened.
 #[derive(Debug)]
 pub struct StreamSlot<C> {
-    /// Where.
+    /// Connection on which to open the stream.
     pub connection: C,
     /// Its place there.
     pub place: StreamPermit,
-    /// The youngest connection that there was. What fails is repeated on one with a number above: whoever closed one of those
-    /// that were there may have closed them all.
+    /// Number of the youngest connection that existed. A failed request is repeated on one with a number above: a peer that
+    /// closed one of the existing connections may have closed them all.
     pub newest: u64,
 }
 
-/// Whose turn it is.
+/// Result of a pool checkout: a stream slot, HTTP/1.1, or the right to dial.
 #[derive(Debug)]
 pub enum Checkout<'a, C> {
     /// There is a place.
     Open(StreamSlot<C>),
-    /// The app chose HTTP/1.1 last time, and nobody waits for another's dialling.
+    /// The upstream chose HTTP/1.1 last time, and streams do not wait for each other's dialling.
     Http1,
     /// This stream's, to dial, for as long as it holds this.
     Dial(tokio::sync::MutexGuard<'a, ()>),
@@ -167,7 +167,7 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         stream
     }
 
-    /// The app has chosen HTTP/1.1.
+    /// Records that the upstream has chosen HTTP/1.1.
     pub fn chose_http1(&self) {
         self.known().http1 = true;
     }
@@ -250,7 +250,7 @@ mod tests {
         true
     }
 
-    /// What can be had without waiting.
+    /// Returns the checkout that is available without waiting.
     fn now(places: &Http2Pool<Named>, after: u64) -> Option<Checkout<'_, Named>> {
         places.turn(after, all).now_or_never()
     }

@@ -1,15 +1,15 @@
-//! Interim answers (1xx, RFC 9110 §15.2) of an HTTP server whose engine cannot send them.
+//! Interim answers (1xx, RFC 9110 §15.2) of an HTTP server that hyper cannot send.
 //!
-//! The engine answers a request once. [`InformationalIo`] lies below it and writes interim answers between what the engine writes:
-//! for HTTP/1.1 where the engine has flushed all of the last answer, for HTTP/2 as a frame between two frames. Its fields do not touch the
-//! compression state of the connection (RFC 7541 §6.2.2). They are advice: one that does not fit, or that cannot be written
-//! before the answer, is dropped.
+//! hyper answers a request once. [`InformationalIo`] lies below it and writes interim answers between hyper's own writes:
+//! for HTTP/1.1 after hyper has flushed all of the last answer, for HTTP/2 as a frame between two frames. Its fields do not
+//! touch the compression state of the connection (RFC 7541 §6.2.2). They are advice: one that does not fit, or that cannot
+//! be written before the answer, is dropped.
 //!
-//! The engine does not tell which HTTP/2 stream a request came on. It hands streams over in the order in which they begin,
-//! except those that it refuses itself, which it does in writing before it hands over what came behind them. Behind a refusal,
-//! and where one may wait for the socket, streams cannot be told apart for sure: that connection has no more interim answers.
-//! Nor has one whose client makes the table of the compression smaller: the next head has to say so first (RFC 7541 §4.2), which
-//! only the engine can.
+//! hyper does not tell which HTTP/2 stream a request came on. It hands streams over in the order in which they begin, except
+//! those that it refuses itself. It writes such a refusal before it hands over the streams that came behind. Behind a
+//! refusal, and while one may wait for the socket, streams cannot be told apart for sure: that connection has no more
+//! interim answers. Nor has one whose client makes the table of the compression smaller: the next head has to say so first
+//! (RFC 7541 §4.2), which only hyper can.
 
 use crate::frame_parser::{
     ACK, CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameParser, GOAWAY, HEADERS,
@@ -57,7 +57,7 @@ struct Shared {
     queue: Mutex<Queue>,
     /// How many answers wait.
     waiting: AtomicUsize,
-    /// How many streams have begun that the engine has not handed over.
+    /// Number of streams that have begun and that hyper has not handed over.
     begun: AtomicUsize,
     /// The socket takes nothing.
     blocked: AtomicBool,
@@ -68,7 +68,7 @@ struct Shared {
 struct Queue {
     answers: VecDeque<(ExchangeId, Bytes)>,
     begun: VecDeque<u32>,
-    /// Streams that begin cannot be told apart any more.
+    /// Whether new streams cannot be told apart any more.
     lost: bool,
 }
 
@@ -80,7 +80,7 @@ impl Queue {
 }
 
 impl InformationalResponses {
-    /// Returns the stream of the HTTP/2 request that the engine hands over now.
+    /// Returns the stream of the HTTP/2 request that hyper hands over now.
     pub fn accepted(&self) -> ExchangeId {
         let shared = &self.0;
         let mut queue = shared.queue();
@@ -154,7 +154,7 @@ impl Shared {
         }
     }
 
-    /// Handles a frame that the engine has written.
+    /// Handles a frame that hyper has written.
     fn wrote(&self, kind: u8, stream: u32) {
         if matches!(kind, RST_STREAM | HEADERS) {
             // The answer is there.
@@ -279,9 +279,9 @@ pub struct InformationalIo<S> {
     last_stream: u32,
     settings: Settings,
     written: FrameParser,
-    /// The engine is within a head of several frames.
+    /// Whether hyper is within a head of several frames.
     in_head: bool,
-    /// The engine has written nothing since it flushed all it had.
+    /// Whether hyper has written nothing since it flushed all it had.
     flushed: bool,
     /// Rest of the answer that is being written.
     rest: Bytes,
@@ -367,7 +367,7 @@ impl<S: AsyncWrite + Unpin> InformationalIo<S> {
         }
     }
 
-    /// Gets ready for bytes of the engine, which are of an answer where HTTP/1.1 is spoken.
+    /// Gets ready for bytes from hyper, which belong to an answer if the connection speaks HTTP/1.1.
     fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_interims(cx))?;
         self.flushed = false;

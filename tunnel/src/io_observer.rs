@@ -1,6 +1,6 @@
-//! A connection that is listened to below an engine.
+//! A connection that is observed below h2 or hyper.
 //!
-//! The one place where reading and writing are passed on by hand for it: who listens says what the bytes mean.
+//! The one place where reads and writes are passed on by hand for that: the observer knows the meaning of the bytes.
 
 use std::{
     io,
@@ -9,9 +9,9 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Who listens to a connection.
+/// Observer of a connection's reads and writes.
 pub trait IoObserver {
-    /// Asked before each read. Pending puts the read off; whoever says so sees to it that it is tried again.
+    /// Called before each read. Returning `Pending` postpones the read; the implementation must wake the task.
     fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }
@@ -19,10 +19,10 @@ pub trait IoObserver {
     /// These bytes were read, and may be changed before [`IoObserver::read`] gets them.
     fn adjust(&mut self, _bytes: &mut [u8]) {}
 
-    /// These bytes were read; none is the end.
+    /// Called with the bytes that were read; an empty slice is the end.
     ///
     /// # Errors
-    /// What the connection is to fail with.
+    /// The error that the connection is to fail with.
     fn read(&mut self, _bytes: &[u8]) -> io::Result<()> {
         Ok(())
     }

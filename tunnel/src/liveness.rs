@@ -1,10 +1,11 @@
 //! Liveness: a round trip, known at both ends, judged from bytes and not from socket states.
 //!
-//! 1. When 5 s have passed without a byte read, or without a byte written, the gateway probes; at once where somebody asks.
+//! 1. When 5 s have passed without a byte read, or without a byte written, the gateway probes; at once if a probe is
+//!    requested.
 //! 2. 5 s after a probe without any byte read the tunnel is out of selection (`Suspect`).
 //! 3. After 5 s more it is closed (`Dead`).
 //!
-//! The edge never probes (design trap 11): it counts silence only. Pure: time comes in as arguments.
+//! The edge never probes (invariant 11): it counts silence only. Pure: time comes in as arguments.
 
 use std::time::Duration;
 use tokio::time::Instant;
@@ -31,7 +32,7 @@ impl Default for KeepaliveConfig {
     }
 }
 
-/// What is to be done.
+/// Action that the keepalive requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeepaliveAction {
     /// All is well; look again then.
@@ -69,7 +70,7 @@ impl Keepalive {
         self.probed
     }
 
-    /// What is to be done now. With `hurry` a probe is due whatever was read or written, unless one is out.
+    /// Returns the action to take now. With `hurry` a probe is due whatever was read or written, unless one is outstanding.
     pub(crate) fn check(
         &mut self,
         now: Instant,

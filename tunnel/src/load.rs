@@ -1,7 +1,7 @@
-//! What a tunnel carries: how many streams, how many bytes, and whether one of them is bulk.
+//! Load of a tunnel: how many streams, how many bytes, and whether one of them is bulk.
 //!
-//! Written by the streams as they move bytes, read by whoever chooses a tunnel or dials a second one.
-//! Only atomics, but for the list of streams that can hold unread bytes: nothing here waits.
+//! Written by the streams as they move bytes, read by the code that selects a tunnel or dials a second one. Only atomics,
+//! but for the list of streams that can hold unread bytes: nothing here waits.
 
 use crate::{
     buffered::{
@@ -47,7 +47,7 @@ pub struct TunnelLoad {
     /// Milliseconds after `began` at which bulk was last seen, plus one; 0 is never.
     bulk_at: AtomicU64,
     bulk_seen: Notify,
-    /// When the number of the node's streams reaches this, whoever sizes windows wants to know.
+    /// Number of the node's streams at which the task that sizes windows is woken.
     crowd: AtomicUsize,
     crowded: AtomicWaker,
     unread: Arc<BufferedStreams>,
@@ -105,7 +105,7 @@ impl TunnelLoad {
         self.unread.end(&self.small);
     }
 
-    /// What the tunnels of the node share.
+    /// Returns the budget that the tunnels of the node share.
     pub(crate) fn siblings(&self) -> &NodeBudget {
         &self.siblings
     }
@@ -164,17 +164,17 @@ impl TunnelLoad {
         self.bulk_seen.notified().await;
     }
 
-    /// Bytes that have arrived and nobody has taken, without what small frames cost besides.
+    /// Returns the bytes that have arrived and have not been consumed, without the additional cost of small frames.
     pub fn unread(&self) -> usize {
         self.unread.total()
     }
 
-    /// What has arrived and nobody has taken. Asks each stream: not for every poll.
+    /// Returns the bytes that have arrived and have not been consumed. Asks each stream, so it is too costly for every poll.
     pub fn weigh(&self) -> BufferedBytes {
         self.unread.weigh(&self.small)
     }
 
-    /// Where small frames are counted.
+    /// Returns the counter of small frames.
     pub(crate) fn small(&self) -> &Arc<SmallFrames> {
         &self.small
     }

@@ -1,9 +1,9 @@
 //! Request targets that are longer than `http::Uri` can hold.
 //!
-//! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. The engines see the target's
-//! first [`MAX_URI_BYTES`] bytes, path included. The rest of the query travels beside the request as a [`TargetOverflow`]: on a
-//! tunnel as the first bytes of the stream, their number in [`crate::wire::TARGET_REST`]. [`TargetWriter`] puts the rest
-//! back into the request line of HTTP/1.1, below the engine.
+//! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. hyper and h2 see the target's
+//! first [`MAX_URI_BYTES`] bytes, path included. The rest of the query travels beside the request as a [`TargetOverflow`]:
+//! on a tunnel as the first bytes of the stream, their number in [`crate::wire::TARGET_REST`]. [`TargetWriter`] puts the
+//! rest back into the request line of HTTP/1.1, below hyper.
 
 use bytes::{Buf, Bytes};
 use std::{
@@ -14,7 +14,7 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes of a target that an engine takes: the limit of `http::Uri`.
+/// Bytes of a target that hyper and h2 take: the limit of `http::Uri`.
 pub const MAX_URI_BYTES: usize = 65_534;
 /// Largest rest of a target, in bytes: the longest command line that Linux takes is 6 MiB (`execve(2)`).
 pub const MAX_OVERFLOW_BYTES: usize = 8 << 20;
@@ -23,7 +23,7 @@ const MAX_PROCESS_OVERFLOW_BYTES: usize = 64 << 20;
 
 static PROCESS_OVERFLOW_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// The bytes of a request's query behind those that the engine holds. An extension of requests.
+/// Bytes of a request's query behind those that hyper or h2 holds. An extension of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetOverflow(pub Bytes);
 

@@ -1,8 +1,8 @@
-//! Small DATA frames that have arrived and nobody has taken.
+//! Counter of small DATA frames that have arrived and have not been consumed.
 //!
-//! The engine keeps each frame in a place of its own, which costs the same for one byte as for a thousand: a window of
-//! 4 MiB full of single bytes takes a gigabyte. What is below the engine sees frames come, the stream's owner sees
-//! them go, and what is left between them counts as if it were bytes.
+//! h2 stores each frame in a place of its own, which costs the same for one byte as for a thousand: a window of 4 MiB full
+//! of single bytes takes a gigabyte. The code below h2 sees frames arrive, and the stream's owner sees them go. The frames
+//! left between them count as if they were bytes.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use std::{
     },
 };
 
-/// What the engine needs for a frame besides its bytes.
+/// Bytes that h2 needs for a frame besides its payload.
 const PLACE: usize = 256;
 /// Frames of this many bytes have places that count no more.
 const LARGE: usize = 1024;
@@ -36,7 +36,7 @@ impl SmallFrames {
         }
     }
 
-    /// Bytes that the small frames of all streams cost besides their own. Asks nobody.
+    /// Returns the bytes that the small frames of all streams cost besides their own. Asks no stream.
     pub(crate) fn cost_of_all(&self) -> usize {
         self.held.load(Relaxed) * PLACE
     }

@@ -1,10 +1,10 @@
-//! The status line of an answer over HTTP/1.1, on its way to the engine.
+//! Status line of an HTTP/1.1 answer, adapted before hyper reads it.
 
 /// Version that is spoken, up to its last digit.
 const VERSION: &[u8] = b"HTTP/1.";
 
-/// Has the engine read a later minor version as 1.1 (RFC 9110 section 2.5), since it knows 1.0 and 1.1 only. An interim answer
-/// (1xx) is looked at in place of the answer behind it.
+/// Adapter that makes hyper read a later minor version as 1.1 (RFC 9110 section 2.5), since hyper knows 1.0 and 1.1 only. An
+/// interim answer (1xx) is inspected in place of the answer behind it.
 #[derive(Clone, Debug, Default)]
 pub struct StatusLine {
     /// Bytes of [`VERSION`] that were read; one more behind the line.

@@ -1,7 +1,7 @@
 //! The two halves of a stream on a tunnel: what is sent, and what is received.
 //!
 //! The rule that keeps them right: a half that is dropped before its end *resets* the stream. An abort is
-//! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
+//! never a clean end (invariant 3). Credit goes back to the peer when the next chunk is asked for,
 //! that is when the far socket took the last one, and never before.
 
 use crate::{
@@ -20,12 +20,12 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-/// Streams of a tunnel from which on each sends smaller frames: the engine lets them take turns by frames.
+/// Streams of a tunnel from which on each sends smaller frames: h2 lets them take turns by frames.
 const CROWD: usize = 64;
 /// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.
 const SMALL: usize = 16 << 10;
 
-/// What this end sends on a stream.
+/// Sending half of a stream.
 #[derive(Debug)]
 pub struct StreamSender {
     inner: h2::SendStream<Bytes>,
@@ -218,7 +218,7 @@ impl Drop for StreamSender {
     }
 }
 
-/// What this end receives on a stream.
+/// Receiving half of a stream.
 #[derive(Debug)]
 pub struct StreamReceiver {
     /// Leaves before `inner` does.

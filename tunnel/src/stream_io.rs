@@ -1,9 +1,9 @@
 //! A stream as a connection: [`AsyncRead`] and [`AsyncWrite`] over its two halves.
 //!
-//! For whoever speaks a protocol of its own through a tunnel, such as TLS with an app. Credit goes back to the other end
-//! when all of a chunk was taken, and never before; a write takes what the window allows. A shutdown ends the
-//! near half in order. What is dropped before is reset, and what was reset or lost is an error, with the
-//! [`StreamError`] inside: never an end.
+//! It is for code that speaks a protocol of its own through a tunnel, such as TLS with an upstream. Credit goes back to the
+//! other end when all of a chunk was taken, and never before; a write takes as much as the window allows. A shutdown ends
+//! the near half in order. A stream that is dropped before is reset. A reset or a loss is an error, with the [`StreamError`]
+//! inside: never an end.
 
 use crate::{
     error::StreamError,
@@ -25,7 +25,7 @@ const JOIN: usize = 17 * 1024;
 pub struct StreamIo {
     send: StreamSender,
     receive: StreamReceiver,
-    /// What was received and not taken yet.
+    /// Bytes that were received and not taken yet.
     chunk: Bytes,
 }
 
@@ -78,7 +78,7 @@ impl AsyncWrite for StreamIo {
         self.get_mut().send.poll_some(cx, buf).map_err(broken)
     }
 
-    /// One frame for all that is ready: each costs the other end as much as a large one (design trap 1).
+    /// One frame for all that is ready: each costs the other end as much as a large one (invariant 1).
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -1,7 +1,7 @@
 //! The target: the address that the edge dials for a stream, as seen from the node.
 //!
-//! A host that is the node's own name means the node itself; only the edge knows what that is.
-//! Parsing is pure and total: whatever a caller writes is either a target or a clear refusal.
+//! A host that is the node's own name means the node itself; only the edge knows the address behind it. Parsing is pure and
+//! total: any input of a client is either a target or a clear refusal.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 

@@ -1,11 +1,11 @@
-//! What there is to read, for clients that ask first: `/api`, `/apis` and below (`APIVersions`, `APIGroupList`, `APIGroup`,
-//! `APIResourceList` of `meta/v1`).
+//! Discovery of the available resources, for clients that ask for it first: `/api`, `/apis` and below (`APIVersions`,
+//! `APIGroupList`, `APIGroup`, `APIResourceList` of `meta/v1`).
 
 use crate::{list_options::RequestPath, store::Store};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 
-/// The answer to a path of discovery; `None`: nothing of it is served.
+/// Returns the response to a path of discovery, or `None` if no resource of it is served.
 pub(crate) fn answer(place: &RequestPath<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
     match place {
         RequestPath::Core => Some(core(stores)),
@@ -39,7 +39,7 @@ fn core(stores: &[&Arc<Store>]) -> Value {
     json!({ "kind": "APIVersions", "versions": versions, "serverAddressByClientCIDRs": [] })
 }
 
-/// The versions of each group but the core one.
+/// Returns the versions of each group except the core one.
 fn groups<'a>(stores: &[&'a Arc<Store>]) -> BTreeMap<&'a str, Vec<&'a str>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for resource in stores.iter().map(|store| store.resource()) {

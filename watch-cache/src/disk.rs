@@ -1,11 +1,11 @@
-//! The last state on the disk: a file for each resource, so that a node that starts without the cloud serves what it knew.
+//! Snapshots on the disk: a file for each resource, so that a node that starts without the cloud serves its last state.
 //!
-//! A file begins with a line that names the format and the SHA-256 of what follows, which is gzip: a line of JSON that says what
-//! it is, then an object a line. It is written beside, synced and renamed, so there is always the old one or the new one. A file
-//! that is not what it should be is set aside and told, and costs its own resource only.
+//! A file begins with a line that names the format and the SHA-256 of the rest. The rest is gzip: a line of JSON that describes
+//! the snapshot, then an object a line. The file is written beside its place, synced and renamed, so there is always the old one
+//! or the new one. An invalid file is set aside and reported. Only its own resource is lost.
 //!
-//! A state that does not change is not written again. Until when each was known to be the newest is in a small file of its own,
-//! which is written more often.
+//! A state that does not change is not written again. The time until which each state was known to be the newest is in a small
+//! file of its own, which is written more often.
 
 use crate::{
     object::{Object, TypeMeta},
@@ -26,15 +26,15 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The first word of a file.
+/// First word of a file.
 const MAGIC: &str = "causeway-pool/1";
-/// How much larger than its file a state may be.
+/// Maximum ratio between the size of a state and the size of its file.
 const INFLATES: u64 = 64;
 
-/// Name of the file that says until when each state was known to be the newest.
+/// Name of the file with the time until which each state was known to be the newest.
 const TIMES: &str = "times.json";
 
-/// By resource: the version, and until when it was known to be the newest, in milliseconds of the Unix epoch.
+/// By resource: the version, and the time until which it was known to be the newest, in milliseconds of the Unix epoch.
 type Times = BTreeMap<String, (u64, u64)>;
 
 /// The directory of saved states.
@@ -44,20 +44,20 @@ pub struct SnapshotDir {
     most: u64,
 }
 
-/// What a file says of itself.
+/// Header of a snapshot file.
 #[derive(Serialize, Deserialize)]
 struct SnapshotHeader {
     resource: String,
     kind: String,
     namespaced: bool,
     version: u64,
-    /// In milliseconds of the Unix epoch.
+    /// Time of the snapshot, in milliseconds of the Unix epoch.
     at: u64,
     objects: usize,
 }
 
 impl SnapshotDir {
-    /// States in this directory, of `most` bytes each at most.
+    /// Returns the snapshots in this directory, of `most` bytes each at most.
     pub fn new(dir: PathBuf, most: u64) -> Self {
         Self { dir, most }
     }
@@ -67,7 +67,7 @@ impl SnapshotDir {
         self.dir.join(format!("{name}.pool"))
     }
 
-    /// Fills what is empty with what was kept; what could not be used, in words.
+    /// Fills empty stores from the snapshots. Returns a description of each snapshot that could not be used.
     pub fn load(&self, pool: &WatchCache) -> Vec<String> {
         let mut faults = Vec::new();
         // Without them states are as old as their files say.
@@ -157,10 +157,10 @@ impl SnapshotDir {
         }))
     }
 
-    /// Keeps the state of a store, if there is one. Blocks.
+    /// Writes the state of a store, if there is one. Blocks.
     ///
     /// # Errors
-    /// If the disk does not take it, or it is larger than it may be; the file before it stays.
+    /// If the write fails, or if the state is too large. Then the file before it stays.
     pub fn write(&self, store: &Store) -> io::Result<()> {
         let Some(snapshot) = store.snapshot() else {
             return Ok(());
@@ -179,10 +179,10 @@ impl SnapshotDir {
         self.put(&self.file(store), &[head.as_bytes(), &packed])
     }
 
-    /// Notes until when the states of a pool were known to be the newest. Blocks.
+    /// Records the time until which the states of a cache were known to be the newest. Blocks.
     ///
     /// # Errors
-    /// If the disk does not take it.
+    /// If the write fails.
     pub fn write_times(&self, pool: &WatchCache) -> io::Result<()> {
         let millis = |at: SystemTime| {
             let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -202,7 +202,7 @@ impl SnapshotDir {
         self.put(&self.dir.join(TIMES), &[&text])
     }
 
-    /// Puts these bytes into a file in place of what it had.
+    /// Replaces the content of a file by these bytes.
     fn put(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::Builder::new()

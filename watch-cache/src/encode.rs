@@ -1,4 +1,4 @@
-//! Objects as readers want them: JSON or protobuf, whole or as metadata alone.
+//! Encoding of objects in the form that a client requests: JSON or protobuf, whole or as metadata alone.
 
 use crate::{
     negotiate::{MediaType, Negotiated, View},
@@ -10,7 +10,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// How one reader wants objects of one kind.
+/// Form in which one client wants objects of one kind.
 #[derive(Clone, Debug)]
 pub(crate) struct Encoder {
     pub(crate) form: Negotiated,
@@ -23,7 +23,7 @@ pub(crate) struct Encoder {
 pub(crate) struct ListPage {
     pub(crate) version: u64,
     pub(crate) objects: Vec<Arc<Object>>,
-    /// Where the next part begins, and how many objects are in all that follow.
+    /// Token of the next part, and number of objects in all remaining parts.
     pub(crate) more: Option<(String, u64)>,
 }
 
@@ -35,24 +35,24 @@ const BOOKMARK: &str = "BOOKMARK";
 const ERROR: &str = "ERROR";
 
 impl Encoder {
-    /// A word for this encoding, different from all others.
+    /// Returns an identifier of this encoding, different from all others.
     pub(crate) fn word(&self) -> String {
         format!("{:?}{:?}", self.form.format, self.form.shape)
     }
 
-    /// Whether nothing is to be encoded.
+    /// Whether the form is plain JSON, so that nothing has to be converted.
     pub(crate) fn is_plain(&self) -> bool {
         self.form == Negotiated::JSON
     }
 
-    /// The same in JSON, for an object that is not as its schema says: nothing of it may be lost.
+    /// Returns the same encoder for JSON, for an object that does not match its schema: no field of it may be lost.
     fn in_json(&self) -> Self {
         let mut json = self.clone();
         json.form.format = MediaType::Json;
         json
     }
 
-    /// One object as an answer, and the form that it has.
+    /// Encodes one object as a response. Returns the form that it has as well.
     pub(crate) fn object(&self, object: &Object) -> (Bytes, Negotiated) {
         match (self.form.format, self.form.shape) {
             (MediaType::Json, View::Whole) => (object.json.clone(), self.form),
@@ -118,7 +118,7 @@ impl Encoder {
         list.into()
     }
 
-    /// `None`: an object is not as its schema says.
+    /// Encodes a list as protobuf. Returns `None` if an object does not match its schema.
     fn list_protobuf(&self, page: &ListPage) -> Option<Bytes> {
         let (version, kind) = match self.form.shape {
             View::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
@@ -140,7 +140,7 @@ impl Encoder {
         Some(list.into_boxed_slice().into())
     }
 
-    /// One event of a watch, as a frame of its stream.
+    /// Encodes one event of a watch, as a frame of its stream.
     pub(crate) fn event(&self, word: &'static str, object: &Object) -> Bytes {
         if self.is_plain() {
             return frame(word, &object.json);
@@ -158,7 +158,8 @@ impl Encoder {
         }
     }
 
-    /// That nothing has happened up to this version; at the end of what a watch begins with, that this is all.
+    /// Encodes a bookmark: nothing has happened up to this version. At the end of a watch's initial events it marks that they are
+    /// complete.
     pub(crate) fn bookmark(&self, version: u64, is_end: bool) -> Bytes {
         let mut meta = json!({ "resourceVersion": version.to_string() });
         if is_end {
@@ -172,7 +173,7 @@ impl Encoder {
         self.framed(BOOKMARK, &value)
     }
 
-    /// That the watch cannot go on.
+    /// Encodes an error that ends the watch.
     pub(crate) fn error(&self, failure: &ApiStatus) -> Bytes {
         match self.form.format {
             MediaType::Json => frame(ERROR, failure.value().to_string().as_bytes()),

@@ -1,7 +1,7 @@
-//! What happened last, so that a reader that was away for a while goes on from where it was.
+//! Buffer of the latest events, so that a client that was disconnected for a while resumes from its version.
 //!
-//! Events are in the order of their versions. Several may have one version: what a list shows to be gone went at some version
-//! that nobody knows, and counts as gone at the list's.
+//! Events are in the order of their versions. Several may have one version: an object that is missing in a list was deleted at an
+//! unknown version, and counts as deleted at the list's.
 
 use crate::object::{NamespacedName, Object};
 use std::{
@@ -9,30 +9,31 @@ use std::{
     sync::Arc,
 };
 
-/// What happened to one object.
+/// An event of one object.
 #[derive(Clone, Debug)]
 pub(crate) struct Event {
-    /// Which event of the store it is, without gaps.
+    /// Number of the event in the store, without gaps.
     pub(crate) number: u64,
     pub(crate) version: u64,
-    /// Before; `None`: there was none.
+    /// Object before the event; `None` if there was none.
     pub(crate) before: Option<Arc<Object>>,
-    /// Afterwards; of what was deleted its last state, at this version.
+    /// Object after the event; for a deleted object its last state, at this version.
     pub(crate) object: Arc<Object>,
     pub(crate) deleted: bool,
 }
 
-/// The last events of a store, bounded in bytes.
+/// Latest events of a store, bounded in bytes.
 #[derive(Debug)]
 pub(crate) struct EventBuffer {
     events: VecDeque<Event>,
     bytes: usize,
     most: usize,
-    /// From this version on nothing is missing.
+    /// First version from which no event is missing.
     since: u64,
     /// The number of the next event.
     next: u64,
-    /// Stretches between two versions of which only the ends are known: what came and went within one was seen by nobody.
+    /// Ranges between two versions of which only the ends are known: an object that was created and deleted within one was never
+    /// seen.
     gaps: VecDeque<(u64, u64)>,
 }
 
@@ -48,7 +49,7 @@ impl EventBuffer {
         }
     }
 
-    /// Forgets all: what is before this version is unknown.
+    /// Drops all events: the time before this version is unknown.
     pub(crate) fn begin(&mut self, version: u64) {
         self.events.clear();
         self.gaps.clear();
@@ -88,7 +89,7 @@ impl EventBuffer {
         self.gaps.retain(|gap| gap.1 > since);
     }
 
-    /// Between these two versions only the difference is known, unless there are none between.
+    /// Records that only the difference between these two versions is known. Returns whether there are versions between.
     pub(crate) fn gap(&mut self, from: u64, to: u64) -> bool {
         if to <= from.saturating_add(1) {
             return false;
@@ -103,7 +104,7 @@ impl EventBuffer {
         true
     }
 
-    /// Whether a reader that knows all up to this version can be told all that came after it.
+    /// Whether the buffer has every event after this version, for a client that knows all events up to it.
     pub(crate) fn reaches(&self, version: u64) -> bool {
         let mut gaps = self.gaps.iter();
         version >= self.since && !gaps.any(|gap| gap.0 < version && version < gap.1)
@@ -117,7 +118,7 @@ impl EventBuffer {
         self.events.get(at).map_or(self.next, |event| event.number)
     }
 
-    /// The event with this number; `None` if there is none yet. Those before [`Window::first`] are gone.
+    /// Returns the event with this number, or `None` if there is none yet. Events before [`EventBuffer::first`] are gone.
     pub(crate) fn get(&self, number: u64) -> Option<&Event> {
         let at = number.checked_sub(self.first())?;
         self.events.get(usize::try_from(at).ok()?)
@@ -133,7 +134,8 @@ impl EventBuffer {
         self.gaps.iter().any(|gap| gap.1 > version)
     }
 
-    /// What came after `version` as it was then, `None` if it was not there; [`Window::reaches`] it.
+    /// Returns the former state of each object that changed after `version`, `None` if it did not exist. The buffer must reach
+    /// that version ([`EventBuffer::reaches`]).
     pub(crate) fn rewind(&self, version: u64) -> BTreeMap<NamespacedName, Option<Arc<Object>>> {
         let later = self.events.iter().rev();
         let later = later.take_while(|event| event.version > version);
@@ -143,7 +145,7 @@ impl EventBuffer {
     }
 }
 
-/// What an event holds beyond the objects that are there now, in bytes, about.
+/// Returns the approximate memory of an event in bytes, beyond the objects that exist now.
 fn weight(event: &Event) -> usize {
     event.object.weight() + event.before.as_ref().map_or(0, |_| 64) + 64
 }

@@ -1,11 +1,12 @@
-//! Kubernetes objects, kept and served on: one list and watch of the cloud's API feeds any number of readers, level by level.
+//! API cache for Kubernetes objects: one list and watch of the cloud's API serves any number of clients, over several levels.
 //!
-//! A gateway, the edge that leads a pool and each of its neighbours hold the same [`WatchCache`]: of each [`GroupVersionResource`] a [`Store`]
-//! with all objects and a window of what happened to them last. [`reflect`] fills a store by list and watch from a [`ListWatch`],
-//! which is the cloud's API, a gateway or a neighbour; [`WatchCache::answer`] serves the very same list and watch to whoever is
-//! behind. Versions are the cloud's own at each level, so a reader goes on at one level from where it was at another.
+//! A gateway, the leader edge of a node pool and each other member of the pool hold the same [`WatchCache`]. For each
+//! [`GroupVersionResource`] it has a [`Store`] with all objects and a buffer of the latest events. [`reflect`] fills a store by
+//! list and watch from a [`ListWatch`], which is the cloud's API, a gateway or another member. [`WatchCache::answer`] serves the
+//! very same list and watch to the clients of this level. Versions are the cloud's own at each level, so a client can resume at
+//! one level from its version at another.
 //!
-//! Nothing here opens a socket or knows who asks: that is for those who embed it.
+//! This crate opens no socket and does not know its clients: the embedding code does both.
 
 mod discovery;
 pub mod disk;

@@ -10,7 +10,7 @@ use crate::{
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// How long a version that is not known yet is waited for, as kube-apiserver does.
+/// Time for which a request waits for a version that is not known yet, as in kube-apiserver.
 const AHEAD: Duration = Duration::from_secs(3);
 
 /// Waits until the store knows this version.
@@ -29,7 +29,7 @@ pub(crate) async fn wait_for_version(store: &Store, version: u64) -> Result<(), 
     })
 }
 
-/// The version of a list that is not the newest, and where it goes on.
+/// Returns the version of a list that is not the newest, and the position at which it continues.
 pub(crate) async fn start_version(
     store: &Store,
     options: &ListOptions,
@@ -55,7 +55,7 @@ pub(crate) async fn start_version(
     }
 }
 
-/// What is in the list.
+/// Returns a page of the list.
 pub(crate) fn page(
     store: &Store,
     (version, from): (Option<u64>, Option<&ContinueToken>),

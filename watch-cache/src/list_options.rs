@@ -1,4 +1,4 @@
-//! What is asked for: path and query of a request, as Kubernetes' REST API has them (`ListOptions` of `meta/v1`).
+//! Options of a request: its path and query, as Kubernetes' REST API has them (`ListOptions` of `meta/v1`).
 
 use crate::{resource::GroupVersionResource, status::ApiStatus};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
@@ -6,7 +6,7 @@ use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Where a path leads.
+/// Parsed path of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RequestPath<'a> {
     /// Objects of a resource: in a namespace, with a name.
@@ -75,18 +75,18 @@ impl<'a> RequestPath<'a> {
     }
 }
 
-/// Which version is meant.
+/// Version that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VersionMatch {
-    /// The newest, or whichever there is.
+    /// The newest version, or any.
     Any,
-    /// This or a later one.
+    /// This version or a later one.
     NotOlderThan(u64),
-    /// This one.
+    /// Exactly this version.
     Exact(u64),
 }
 
-/// What a list or a watch is asked with.
+/// Options of a list or a watch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(
     clippy::struct_excessive_bools,
@@ -103,7 +103,7 @@ pub(crate) struct ListOptions {
     pub(crate) timeout: Option<Duration>,
     pub(crate) bookmarks: bool,
     pub(crate) initial_events: Option<bool>,
-    /// The reader does without a watch whose own source is away: it is a follower with a choice.
+    /// Whether the client refuses a watch whose own source is away: it is a follower that has another source.
     pub(crate) fresh: bool,
 }
 
@@ -152,7 +152,7 @@ impl ListOptions {
         Ok(())
     }
 
-    /// The version as a number: 0 is any.
+    /// Returns the version as a number: 0 is any.
     pub(crate) fn number(&self) -> Result<u64, ApiStatus> {
         if self.resource_version.is_empty() {
             return Ok(0);
@@ -164,7 +164,7 @@ impl ListOptions {
         self.resource_version.parse().map_err(malformed)
     }
 
-    /// The version that a list is to have.
+    /// Returns the version that the list must have.
     pub(crate) fn version(&self) -> Result<VersionMatch, ApiStatus> {
         let number = self.number()?;
         let forbidden =
@@ -183,12 +183,12 @@ impl ListOptions {
     }
 }
 
-/// Where a list that has come in part goes on: the `continue` of a list's metadata.
+/// Continuation of a partial list: the `continue` of a list's metadata.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ContinueToken {
     #[serde(rename = "v")]
     pub(crate) version: u64,
-    /// The last that has been told.
+    /// Namespace of the last object that was sent.
     #[serde(rename = "ns")]
     pub(crate) namespace: String,
     #[serde(rename = "n")]

@@ -1,6 +1,6 @@
-//! Objects that nobody gives a version: what manifests say, where there is no API server.
+//! Objects without a version: the content of manifests, where there is no API server.
 //!
-//! Versions are milliseconds of the Unix epoch, so they grow over restarts; what is as it was keeps its own.
+//! Versions are milliseconds of the Unix epoch, so they grow over restarts. An unchanged object keeps its version.
 
 use crate::{
     object::{Object, ObjectError, TypeMeta},
@@ -14,40 +14,40 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Objects that have been read, and that a pool can be told to hold.
+/// Objects that have been read from manifests, and that a watch cache can load.
 #[derive(Debug)]
 pub struct Manifests {
     pool: Arc<WatchCache>,
-    /// By the store's place: the kind that they say, and all of them.
+    /// Objects by the index of their store: the kind that they state, and all of them.
     of: BTreeMap<usize, (String, Vec<Value>)>,
 }
 
-/// Why an object cannot be held.
+/// Error that makes an object unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// It does not say what it is.
+    /// The object states no kind.
     #[error("an object without apiVersion and kind")]
     Unnamed,
-    /// Nobody may read its kind.
+    /// Clients may not read its kind.
     #[error(
         "{kind} of {api_version} is none of readers.resources; add its resource there, or take the object away"
     )]
     NotRead {
-        /// What it says it is.
+        /// Kind that the object states.
         kind: String,
-        /// In which version.
+        /// API version that the object states.
         api_version: String,
     },
-    /// It is not what it says.
+    /// The object is malformed.
     #[error(transparent)]
     Object(#[from] ObjectError),
-    /// There are two of one name.
+    /// There are two objects of one name.
     #[error("{0:?} is there twice")]
     Twice(String),
 }
 
 impl Manifests {
-    /// Nothing, for this pool.
+    /// Returns an empty set of objects for this cache.
     pub fn new(pool: Arc<WatchCache>) -> Self {
         // A resource that no object is of is empty, and not unknown.
         let known = pool.stores().iter().enumerate();
@@ -59,7 +59,7 @@ impl Manifests {
     /// Adds an object, or all of a `List`.
     ///
     /// # Errors
-    /// If it is none that can be held.
+    /// If the object is invalid or its kind may not be read.
     pub fn add(&mut self, mut value: Value) -> Result<(), ManifestError> {
         let text = |field: &str| value.get(field).and_then(Value::as_str).map(str::to_owned);
         let (kind, api_version) = text("kind")
@@ -95,7 +95,7 @@ impl Manifests {
         Ok(())
     }
 
-    /// How many there are.
+    /// Returns the number of objects.
     pub fn count(&self) -> usize {
         self.of.values().map(|(_, objects)| objects.len()).sum()
     }
@@ -154,7 +154,7 @@ fn hold(store: &Store, kind: &str, objects: &[Value]) {
     store.found(None);
 }
 
-/// As an API server would hold it.
+/// Returns the object in the form of an API server.
 fn versioned(value: &Value, version: u64, named: TypeMeta<'_>) -> Result<Object, ObjectError> {
     let mut value = value.clone();
     if let Some(meta) = value.get_mut("metadata").and_then(Value::as_object_mut) {

@@ -1,20 +1,20 @@
-//! In what form an answer is wanted: `Accept`, as clients of Kubernetes write it.
+//! Negotiation of the form of a response: `Accept`, as clients of Kubernetes write it.
 //!
 //! There is no `Table`: kubectl then takes plain JSON, and prints names and ages.
 
 use crate::protobuf;
 
-/// How an answer is written.
+/// Media type of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MediaType {
     Json,
     Protobuf,
 }
 
-/// What of the objects is in it.
+/// Part of the objects that is in the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum View {
-    /// All.
+    /// The whole object.
     Whole,
     /// `PartialObjectMetadata`.
     Metadata,
@@ -28,7 +28,7 @@ pub(crate) struct Negotiated {
 }
 
 impl Negotiated {
-    /// The first of the wanted forms that there is; JSON if none is named.
+    /// Returns the first of the wanted forms that is available; JSON if none is named.
     pub(crate) fn negotiate(accept: Option<&str>, api_version: &str, kind: &str) -> Option<Self> {
         let Some(accept) = accept.filter(|accept| !accept.trim().is_empty()) else {
             return Some(Self::JSON);
@@ -38,7 +38,7 @@ impl Negotiated {
             .find_map(|wanted| Self::of(wanted, api_version, kind))
     }
 
-    /// All of it, as JSON.
+    /// Whole objects, as JSON.
     pub(crate) const JSON: Self = Self {
         format: MediaType::Json,
         shape: View::Whole,

@@ -1,11 +1,11 @@
-//! One object: its JSON as the cloud gave it, and what is asked of it again and again.
+//! An object: its JSON as the cloud sent it, and the fields that are read often.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, value::RawValue};
 use std::borrow::Cow;
 
-/// Namespace and name; the first is empty for what is in none.
+/// Namespace and name; the namespace is empty for an object without one.
 pub(crate) type NamespacedName = (Box<str>, Box<str>);
 
 /// An object of Kubernetes' API. It is never changed: a change is another object.
@@ -14,25 +14,25 @@ pub struct Object {
     pub(crate) key: NamespacedName,
     pub(crate) version: u64,
     pub(crate) labels: Box<[(Box<str>, Box<str>)]>,
-    /// All of it, kind and API version included.
+    /// JSON of the whole object, kind and API version included.
     pub(crate) json: Bytes,
 }
 
-/// Why a text is no object.
+/// Error that makes a text unusable as an object.
 #[derive(Debug, thiserror::Error)]
 pub enum ObjectError {
-    /// It is not JSON, or not an object.
+    /// The text is not JSON, or not an object.
     #[error("malformed: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// It has no name.
+    /// The object has no name.
     #[error("an object without metadata.name")]
     Nameless,
-    /// Its version is none.
+    /// The version of the object is not a number.
     #[error("{name}: metadata.resourceVersion {version:?} is no number")]
     Version {
         /// The object's name.
         name: String,
-        /// What stands there.
+        /// Text in the field.
         version: String,
     },
 }
@@ -58,7 +58,7 @@ struct ObjectMeta<'a> {
     labels: Option<Map<String, Value>>,
 }
 
-/// What names the kind of an object that a list leaves unnamed.
+/// Kind and version of an object that a list leaves unnamed.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct TypeMeta<'a> {
@@ -67,10 +67,10 @@ pub(crate) struct TypeMeta<'a> {
 }
 
 impl Object {
-    /// Reads an object; one that does not say its kind, as in lists, gets this one.
+    /// Reads an object. An object without a kind, as in lists, gets this one.
     ///
     /// # Errors
-    /// If it is none.
+    /// If the text is no object.
     pub(crate) fn read(raw: &RawValue, named: TypeMeta<'_>) -> Result<Self, ObjectError> {
         let text = raw.get();
         let seen: PartialObject<'_> = serde_json::from_str(text)?;
@@ -108,7 +108,7 @@ impl Object {
         })
     }
 
-    /// The same object at another version.
+    /// Returns the same object at another version.
     pub(crate) fn at(&self, version: u64) -> Self {
         let mut value = self.value();
         if let Some(meta) = value.get_mut("metadata") {
@@ -122,13 +122,13 @@ impl Object {
         }
     }
 
-    /// All of it, read.
+    /// Returns the whole object, parsed.
     pub(crate) fn value(&self) -> Value {
         // It was read once already.
         serde_json::from_slice(&self.json).unwrap_or_default()
     }
 
-    /// What it weighs in memory, in bytes, about.
+    /// Returns the approximate size in memory, in bytes.
     pub(crate) fn weight(&self) -> usize {
         let labels: usize = self
             .labels
@@ -145,7 +145,7 @@ impl Object {
             .map(|(_, value)| &**value)
     }
 
-    /// Its JSON.
+    /// Returns the object's JSON.
     pub fn json(&self) -> &Bytes {
         &self.json
     }

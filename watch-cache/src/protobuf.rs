@@ -1,12 +1,11 @@
 //! Objects of Kubernetes in its protobuf encoding, made from their JSON.
 //!
-//! Owns the encoding of objects, lists, watch events and statuses; `schema` has the fields of each kind.
-//! Never decodes, and holds nothing. The one rule: what is in the JSON is written, what is not in it is left out,
-//! for a decoder takes what is missing for its zero value, as the JSON meant it. What a kube-apiserver would write
-//! for the same JSON differs only in those zero values.
+//! Owns the encoding of objects, lists, watch events and statuses; `schema` has the fields of each kind. Never decodes, and has
+//! no state. The one rule: fields in the JSON are written, and missing fields are left out. A decoder takes a missing field for
+//! its zero value, as the JSON meant it. The output of a kube-apiserver for the same JSON differs only in those zero values.
 //!
-//! A value that is not of its field's type is never left out: there is no protobuf then, and the caller answers in
-//! JSON. A `deletionTimestamp` that got lost would make a dying object look alive.
+//! A value that is not of its field's type is never left out: the encoding fails then, and the response is in JSON. A lost
+//! `deletionTimestamp` would make a dying object look alive.
 
 mod schema;
 #[cfg(test)]
@@ -18,27 +17,27 @@ use schema::{Field, Kind};
 use serde_json::Value;
 use std::time::UNIX_EPOCH;
 
-/// What every protobuf answer of Kubernetes begins with, but a watch's frames.
+/// Prefix of every protobuf response of Kubernetes, except a watch's frames.
 const MAGIC: &[u8] = b"k8s\0";
 
 /// Wire types: a variable-length integer, and bytes with their length before them.
 const VARINT: u32 = 0;
 const BYTES: u32 = 2;
 
-/// What stands in a list beside its items.
+/// Fields of a list beside its items.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ListMeta<'a> {
     /// The list's resourceVersion.
     pub(crate) version: &'a str,
-    /// `continue`: what to ask for the next page with.
+    /// `continue`: the token for the next page.
     pub(crate) next: Option<&'a str>,
-    /// How many items the pages after this one have.
+    /// Number of items on the pages after this one.
     pub(crate) remaining: Option<u64>,
 }
 
-/// One object in Kubernetes' envelope, for a GET and as the object of a watch event.
+/// Encodes one object in Kubernetes' envelope, for a GET and as the object of a watch event.
 ///
-/// None: its kind has no schema here, or the object is not as its schema says; the answer is JSON then.
+/// Returns `None` if its kind has no schema here, or if the object does not match its schema; the response is JSON then.
 pub(crate) fn object(value: &Value) -> Option<Vec<u8>> {
     let api_version = value.get("apiVersion")?.as_str()?;
     let kind = value.get("kind")?.as_str()?;
@@ -54,10 +53,10 @@ pub(crate) fn has(api_version: &str, kind: &str) -> bool {
     schema::fields(api_version, kind).is_some()
 }
 
-/// One object's own message without envelope, to be put in a list. `kind` is that of the object, not the list's;
-/// as a `PartialObjectMetadata` an object of any kind can be said.
+/// Encodes one object's own message without envelope, for use in a list. `kind` is that of the object, not the list's. As a
+/// `PartialObjectMetadata` an object of any kind can be encoded.
 ///
-/// None: as of `object`.
+/// Returns `None` in the same cases as `object`.
 pub(crate) fn bare(api_version: &str, kind: &str, value: &Value) -> Option<Vec<u8>> {
     let mut out = Vec::new();
     message(&mut out, schema::fields(api_version, kind)?, value)?;
@@ -87,7 +86,7 @@ pub(crate) fn list(
     end(out, raw)
 }
 
-/// One event of a watch (`ADDED` and so on) with an object as `object` gives it, or a status for `ERROR`.
+/// Encodes one event of a watch (`ADDED` and so on) with an object as `object` returns it, or a status for `ERROR`.
 ///
 /// The event itself has neither magic nor envelope, but its length in four bytes before it.
 pub(crate) fn frame(kind: &str, object_envelope: &[u8]) -> Vec<u8> {
@@ -101,8 +100,8 @@ pub(crate) fn frame(kind: &str, object_envelope: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A `Status` in its envelope. One that is not as Kubernetes has it is said as an empty one: the answer's own status
-/// code tells enough.
+/// Encodes a `Status` in its envelope. A `Status` that does not match its schema is encoded as an empty one: the status code of
+/// the response is sufficient.
 pub(crate) fn status(value: &Value) -> Vec<u8> {
     envelope(
         "v1",
@@ -117,7 +116,7 @@ fn envelope(api_version: &str, kind: &str, raw: &[u8]) -> Vec<u8> {
     end(out, start)
 }
 
-/// The envelope (runtime.Unknown) up to where its object begins.
+/// Begins the envelope (runtime.Unknown), up to the start of its object.
 fn begin(api_version: &str, kind: &str) -> (Vec<u8>, usize) {
     let mut out = MAGIC.to_vec();
     let start = open(&mut out, 1);
@@ -128,7 +127,7 @@ fn begin(api_version: &str, kind: &str) -> (Vec<u8>, usize) {
     (out, raw)
 }
 
-/// And from where its object ends: contentEncoding and contentType, which are always written, and always empty.
+/// Ends the envelope after its object: contentEncoding and contentType, which are always written, and always empty.
 fn end(mut out: Vec<u8>, raw: usize) -> Vec<u8> {
     close(&mut out, raw);
     bytes(&mut out, 3, b"");
@@ -136,8 +135,8 @@ fn end(mut out: Vec<u8>, raw: usize) -> Vec<u8> {
     out
 }
 
-/// The fields that `value` has. Fields that the schema does not know are of a newer Kubernetes than the schema:
-/// they are left out, as a decoder that is no newer would pass over them.
+/// Encodes the fields that `value` has. Fields that the schema does not know are of a newer Kubernetes than the schema: they are
+/// left out, as an equally old decoder would skip them.
 fn message(out: &mut Vec<u8>, fields: &[Field], value: &Value) -> Option<()> {
     let object = value.as_object()?;
     for Field(name, number, kind) in fields {
@@ -148,7 +147,7 @@ fn message(out: &mut Vec<u8>, fields: &[Field], value: &Value) -> Option<()> {
     Some(())
 }
 
-/// One field. None: the value is not of the field's kind.
+/// Encodes one field. Returns `None` if the value is not of the field's kind.
 fn put(out: &mut Vec<u8>, number: u32, kind: &Kind, value: &Value) -> Option<()> {
     match (kind, value) {
         (_, Value::Null) => {}
@@ -181,7 +180,7 @@ fn put(out: &mut Vec<u8>, number: u32, kind: &Kind, value: &Value) -> Option<()>
     Some(())
 }
 
-/// What stands inside a field that is a message of its own.
+/// Encodes the content of a field that is a message of its own.
 fn within(out: &mut Vec<u8>, kind: &Kind, value: &Value) -> Option<()> {
     match (kind, value) {
         (Kind::Message(fields), _) => message(out, fields, value)?,
@@ -219,14 +218,14 @@ fn bytes(out: &mut Vec<u8>, number: u32, value: &[u8]) {
     out.extend_from_slice(value);
 }
 
-/// Begins a message within; says where, for `close`.
+/// Begins a message within another. Returns its position, for `close`.
 fn open(out: &mut Vec<u8>, number: u32) -> usize {
     varint(out, u64::from(number << 3 | BYTES));
     out.len()
 }
 
-/// Ends the message that began at `start`. Its length belongs before it and is known only now: it is written behind
-/// it, and turned to the front.
+/// Ends the message that began at `start`. Its length belongs before it and is known only now. The length is written behind the
+/// message, and rotated to its beginning.
 fn close(out: &mut Vec<u8>, start: usize) {
     let behind = out.len();
     varint(out, (behind - start) as u64);

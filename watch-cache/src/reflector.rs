@@ -1,8 +1,8 @@
-//! Filling a store from somewhere else: a list where one is needed, then watch after watch.
+//! Reflector that fills a store from a source: a list if one is needed, then watch after watch.
 //!
-//! A store that knows something goes on from there, whoever it is told by: versions are the cloud's at each level. It never
-//! goes back by itself: a source that knows less is no source, unless it is in touch with the cloud and stays so for half a
-//! minute; then the cloud itself has gone back.
+//! A store that has a state resumes from it, from any source: versions are the cloud's at each level. A store never goes back by
+//! itself. A source that knows less is not used, unless it is in touch with the cloud and stays so for half a minute. Then the
+//! cloud itself has gone back.
 
 mod source_status;
 
@@ -27,23 +27,23 @@ use tokio::time::{Instant, timeout};
 const PAGE: usize = 500;
 /// The largest part of a list, and the largest event, in bytes.
 const MOST: usize = 64 << 20;
-/// All parts of a list together: a source that goes on and on fills no memory.
+/// Size limit of all parts of a list together: an endless list must not fill the memory.
 const ALL: usize = 512 << 20;
-/// How long a list may take to come.
+/// Time limit of a list.
 const LIST: Duration = Duration::from_mins(1);
-/// How long a source may take to begin a watch: one of ours waits 3 s for a version that it does not know yet.
+/// Time limit for the start of a watch: one of our sources waits 3 s for a version that it does not know yet.
 const BEGIN: Duration = Duration::from_secs(20);
 /// A source that is in touch and has known less for this long is right.
 const BEHIND: Duration = Duration::from_secs(30);
-/// A watch that ends sooner than this without a word is one that failed.
+/// A watch that ends sooner than this without an event has failed.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// Where a store is filled from.
+/// Source of a store.
 pub trait ListWatch: Send + Sync {
-    /// `GET` of a path with its query; why there is no answer, in words.
+    /// Sends a `GET` of a path with its query. The error is a description of the cause.
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>>;
 
-    /// For how long nothing has been heard of it, where that is known: what it has told was true until then.
+    /// Returns the time since the source was last heard of, if it is known. Its data was current until then.
     fn silent(&self) -> Duration {
         Duration::ZERO
     }
@@ -54,36 +54,36 @@ pub trait ListWatch: Send + Sync {
     }
 }
 
-/// What a source answers.
+/// Response of a source.
 pub struct SourceResponse {
     /// The status.
     pub status: StatusCode,
-    /// Its fields.
+    /// Header fields of the response.
     pub headers: HeaderMap,
     /// The bytes as they come.
     pub body: BoxStream<'static, Result<Bytes, String>>,
 }
 
-/// Why a store is followed no longer.
+/// Reason why a store is no longer filled.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ReflectorError {
-    /// The source is away or broke off, in words.
+    /// The source is away or the connection broke off, with a description.
     Broken(String),
-    /// The source answers with this status: its words, and when it says to come again.
+    /// The source responds with this status: its message, and its `Retry-After`.
     Refused(StatusCode, String, Option<Duration>),
     /// The source knows less than the store, or has been out of touch itself, and for how long.
     Stale(String, Duration),
 }
 
-/// How a watch went.
+/// Outcome of a watch.
 enum WatchEnd {
-    /// Its time is up.
+    /// The watch has reached its timeout.
     Over,
-    /// What is known is too old to go on from.
+    /// The known version is too old to resume from.
     Expired,
 }
 
-/// Fills the store from the source until that fails. The store counts as lost since the source was last heard.
+/// Fills the store from the source until that fails. The store counts as lost from the last contact with the source.
 pub async fn reflect(store: &Store, source: &dyn ListWatch) -> ReflectorError {
     let begun = Instant::now();
     let ended = match Box::pin(run(store, source)).await {
@@ -190,7 +190,7 @@ async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorErro
     }
 }
 
-/// Whether a source that knows less than the store is to be believed by now.
+/// Whether a source that knows less than the store has been in touch long enough to be trusted.
 fn is_right(store: &Store) -> bool {
     store.is_behind().is_some_and(|lasts| lasts > BEHIND)
 }

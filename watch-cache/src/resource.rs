@@ -1,4 +1,4 @@
-//! Which resource: group, version and plural name.
+//! Name of a resource: group, version and plural name.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, str::FromStr};
@@ -15,7 +15,7 @@ pub struct GroupVersionResource {
     pub plural: String,
 }
 
-/// What is wrong with the name of a resource.
+/// The name of the resource is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} names no resource; write GROUP/VERSION/PLURAL as in discovery.k8s.io/v1/endpointslices, or VERSION/PLURAL as in v1/services"
@@ -31,7 +31,7 @@ pub(crate) struct GroupVersionKind {
     pub(crate) namespaced: bool,
 }
 
-/// What is known of resources before anything is read: kind, whether in namespaces, short names.
+/// Properties of resources that are known before the first list: kind, whether namespaced, short names.
 const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
     (
         "discovery.k8s.io/v1/endpointslices",
@@ -54,7 +54,7 @@ const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
 ];
 
 impl GroupVersionResource {
-    /// What is read where nothing else is asked for: `EndpointSlice`s, Endpoints and Services.
+    /// Returns the default resources: `EndpointSlice`s, Endpoints and Services.
     pub fn defaults() -> Vec<Self> {
         let known = KNOWN.iter().take(3);
         known.filter_map(|known| known.0.parse().ok()).collect()
@@ -84,7 +84,7 @@ impl GroupVersionResource {
         format!("{}.{}", self.plural, self.group)
     }
 
-    /// Its kind, where that is known beforehand.
+    /// Returns the kind of the resource, if it is known before the first list.
     pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
         self.known().map(|known| GroupVersionKind {
             kind: known.1.to_owned(),

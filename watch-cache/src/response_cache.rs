@@ -1,17 +1,18 @@
-//! Encoded answers, shared by all who ask the same: bounded in bytes, and what is evicted costs an encoding.
+//! Cache of encoded responses, shared by all clients that send the same request: bounded in bytes. An evicted response must be
+//! encoded again.
 
 use bytes::Bytes;
 use moka::sync::Cache;
 
-/// What the entry of a cache costs beyond its bytes.
+/// Overhead of an entry of the cache beyond its bytes.
 const ENTRY: usize = 160;
 
-/// Encoded answers by what was asked. Cheap to clone.
+/// Encoded responses by request. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct ResponseCache(Cache<Box<str>, Bytes>);
 
 impl ResponseCache {
-    /// With room for so many bytes.
+    /// Returns a cache with room for this many bytes.
     pub(crate) fn new(most: u64) -> Self {
         let cache = Cache::builder().max_capacity(most).weigher(weight).build();
         Self(cache)
@@ -25,7 +26,7 @@ impl ResponseCache {
         self.0.insert(asked.into(), bytes.clone());
     }
 
-    /// Bytes that are held now.
+    /// Returns the bytes that are cached now.
     #[cfg(test)]
     pub(crate) fn held(&self) -> u64 {
         self.0.run_pending_tasks();

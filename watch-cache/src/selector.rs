@@ -4,7 +4,7 @@ use crate::{object::Object, resource::GroupVersionResource};
 use serde_json::Value;
 use std::borrow::Cow;
 
-/// Which objects are meant. Empty: all.
+/// Selector of objects. An empty one selects all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Selector {
     namespace: Option<Box<str>>,
@@ -15,16 +15,16 @@ pub(crate) struct Selector {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Requirement {
     key: Box<str>,
-    /// In their order; `None`: that it is there at all.
+    /// Sorted values; `None` if the key only has to exist.
     values: Option<Vec<Box<str>>>,
-    /// The opposite is meant.
+    /// Whether the requirement is negated.
     not: bool,
 }
 
-/// The path of a field, its text, and whether the opposite is meant.
+/// Path of a field, its text, and whether the requirement is negated.
 type Field = (Vec<Box<str>>, Box<str>, bool);
 
-/// Fields by which objects are selected besides name and namespace.
+/// Fields by which objects can be selected besides name and namespace.
 const FIELDS: [(&str, &str); 4] = [
     ("v1/services", "spec.clusterIP"),
     ("v1/services", "spec.type"),
@@ -32,11 +32,12 @@ const FIELDS: [(&str, &str); 4] = [
     ("v1/namespaces", "status.phase"),
 ];
 
-/// Requirements of one kind in a selector: each is looked at for each object, and a query is long enough for tens of thousands.
+/// Requirements of one kind in a selector, at most: each is checked for each object, and a query is long enough for tens of
+/// thousands.
 const MOST: usize = 128;
 
 impl Selector {
-    /// All of these together; what is wrong is said in words.
+    /// Parses the conditions, all of which must hold. The error is a description of the fault.
     pub(crate) fn parse(
         resource: &GroupVersionResource,
         namespace: Option<&str>,
@@ -138,7 +139,7 @@ fn parse_fields(resource: &GroupVersionResource, text: &str) -> Result<Vec<Field
     few(fields?)
 }
 
-/// Each once, in one order, so that who asks the same shares the answer.
+/// Sorts and deduplicates values, so that equal requests share one response.
 fn few<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
     all.sort_unstable();
     all.dedup();
@@ -154,7 +155,7 @@ fn parse_labels(text: &str) -> Result<Vec<Requirement>, String> {
     few(labels?)
 }
 
-/// The parts between commas that are in no parentheses.
+/// Returns the parts between commas that are not in parentheses.
 fn terms(text: &str) -> impl Iterator<Item = &str> {
     let mut depth = 0_usize;
     text.split(move |c| {

@@ -35,26 +35,26 @@ use std::{
     time::Duration,
 };
 
-/// Answers from this size on are compressed for who takes that.
+/// Size from which responses are compressed for clients that accept it, in bytes.
 const COMPRESS: usize = 8 * 1024;
 /// The largest number of seconds that `Age` need hold (RFC 9111, 1.2.2).
 const OLDEST: u64 = 1 << 31;
 
-/// How much a pool may hold beside the objects themselves.
+/// Memory limits of a cache, beside the objects themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLimits {
     /// Encoded answers, in bytes.
     pub cache: u64,
-    /// Events that are kept of each resource, in bytes.
+    /// Limit of the event buffer of each resource, in bytes.
     pub window: usize,
 }
 
-/// What a reader may read, out of what there is.
+/// Subset of the objects that a client may read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessScope {
     /// Objects of these resources.
     pub resources: Vec<GroupVersionResource>,
-    /// In these namespaces; `None`: in all, and what is in none.
+    /// Namespaces of the objects; `None` stands for all namespaces, and objects without one.
     pub namespaces: Option<Vec<String>>,
 }
 
@@ -63,7 +63,7 @@ pub struct AccessScope {
 pub struct WatchCache {
     stores: Vec<Arc<Store>>,
     cache: ResponseCache,
-    /// What the cloud's API says its version is.
+    /// Version that the cloud's API reports.
     release: Mutex<Option<Bytes>>,
 }
 
@@ -79,24 +79,24 @@ impl WatchCache {
         })
     }
 
-    /// One for each resource.
+    /// Returns the stores, one for each resource.
     pub fn stores(&self) -> &[Arc<Store>] {
         &self.stores
     }
 
-    /// That of a resource.
+    /// Returns the store of a resource.
     pub fn store(&self, resource: &GroupVersionResource) -> Option<&Arc<Store>> {
         self.stores
             .iter()
             .find(|store| store.resource() == resource)
     }
 
-    /// What the cloud's API says its version is (`version.Info`), as JSON; told at `/version`.
+    /// Sets the version that the cloud's API reports (`version.Info`), as JSON; served at `/version`.
     pub fn release(&self, json: Bytes) {
         *self.release.lock().unwrap_or_else(PoisonError::into_inner) = Some(json);
     }
 
-    /// Answers a request of a reader that may read what `grant` has; all without one.
+    /// Answers a request of a client that may read the objects in `grant`, or all objects without a grant.
     pub async fn answer(
         &self,
         head: &Parts,
@@ -144,7 +144,7 @@ impl WatchCache {
         }
     }
 
-    /// Well as soon as there is something of each resource.
+    /// Returns the health: good as soon as each resource has a state.
     fn health(&self) -> Result<Response<ResponseBody>, ApiStatus> {
         let empty = self.stores.iter().find(|store| store.version() == 0);
         match empty {
@@ -313,8 +313,8 @@ fn json_answer(value: &Value) -> Response<ResponseBody> {
     answered("application/json", Bytes::from(value.to_string()))
 }
 
-/// Says how old the view is where nobody refreshes it: `Age` for programs, and a warning that kubectl shows. What was never read has
-/// no age.
+/// Adds the age of the view if it is not refreshed: `Age` for programs, and a warning that kubectl shows. A resource that was
+/// never read has no age.
 fn dated(mut answer: Response<ResponseBody>, store: &Store) -> Response<ResponseBody> {
     let is_view = store.version() > 0;
     if let Some(age) = store.age().filter(|_| is_view) {
@@ -347,7 +347,7 @@ fn failed(failure: &ApiStatus) -> Response<ResponseBody> {
     answer
 }
 
-/// The body of an answer: all at once, or a watch.
+/// Body of a response: all at once, or a watch.
 pub struct ResponseBody(Inner);
 
 enum Inner {
@@ -356,7 +356,7 @@ enum Inner {
 }
 
 impl ResponseBody {
-    /// Whether it goes on until its reader or its time ends it.
+    /// Whether the body is a watch, which goes on until its client or its timeout ends it.
     pub fn is_watch(&self) -> bool {
         matches!(self.0, Inner::Stream(_))
     }

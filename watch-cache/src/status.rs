@@ -1,4 +1,4 @@
-//! What a reader is told that gets nothing: a Kubernetes `Status` (`meta/v1`), as kube-apiserver words it where clients look.
+//! Errors that clients receive: a Kubernetes `Status` (`meta/v1`), with kube-apiserver's wording in the parts that clients check.
 
 use crate::{resource::GroupVersionResource, store::VersionError};
 use http::StatusCode;
@@ -57,13 +57,13 @@ impl ApiStatus {
         Self::new(StatusCode::NOT_ACCEPTABLE, "NotAcceptable", message)
     }
 
-    /// An object of a watch is not as its schema says.
+    /// Returns the error for an object of a watch that does not match its schema.
     pub(crate) fn no_protobuf() -> Self {
         let message = "an object cannot be told in protobuf; ask for JSON";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", message)
     }
 
-    /// Nothing has been read so far.
+    /// Returns the error for a resource that has not been read so far.
     pub(crate) fn not_yet(resource: &GroupVersionResource) -> Self {
         let message = format!("{resource} have not been read so far, please try again later");
         Self {
@@ -89,7 +89,7 @@ impl ApiStatus {
         }
     }
 
-    /// That there is no state at this version.
+    /// Returns the error for a version without a state.
     pub(crate) fn unknown(
         resource: &GroupVersionResource,
         version: u64,
@@ -102,7 +102,7 @@ impl ApiStatus {
         }
     }
 
-    /// As a `Status`.
+    /// Returns the error as a `Status`.
     pub(crate) fn value(&self) -> Value {
         let mut status = json!({
             "kind": "Status",

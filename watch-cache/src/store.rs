@@ -1,9 +1,9 @@
-//! All objects of one resource as they are now, and what happened to them last.
+//! Store of one resource: all its objects as they are now, and the latest events.
 //!
-//! Whoever fills a store tells it lists and events at the cloud's versions; whoever reads it takes a state at a version, and
-//! then the events after it by number. A list that comes after an outage becomes the events that lead to it, so readers who
-//! were there go on; only whoever is at a version within the outage is told to list anew. Where versions went back (the
-//! cloud's etcd was restored) another history has begun, and all list anew.
+//! The source gives the store lists and events at the cloud's versions. A client takes a state at a version, and then the events
+//! after it by number. A list that comes after an outage is turned into the events that lead to it, so clients that were at the
+//! version before the outage resume. Only a client at a version within the outage must list anew. If versions went back (the
+//! cloud's etcd was restored), another history has begun, and all clients list anew.
 
 mod read;
 mod update;
@@ -24,13 +24,14 @@ use std::{
 };
 use tokio::{sync::watch, time::Instant};
 
-/// A view is as old as its last word from the source only after this time without one: a source that changes is no outage.
+/// Time without contact to the source after which a view counts as old: a change of sources is no outage.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
-/// Nor sooner than this after the loss was noticed, which may take as long: what comes next may have been found by then.
+/// Minimum time after the loss was noticed before a view counts as old. The notice may take as long as `GRACE`, and the next
+/// source may be found within this time.
 const TURN: Duration = Duration::from_secs(3);
-/// How long a state that is being told to a reader is kept for it.
+/// Period for which a state is retained while it is sent to a client.
 const TELLING: Duration = Duration::from_mins(1);
-/// How many such states there are at most: one a second, of what readers that begin during changes ask for.
+/// Retained states, at most: one a second, if clients start during changes.
 const STATES: usize = 60;
 
 /// The objects of one resource.
@@ -47,14 +48,14 @@ struct Inner {
     kind: Option<GroupVersionKind>,
     objects: BTreeMap<NamespacedName, Arc<Object>>,
     bytes: usize,
-    /// 0: never filled.
+    /// Present version; 0 if the store was never filled.
     version: u64,
     window: EventBuffer,
     history: Epoch,
     lost: Option<SystemTime>,
-    /// When that was noticed, of a source that was there.
+    /// Time when the loss of a connected source was noticed.
     noticed: Option<Instant>,
-    /// Since when a source that is in touch has known less than this store.
+    /// Time since when a source that is in touch has known less than this store.
     behind: Option<Instant>,
     states: VecDeque<(Instant, Arc<ListState>)>,
 }
@@ -65,42 +66,42 @@ pub struct Snapshot {
     pub(crate) kind: String,
     pub(crate) namespaced: bool,
     pub(crate) version: u64,
-    /// When it was known to be the newest.
+    /// Time when the version was known to be the newest.
     pub(crate) at: SystemTime,
     pub(crate) objects: Vec<Arc<Object>>,
 }
 
-/// How a store is doing.
+/// Status of a store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
     /// The resource.
     pub resource: String,
-    /// How many objects there are.
+    /// Number of objects.
     pub objects: usize,
-    /// What they weigh, in bytes, about.
+    /// Approximate size of the objects, in bytes.
     pub bytes: usize,
-    /// The version of the newest state; 0: it was never filled.
+    /// Version of the newest state; 0 if the store was never filled.
     pub version: u64,
     /// Whether it was ever filled.
     pub synced: bool,
-    /// Since when it has not heard from its source, in milliseconds of the Unix epoch; none while it does.
+    /// Time of the last contact with the source, in milliseconds of the Unix epoch; `None` while the source is in touch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lost: Option<u64>,
     /// Watches that are open here.
     pub watchers: usize,
 }
 
-/// Which history it is: versions and numbers of another one mean nothing.
+/// Identifier of a history: versions and numbers of another history are meaningless.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Epoch {
-    /// How often all began anew.
+    /// Number of restarts of the history.
     pub(crate) number: u64,
-    /// How often what happened was guessed from two lists: a reader who is read from in turn must not take such guesses for what
-    /// happened, for who is at a version in between would be told too little.
+    /// Number of outages after which events were derived from two lists. A client that serves others must not take derived events
+    /// for real ones, because its own clients at a version in between would miss some.
     pub(crate) outages: u64,
 }
 
-/// All objects at one version, for whoever begins to read.
+/// All objects at one version, for clients that start.
 #[derive(Debug)]
 pub(crate) struct ListState {
     pub(crate) version: u64,
@@ -110,23 +111,23 @@ pub(crate) struct ListState {
     pub(crate) objects: Vec<Arc<Object>>,
 }
 
-/// What a reader gets that asks for events.
+/// Result of a client's request for events.
 #[derive(Debug)]
 pub(crate) enum EventBatch {
-    /// These, and the number of the next.
+    /// These events, and the number of the next.
     Events(Vec<Event>, u64),
-    /// It has missed some, or they belong to another history.
+    /// The client has missed some events, or they belong to another history.
     Missed,
 }
 
-/// Why there is no state at a version.
+/// Reason why there is no state at a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VersionError {
-    /// It was never filled.
+    /// The store was never filled.
     Empty,
-    /// The version is behind what is known.
+    /// The version is older than the buffer.
     Expired,
-    /// The version is ahead of what is known, which is this.
+    /// The version is newer than the store's, which is this.
     Future(u64),
 }
 
@@ -160,7 +161,7 @@ impl Inner {
         self.window.push(version, before, (object, false));
     }
 
-    /// All there is, of which nothing led to it that is known.
+    /// Begins a new history with these objects; the events that led to them are unknown.
     fn begin(&mut self, version: u64, objects: Vec<Arc<Object>>) {
         self.version = version;
         self.history.number += 1;
@@ -173,7 +174,7 @@ impl Inner {
         }
     }
 
-    /// Readers that have taken a minute to hear a state begin anew.
+    /// Drops states that were sent for a minute or are too many. Their clients start anew.
     fn prune(&mut self) {
         while self
             .states
@@ -210,22 +211,22 @@ impl Store {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which resource it is.
+    /// Returns the resource.
     pub fn resource(&self) -> &GroupVersionResource {
         &self.resource
     }
 
-    /// Its kind, once that is known.
+    /// Returns the kind of the resource, once it is known.
     pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
         self.inner().kind.clone()
     }
 
-    /// The version, whenever that changes, or the source is lost or found.
+    /// Returns a receiver of the version, which changes whenever the version changes, or the source is lost or found.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// How it is doing now.
+    /// Returns the present status.
     pub fn status(&self) -> Status {
         let inner = self.inner();
         let millis = |lost: SystemTime| {
@@ -243,12 +244,12 @@ impl Store {
         }
     }
 
-    /// The newest version; 0: it was never filled.
+    /// Returns the newest version; 0 if the store was never filled.
     pub(crate) fn version(&self) -> u64 {
         self.inner().version
     }
 
-    /// How old the view is, where that is longer than a change of sources takes.
+    /// Returns the age of the view, if it is longer than a change of sources takes.
     pub(crate) fn age(&self) -> Option<Duration> {
         let inner = self.inner();
         // A clock that went back makes a view young, not the reader wait.
@@ -259,7 +260,7 @@ impl Store {
         (age > GRACE && turned).then_some(age)
     }
 
-    /// When the view becomes old, if it is not yet and its source does not come back.
+    /// Returns the time until the view becomes old, if it is not yet and its source does not come back.
     pub(crate) fn ages_in(&self) -> Option<Duration> {
         let inner = self.inner();
         let age = inner.lost?.elapsed().unwrap_or_default();
@@ -272,7 +273,7 @@ impl Store {
         WatchGuard(self.clone())
     }
 
-    /// All of it, for the disk.
+    /// Returns a snapshot for the disk.
     pub fn snapshot(&self) -> Option<Snapshot> {
         let inner = self.inner();
         let kind = inner.kind.as_ref().filter(|_| inner.version > 0)?;
@@ -285,7 +286,7 @@ impl Store {
         })
     }
 
-    /// Serves what was kept, if nothing newer has come meanwhile; as old as it was then.
+    /// Restores a snapshot, if no newer state has come meanwhile. The state has the age of the snapshot.
     pub fn restore(&self, snapshot: Snapshot) {
         let mut inner = self.inner();
         let inner = &mut *inner;

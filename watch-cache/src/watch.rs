@@ -1,7 +1,7 @@
-//! A watch: what is there (where that is asked for), then each event, until its time is up.
+//! A watch: the initial objects (if they are requested), then each event, until its timeout.
 //!
-//! A reader is told by nobody: its connection asks for the next bytes when it has room for them, and gets what has happened
-//! until then. So a slow one holds no queue; one that is too slow finds its events gone, is told 410, and lists again.
+//! Events are pulled, not pushed: a client's connection asks for the next bytes when it has room for them, and gets all events
+//! until then. So a slow client holds no queue. A client that is too slow finds its events gone, receives 410, and lists again.
 
 use crate::{
     encode::{ADDED, DELETED, Encoder, MODIFIED},
@@ -26,16 +26,16 @@ use tokio::{
 
 /// A watch that names no end of its own ends after this time at least, and twice this at most, as kube-apiserver's do.
 const LEAST: Duration = Duration::from_mins(30);
-/// And one that names a later end than a clock can hold ends after this time.
+/// Limit of a watch whose requested timeout is later than a clock can hold.
 const LONGEST: Duration = Duration::from_hours(24);
-/// How often a reader is told at which version it is.
+/// Interval of the bookmarks that tell a client its version.
 const BOOKMARK: Duration = Duration::from_mins(1);
-/// Bytes that are handed on at once.
+/// Maximum size of a chunk, in bytes.
 const CHUNK: usize = 64 * 1024;
-/// Events that are looked at at once.
+/// Events that are processed at once, at most.
 const EVENTS: usize = 64;
 
-/// One watch.
+/// State of one watch.
 pub(crate) struct Watch {
     pub(crate) store: Arc<Store>,
     pub(crate) encoding: Encoder,
@@ -50,13 +50,13 @@ pub(crate) struct Watch {
 }
 
 enum WatchPhase {
-    /// To be told what is there, from this object on.
+    /// Sends the initial objects, from this object on.
     Initial(Weak<ListState>, usize),
-    /// Knows a version that the store does not know yet.
+    /// The client knows a version that the store does not know yet.
     Ahead(u64),
-    /// Knows a version that is too old to go on from.
+    /// The client knows a version that is too old to resume from.
     Expired(u64),
-    /// To be told the events from this number on.
+    /// Sends the events from this number on.
     Events {
         history: Epoch,
         next: u64,
@@ -64,7 +64,7 @@ enum WatchPhase {
     Over,
 }
 
-/// What is told next.
+/// Next part of the watch.
 enum NextEvent {
     Bytes(Bytes),
     /// There is nothing new.
@@ -76,7 +76,7 @@ impl Watch {
     /// Begins a watch.
     ///
     /// # Errors
-    /// If what is asked for cannot be; what a reader can mend by a list is told within the watch.
+    /// If the request cannot be served. An error that a client can correct by a list is sent within the watch.
     pub(crate) async fn begin(
         store: &Arc<Store>,
         (encoding, selector, cache): (Encoder, Selector, ResponseCache),
@@ -127,7 +127,7 @@ impl Watch {
         })
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the watch.
     pub(crate) fn stream(self) -> BoxStream<'static, Bytes> {
         let next = |mut watch: Self| async move {
             let bytes = watch.next().await?;
@@ -217,7 +217,7 @@ impl Watch {
         NextEvent::Bytes(self.encoding.error(failure))
     }
 
-    /// What is there, a chunk at a time.
+    /// Sends the initial objects, a chunk at a time.
     fn tell(&mut self, state: &ListState, from: usize) -> NextEvent {
         let mut bytes = BytesMut::new();
         let mut at = from;
@@ -259,7 +259,7 @@ impl Watch {
         NextEvent::Bytes(bytes.freeze())
     }
 
-    /// What an event is to a reader that wants only some of the objects.
+    /// Encodes an event for a client that selects some of the objects. Returns `None` if the event does not concern the client.
     fn event(&self, event: &Event) -> Option<Bytes> {
         let was = event
             .before
@@ -296,7 +296,7 @@ impl Watch {
         Some(bytes)
     }
 
-    /// A bookmark, if the reader wants them and has been told all.
+    /// Returns a bookmark, if the client wants them and has received all events.
     fn mark(&mut self) -> Option<Bytes> {
         let (history, version, next) = self.store.position();
         let told = matches!(self.phase, WatchPhase::Events { history: own, next: from } if (own, from) == (history, next));

@@ -46,7 +46,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct App {
-    /// Where it listens
+    /// Address to listen on
     #[arg(long, value_name = "ADDR")]
     pub(crate) listen: SocketAddr,
 }
@@ -59,7 +59,7 @@ pub(crate) struct Mint {
     /// How many nodes
     #[arg(long, value_name = "N")]
     pub(crate) nodes: usize,
-    /// What their names begin with; a number follows, from 1
+    /// Prefix of the names; a number follows, from 1
     #[arg(long, default_value = "node-")]
     pub(crate) prefix: String,
     /// File of the identities, for `fleet`
@@ -75,7 +75,7 @@ pub(crate) struct Fleet {
     /// The gateway's tunnel port
     #[arg(long, value_name = "ADDR")]
     pub(crate) gateway: SocketAddr,
-    /// What `mint` wrote
+    /// File of identities that `mint` wrote
     #[arg(long, value_name = "FILE")]
     pub(crate) identities: PathBuf,
     /// How many of its nodes, from the first on; all if absent
@@ -129,7 +129,7 @@ pub(crate) struct Link {
     pub(crate) way: Way,
 }
 
-/// What a way does to bytes, in each direction by itself.
+/// Conditions that a link imposes on the bytes, in each direction separately.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Way {
     /// Added to each direction; a round trip is twice that
@@ -143,7 +143,7 @@ pub(crate) struct Way {
     pub(crate) queue: Duration,
 }
 
-/// Who calls: a client certificate.
+/// Identity of the client: a client certificate.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct Caller {
     /// PEM of the client certificate
@@ -156,7 +156,7 @@ pub(crate) struct Caller {
 
 #[derive(Debug, Args)]
 pub(crate) struct Idle {
-    /// What is asked to switch protocols, and then to echo; over https any certificate is accepted
+    /// URL that is asked to switch protocols and then to echo; over https any certificate is accepted
     #[arg(long)]
     pub(crate) url: http::Uri,
     /// The address that is dialled instead of the URL's
@@ -191,7 +191,7 @@ pub(crate) struct Connect {
     /// How long
     #[arg(long = "for", default_value = "10s", value_parser = duration)]
     pub(crate) lasting: Duration,
-    /// What they ask for
+    /// Path of the requests
     #[arg(long, default_value = "/1k")]
     pub(crate) path: String,
     /// A new connection for each request; without it each caller has one
@@ -236,10 +236,11 @@ pub(crate) struct Slices {
     /// Changes a second
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub(crate) rate: u32,
-    /// Which endpoint of each the first change finds not ready, so that it is none that is so already
+    /// Index of the endpoint in each slice that the first change sets to not ready, so that it is none that is already not
+    /// ready
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) step: usize,
-    /// What each change is marked with, beside the time
+    /// Marker of each change, beside the time
     #[arg(long, default_value_t = 'm')]
     pub(crate) mark: char,
     /// Connections
@@ -251,7 +252,7 @@ pub(crate) struct Slices {
 
 #[derive(Debug, Args)]
 pub(crate) struct Readers {
-    /// Where they read; may be given several times; over https any certificate is accepted
+    /// URL to read from; may be given several times; over https any certificate is accepted
     #[arg(long, required = true)]
     pub(crate) url: Vec<http::Uri>,
     /// How many read at each of these
@@ -260,7 +261,7 @@ pub(crate) struct Readers {
     /// As many changes with the mark make a reader's work complete
     #[arg(long, value_name = "N")]
     pub(crate) changes: u64,
-    /// What changes that count are marked with
+    /// Marker of the changes that are counted
     #[arg(long, default_value_t = 'm')]
     pub(crate) mark: char,
     /// Read JSON, and not protobuf as kube-proxy does

@@ -1,4 +1,4 @@
-//! One file for each subcommand: arguments in, lines out, until it is done or told to stop.
+//! One file for each subcommand: arguments in, lines out, until the command is done or asked to stop.
 
 mod app;
 mod connect;
@@ -12,10 +12,11 @@ mod way;
 
 use crate::{cli::Command, stop::Stop};
 
-/// Runs one of them.
+/// Runs one command.
 ///
 /// # Errors
-/// What went wrong, with the address or the file.
+///
+/// Returns the failure, with the address or the file.
 pub(crate) async fn run(command: Command, stop: Stop) -> anyhow::Result<()> {
     match command {
         Command::App(asked) => app::run(&asked, stop).await,

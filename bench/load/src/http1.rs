@@ -24,7 +24,7 @@ const CHUNK: usize = 64 << 20;
 const FIELDS: usize = 64;
 
 /// A connection with what was read of it and not used yet.
-pub(crate) struct Line {
+pub(crate) struct Connection {
     io: Box<dyn Io>,
     unread: BytesMut,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Head {
     pub(crate) chunked: bool,
 }
 
-impl Line {
+impl Connection {
     /// Nothing has been said on `io` yet.
     pub(crate) fn new(io: impl Io + 'static) -> Self {
         Self {
@@ -157,7 +157,7 @@ impl Line {
         Ok(())
     }
 
-    /// What comes until the end: a sentence, not a body.
+    /// Reads the bytes until the end of the connection: a sentence, not a body.
     pub(crate) async fn rest(&mut self) -> anyhow::Result<Vec<u8>> {
         let mut rest = self.unread.split().to_vec();
         let limited = (&mut self.io).take(u64::try_from(HEAD)?);
@@ -233,7 +233,7 @@ mod tests {
     #[tokio::test]
     async fn interim_answers_are_passed_over_and_bodies_counted() {
         let (near, mut far) = tokio::io::duplex(1024);
-        let mut line = Line::new(near);
+        let mut line = Connection::new(near);
         let said =
             "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 Fine\r\ncontent-LENGTH: 3\r\n\r\nabcdef";
         far.write_all(said.as_bytes()).await.unwrap();
@@ -253,7 +253,7 @@ mod tests {
     #[tokio::test]
     async fn chunks_arrive_whole_and_only_where_they_are_expected() {
         let (near, mut far) = tokio::io::duplex(16);
-        let mut line = Line::new(near);
+        let mut line = Connection::new(near);
         let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
         let said = format!("{head}3\r\nabc\r\n11;x=y\r\ndefghijklmnopqrst\r\n0\r\n\r\n{head}");
         let says = async {

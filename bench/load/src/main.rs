@@ -2,7 +2,7 @@
 //!
 //! Each subcommand writes one JSON object a line to standard output (those that serve begin with
 //! `{"event":"ready",…}`) and ends at SIGTERM, at SIGINT, or when its standard input is a pipe that ends, so that
-//! it never outlives whoever started it. Wiring only.
+//! it never outlives the process that started it. Wiring only.
 
 mod cli;
 mod command;

@@ -1,4 +1,4 @@
-//! What callers met: how long requests took, and what failed; counted by each, joined at the end.
+//! Measurements of clients: request latencies and failures. Each client counts its own; they are joined at the end.
 
 use crate::report::rounded;
 use hdrhistogram::Histogram;
@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, time::Duration};
 
-/// The longest that can be told from longer ones, in microseconds.
+/// Longest time that is distinguished from longer ones, in microseconds.
 const LONGEST: u64 = 600_000_000;
 
 /// Latencies, in microseconds, with three digits.
@@ -26,7 +26,7 @@ impl Latencies {
         self.0.saturating_record(micros.clamp(1, LONGEST));
     }
 
-    /// Another caller's as well.
+    /// Adds those of another client.
     pub(crate) fn join(&mut self, other: &Self) {
         self.0 += &other.0;
     }
@@ -57,10 +57,10 @@ impl Latencies {
     }
 }
 
-/// Kinds of failure that are told apart.
+/// Maximum number of kinds of failure that are counted separately.
 const KINDS: usize = 16;
 
-/// What went wrong, and how often.
+/// Failures and how often each occurred.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Failures(BTreeMap<String, u64>);
@@ -71,7 +71,7 @@ impl Failures {
         self.more(kind, 1);
     }
 
-    /// Another caller's as well.
+    /// Adds those of another client.
     pub(crate) fn join(&mut self, other: Self) {
         for (kind, count) in other.0 {
             self.more(kind, count);

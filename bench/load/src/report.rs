@@ -1,4 +1,4 @@
-//! What is said on standard output: one JSON object a line, at once.
+//! Report on standard output: one JSON object per line, written at once.
 
 use serde_json::Value;
 use std::{

@@ -1,6 +1,6 @@
-//! How a caller reaches an app: TCP or a unix socket, TLS or none, through a CONNECT or straight.
+//! Route of a client to an upstream: TCP or a unix socket, TLS or none, through a CONNECT or directly.
 
-use crate::{cli, http1::Line};
+use crate::{cli, http1::Connection};
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
 use causeway_config::ListenAddr;
@@ -22,12 +22,12 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// What opening takes at most. Long: a gateway that is overloaded is what is measured.
+/// Maximum time to open a connection. It is long because an overloaded gateway is what is measured.
 const OPENING: Duration = Duration::from_secs(30);
 
 /// A way to an app, to be opened as often as needed.
 pub(crate) struct Road {
-    /// What is dialled.
+    /// Address to dial.
     pub(crate) place: ListenAddr,
     /// With whom TLS is spoken.
     pub(crate) tls: Option<Tls>,
@@ -44,7 +44,7 @@ pub(crate) struct Tls {
 /// An open road.
 pub(crate) struct Opened {
     /// The connection, at whose end the app listens.
-    pub(crate) line: Line,
+    pub(crate) line: Connection,
     /// Whether its TLS session was resumed, if it has one.
     pub(crate) resumed: Option<bool>,
 }
@@ -126,7 +126,7 @@ impl Road {
     async fn secure<S: crate::http1::Io + 'static>(&self, socket: S) -> anyhow::Result<Opened> {
         let Some(tls) = &self.tls else {
             return Ok(Opened {
-                line: Line::new(socket),
+                line: Connection::new(socket),
                 resumed: None,
             });
         };
@@ -137,7 +137,7 @@ impl Road {
             .context("TLS failed")?;
         let resumed = io.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
         Ok(Opened {
-            line: Line::new(io),
+            line: Connection::new(io),
             resumed: Some(resumed),
         })
     }

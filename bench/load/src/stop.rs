@@ -14,7 +14,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::Span;
 
-/// What is asked to stop, and what listens for it.
+/// Stop signal and its sources.
 #[derive(Debug)]
 pub(crate) struct Stop {
     /// Cancelled when it is time.

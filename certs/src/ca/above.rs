@@ -1,19 +1,19 @@
-//! A CA above ours: an operator's own, which signs our roots, so that whoever trusts it alone believes fronts.
+//! Cross-signing by an operator's own CA: it signs our roots, so that clients that trust only that CA trust our listeners.
 //!
-//! Our root stays what it is, and what edges know. The operator's CA makes one more certificate of its name and key, by
-//! which servers are believed and nobody else: an edge or a caller of ours is nobody where that CA is trusted. Its own key
-//! is used for this and forgotten.
+//! Our root stays unchanged, and edges still trust it. The operator's CA makes one more certificate of the root's name and key.
+//! This certificate is valid for servers only: where the operator's CA is trusted, our edges and clients have no identity. The
+//! key of the operator's CA is used for this signature and is not stored.
 //!
-//! A front sends, behind leaf and intermediate, so that whoever trusts any one root finds its way without a step back (from
-//! several certificates of one name OpenSSL takes the first, and never another):
-//! 1. while a root is retiring, the new root as the old one has signed it;
-//! 2. the old root, else the one that signs, as the operator's CA has signed it;
-//! 3. what the operator's CA hangs by.
+//! A listener sends the following certificates behind leaf and intermediate. A peer that trusts any one root can follow them in
+//! order, without a step back (from several certificates of one name OpenSSL takes the first, and never another):
+//! 1. while a root is retiring, the new root as signed by the old one;
+//! 2. the old root, else the active root, as signed by the operator's CA;
+//! 3. the chain of the operator's CA.
 //!
-//! Were the new root alone signed by the operator's CA, then no order would do for those who know only the old one *and*
-//! for those who know only the operator's. Therefore what prepares a new root has the old one signed too. One verifier is
-//! known that looks for a trusted name in the last certificate only, and so does not find our own root once something
-//! stands behind it: `GnuTLS`. Its callers trust the operator's root, or both.
+//! If the operator's CA signed only the new root, no order would suit both the peers that trust only the old root *and* the peers
+//! that trust only the operator's. Therefore the command that prepares a new root also has the old one signed. One known verifier
+//! looks for a trusted name in the last certificate only, and so does not find our own root if a certificate follows it:
+//! `GnuTLS`. Clients that use `GnuTLS` trust the operator's root, or both.
 
 mod der;
 
@@ -33,17 +33,17 @@ use crate::pem;
 use crate::secret::Fingerprint;
 use crate::verify::provider;
 
-/// What may come between a CA above and a leaf: a root, the one that takes its place, the intermediate of fronts.
+/// Certificates between a CA above and a leaf, at most: a root, its replacement, and the intermediate of listeners.
 const BELOW: u32 = 3;
 
 /// An operator's own CA, with its key, for as long as it signs. `Debug` shows no key.
 pub struct OperatorCa {
     authority: CaConstraints,
-    /// By what it hangs on its root, itself first. A root itself is not sent: who trusts it has it.
+    /// Chain of the operator's CA, its own certificate first. A root itself is not sent: a peer that trusts it has it.
     sent: Vec<CertificateDer<'static>>,
-    /// What whoever believes it trusts.
+    /// Certificate that a peer trusts if it trusts the operator's CA.
     anchor: CertificateDer<'static>,
-    /// When the first of them ends.
+    /// Expiry of the certificate that expires first.
     ends: u64,
     limits_names: bool,
     key: KeyPair,
@@ -57,14 +57,14 @@ impl std::fmt::Debug for OperatorCa {
     }
 }
 
-/// Who has signed a root of ours besides itself.
+/// A cross certificate of one of our roots by an operator's CA.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CrossCertificate {
     /// The root.
     pub root: Fingerprint,
-    /// Whose CA that was, by its common name.
+    /// Common name of the CA that signed.
     pub by: String,
-    /// The last second in which callers believe it.
+    /// Last second in which clients trust the cross certificate.
     pub not_after: UnixTime,
 }
 
@@ -76,10 +76,10 @@ fn unusable(why: String) -> CaError {
 }
 
 impl OperatorCa {
-    /// Reads a CA's certificate, those by which it hangs on its root, and its key.
+    /// Reads a CA's certificate, its chain to the root, and its key.
     ///
     /// # Errors
-    /// If the chain is none, or does not permit what is needed of it now, or the key is another's or cannot be used.
+    /// If the chain is invalid, or does not permit the required certificates now, or the key does not match or cannot be used.
     pub fn load(certificates_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let chain = pem::certificates(certificates_pem).map_err(unusable)?;
         let authorities = chain.iter().map(CaConstraints::read);
@@ -122,17 +122,17 @@ impl OperatorCa {
         })
     }
 
-    /// Its common name, or all of its name where it has none.
+    /// Returns the common name of the CA, or the whole name if it has none.
     pub fn name(&self) -> &str {
         &self.authority.subject.common
     }
 
-    /// Whether it says which names may stand in what hangs below it: fronts of others are not believed by it.
+    /// Whether the CA constrains the names below it. Clients do not trust listeners with other names through this CA.
     pub fn limits_names(&self) -> bool {
         self.limits_names
     }
 
-    /// Signs a root, and proves that what fronts show then leads up here.
+    /// Signs a root, and proves that the chain of a listener then leads to this CA.
     fn sign(&self, root: &mut Root) -> Result<(), CaError> {
         let mut params = root.again((begin(), self.ends), DEPTH)?;
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
@@ -237,10 +237,10 @@ fn key(text: &str) -> Result<KeyPair, CaError> {
 }
 
 impl Ca {
-    /// Has an operator's CA sign all roots, whoever has signed them before.
+    /// Has an operator's CA sign all roots, whether or not another CA has signed them before.
     ///
     /// # Errors
-    /// If that CA cannot.
+    /// If that CA cannot sign.
     pub fn signed_by(mut self, operator: &OperatorCa) -> Result<(Self, RotationStep), CaError> {
         operator.sign(&mut self.active)?;
         if let Some((_, other)) = &mut self.other {
@@ -249,10 +249,11 @@ impl Ca {
         Ok((self, RotationStep::Made))
     }
 
-    /// As [`Ca::prepare`], and has an operator's CA sign the prepared root; the one that signs too, if none has yet.
+    /// Prepares a root as [`Ca::prepare`] does, and has an operator's CA sign it. The CA also signs the active root, if no
+    /// operator's CA has yet.
     ///
     /// # Errors
-    /// If it is too early, or that CA cannot.
+    /// If it is too early, or that CA cannot sign.
     pub fn prepare_signed_by(self, operator: &OperatorCa) -> Result<(Self, RotationStep), CaError> {
         let (mut ca, _) = self.prepare()?;
         if let Some((_, next)) = &mut ca.other {
@@ -264,7 +265,7 @@ impl Ca {
         Ok((ca, RotationStep::Made))
     }
 
-    /// Who has signed our roots besides, that of the root that signs first.
+    /// Returns the cross certificates of our roots, that of the active root first.
     pub fn above(&self) -> Vec<CrossCertificate> {
         let of = |(_, root): (RootStage, &Root)| {
             let facts = root.above().iter().map(Certificate::read);
@@ -292,7 +293,7 @@ impl Ca {
         }
     }
 
-    /// What a front sends at the end, for those who trust an operator's CA.
+    /// Returns the last certificates that a listener sends, for peers that trust an operator's CA.
     pub(super) fn shown_above(&self) -> &[CertificateDer<'static>] {
         match &self.other {
             Some((RootStage::Retiring, goes)) if self.active.crossed.is_some() => goes.above(),

@@ -14,7 +14,7 @@ const VERSION: u32 = 2;
 #[serde(deny_unknown_fields)]
 pub(crate) struct CaFile {
     version: u32,
-    /// The one that signs comes first.
+    /// Roots, the active one first.
     roots: Vec<RootFile>,
 }
 
@@ -27,10 +27,10 @@ struct RootFile {
     /// This root, signed by the one before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     crossed: Option<String>,
-    /// This root, signed by an operator's CA, and what that hangs by.
+    /// This root as signed by an operator's CA, and the chain of that CA.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     above: Option<String>,
-    /// Who signs for which purpose. Without them it signs leaves itself.
+    /// Intermediates by purpose. A root without intermediates signs leaves itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     issuers: Option<IntermediatesFile>,
 }
@@ -137,7 +137,7 @@ impl RootFile {
 }
 
 impl IntermediatesFile {
-    /// In the order of [`crate::identity::Issuing::ALL`].
+    /// Returns the intermediates in the order of [`crate::identity::IssuerPurpose::ALL`].
     fn of(signers: &[Intermediate]) -> Option<Self> {
         let mut pairs = signers.iter().map(|signer| KeyPairFile {
             certificate: signer.certificate_pem(),

@@ -4,12 +4,12 @@ use super::Ca;
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
-/// The CA of a process that runs. Cheap to clone; all clones see the same.
+/// The CA of a running process. Cheap to clone; all clones share one CA.
 #[derive(Clone, Debug)]
 pub struct LiveCa(Arc<ArcSwap<Ca>>);
 
 impl LiveCa {
-    /// This one, until another is swapped in.
+    /// Returns a handle to this CA, until another is swapped in.
     pub fn new(ca: Ca) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(ca)))
     }
@@ -19,7 +19,7 @@ impl LiveCa {
         self.0.load_full()
     }
 
-    /// From now on it is this one.
+    /// Replaces the CA.
     pub fn swap(&self, ca: Ca) {
         self.0.store(Arc::new(ca));
     }

@@ -1,8 +1,8 @@
-//! One root: its key, and the intermediates that sign in its name, each for one purpose.
+//! A root: its key, and the intermediates that sign in its name, each for one purpose.
 //!
-//! A leaf is signed by the intermediate of its purpose, so that whoever gets hold of one of these keys is confined to
-//! that purpose: it says so itself, by its extended key usage and by `spiffe://<trust domain>/issuer/<purpose>`.
-//! A root from before purposes were kept apart has none, and signs leaves itself.
+//! A leaf is signed by the intermediate of its purpose. An attacker who gets one of these keys is confined to that purpose. The
+//! intermediate states its purpose by its extended key usage and by `spiffe://<trust domain>/issuer/<purpose>`. A root from
+//! before the separation of purposes has no intermediates, and signs leaves itself.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::name::{HostName, TrustDomain};
 use crate::pem;
 use crate::secret::{self, Fingerprint, Secret};
 
-/// How long a root lives, and its intermediates with it.
+/// Lifetime of a root and of its intermediates.
 const LIFETIME: Duration = Duration::from_hours(24 * 3650);
 
 /// Longest validity of a listener's certificate: Apple's clients refuse more than 825 days, also below a private CA
@@ -32,7 +32,7 @@ const MAX_COMMON_NAME: usize = 64;
 /// A root signs its intermediates, and the certificate by which its successor's are recognised.
 pub(super) const DEPTH: u8 = 2;
 
-/// What tells one kind of leaf from another.
+/// Properties that differ between kinds of leaf.
 pub(super) struct LeafProfile<'a> {
     pub(super) common_name: &'a str,
     pub(super) groups: Option<String>,
@@ -51,20 +51,21 @@ pub(super) struct Intermediate {
 /// A root.
 pub(super) struct Root {
     pub(super) own: Intermediate,
-    /// In the order of [`Issuing::ALL`].
+    /// Intermediates in the order of [`IssuerPurpose::ALL`].
     issuers: Option<Vec<Intermediate>>,
-    /// The same name and key, signed by the root before: who knows that one alone recognises this one by it.
+    /// Cross certificate of the same name and key by the root before. A peer that trusts only that one recognises this root by
+    /// it.
     pub(super) crossed: Option<CertificateDer<'static>>,
-    /// The same name and key, signed by an operator's CA, and what that hangs by; empty without.
+    /// Cross certificate of the same name and key by an operator's CA, and the chain of that CA; empty without one.
     above: Vec<CertificateDer<'static>>,
-    /// Of the root and what is above it.
+    /// Fingerprint of the root and of the certificates above it.
     pub(super) mark: Fingerprint,
     pub(super) fingerprint: Fingerprint,
     pub(super) domain: TrustDomain,
 }
 
 impl Intermediate {
-    /// Reads a certificate that may sign, and its key, and checks that they are one.
+    /// Reads a certificate that may sign, and its key, and checks that they match.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let bad_certificate = |why| CaError::Unusable {
             part: "certificate",
@@ -105,8 +106,8 @@ impl Root {
         Self::create_since(domain, begin())
     }
 
-    /// A new root with new intermediates, valid from `begins` on: a root that replaces another is valid from the
-    /// beginning of that one, for machines whose clocks are behind.
+    /// Creates a root with new intermediates, valid from `begins` on. A root that replaces another is valid from the beginning of
+    /// the other, for machines whose clocks are behind.
     pub(super) fn create_since(domain: &TrustDomain, begins: u64) -> Result<Self, CaError> {
         let key = KeyPair::generate()?;
         let now = UnixTime::now().as_secs();
@@ -148,7 +149,7 @@ impl Root {
         })
     }
 
-    /// Puts a root together with what was kept beside it, in the order of [`Issuing::ALL`].
+    /// Combines a root with the stored intermediates, in the order of [`IssuerPurpose::ALL`].
     pub(super) fn with(
         mut self,
         issuers: Option<Vec<Intermediate>>,
@@ -181,12 +182,12 @@ impl Root {
         Ok(self)
     }
 
-    /// What an operator's CA has made of this root, first, and what that CA hangs by.
+    /// Returns the cross certificate of this root by an operator's CA, followed by the chain of that CA.
     pub(super) fn above(&self) -> &[CertificateDer<'static>] {
         &self.above
     }
 
-    /// From when what an operator's CA has made of this root is, if there is any.
+    /// Returns the beginning of the cross certificate by an operator's CA, if there is one.
     pub(super) fn signed_above(&self) -> Option<u64> {
         let facts = Certificate::read(self.above.first()?);
         facts.ok().map(|facts| facts.not_before)
@@ -215,7 +216,7 @@ impl Root {
         Intermediate::load(&signed.pem(), &key.serialize_pem())
     }
 
-    /// Signs the root that comes after this one.
+    /// Signs the root that follows this one.
     pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
         let own = &self.own.facts;
         let mut params = next.again((own.not_before, own.not_after), 1)?;
@@ -224,7 +225,7 @@ impl Root {
         Ok(signed.der().clone())
     }
 
-    /// Another certificate of this root's name and key, valid from `begins` on, which ends no later than this.
+    /// Returns another certificate of this root's name and key, valid from `begins` on. It ends no later than this root.
     pub(super) fn again(
         &self,
         (begins, ends): (u64, u64),
@@ -239,7 +240,7 @@ impl Root {
         Ok(params)
     }
 
-    /// Signs a leaf; then come the certificates by which it hangs on this root.
+    /// Signs a leaf. Returns the leaf, followed by its chain to this root.
     pub(super) fn sign(
         &self,
         purpose: IssuerPurpose,
@@ -290,7 +291,8 @@ impl Root {
     }
 }
 
-/// What an intermediate permits. Its leaves are for the first: a gateway that is another's client will be for both.
+/// Returns the extended key usages of an intermediate. Its leaves have the first one: a gateway that is another gateway's client
+/// will have both.
 fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
@@ -332,8 +334,8 @@ pub(super) fn subject(common_name: &str, groups: Option<String>) -> Distinguishe
     subject
 }
 
-/// Random, because rcgen otherwise derives it from the key: a renewal with the same key would
-/// repeat it, and revoking one certificate would revoke both.
+/// Returns a random serial number. rcgen otherwise derives it from the key: a renewal with the same key would repeat it, and
+/// revoking one certificate would revoke both.
 fn serial() -> SerialNumber {
     let mut bytes = secret::random::<16>();
     // Positive and without a leading zero, so that it reads back as it was written.

@@ -1,20 +1,20 @@
-//! The three steps by which another root takes the place of the one that signs.
+//! The three steps of a root rotation, in which a new root replaces the active one.
 //!
-//! Each gives back the CA as it is afterwards, and may be made again without harm. Whether everybody who must know has
-//! heard of the step before is for whoever makes the next one to find out.
+//! Each step returns the CA as it is afterwards, and can be repeated without harm. The code that makes the next step must find
+//! out whether all peers have learned of the step before.
 
 use super::{Ca, CaError, RootStage, RotationStep};
 use crate::ca::root::Root;
 
 impl Ca {
-    /// Where a rotation is: the other root, and what it does.
+    /// Returns the state of a rotation: the other root, and its role.
     pub fn other(&self) -> Option<(RootStage, crate::Fingerprint)> {
         let other = self.other.as_ref();
         other.map(|(stage, root)| (*stage, root.fingerprint))
     }
 
-    /// Whether this is what the other CA is, or what its next steps make of it: then nothing is lost where this takes the place
-    /// of that. A signature by an operator's CA that is new, or made anew, is a step as well.
+    /// Whether this CA equals the other CA or follows from it by its next steps. Then this CA can replace the other without loss.
+    /// A new or repeated signature by an operator's CA is a step as well.
     pub(crate) fn goes_on_from(&self, before: &Self) -> bool {
         let (signed, other) = (before.fingerprint(), before.other());
         let (signs, comes_or_goes) = (self.fingerprint(), self.other());
@@ -54,7 +54,7 @@ impl Ca {
         }
     }
 
-    /// From now on the new root signs everything; the one before it is trusted still.
+    /// Lets the new root sign everything. The root before it is still trusted.
     pub fn activate(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             None => Err(CaError::Order(

@@ -1,7 +1,7 @@
-//! What a CA's certificate says of what it may sign, and of who has signed it.
+//! Constraints of a CA certificate: what the CA may sign, and which CA has signed it.
 //!
-//! For certificates that others have made: of ours we know it. Names are kept as their bytes, since only the same bytes
-//! are the same name to everybody.
+//! Used for certificates that other CAs have made; the constraints of our own are known. Names are stored as their bytes, since
+//! only equal bytes are an equal name to every verifier.
 
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::ParsedExtension;
@@ -9,20 +9,20 @@ use x509_parser::x509::X509Name;
 
 use super::{CertificateError, malformed, parse, text};
 
-/// Of what a certificate is an authority.
+/// Constraints of a CA certificate.
 #[derive(Debug)]
 pub(crate) struct CaConstraints {
     pub(crate) subject: DistinguishedName,
     pub(crate) issuer: DistinguishedName,
     /// The identifier of its key.
     pub(crate) key_id: Option<Vec<u8>>,
-    /// Whether it may sign certificates. Where no key usage is said, none is denied.
+    /// Whether the CA may sign certificates. Without the key usage extension, none is denied.
     pub(crate) signs: bool,
-    /// How many authorities may come between it and a leaf.
+    /// Number of CAs that may come between this one and a leaf.
     pub(crate) depth: Option<u32>,
-    /// Whether what hangs below it may be a server.
+    /// Whether certificates below the CA may be a server's.
     pub(crate) servers: bool,
-    /// Whether it says which names may stand below it.
+    /// Whether the CA constrains the names below it.
     pub(crate) limits_names: bool,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct CaConstraints {
 #[derive(Debug)]
 pub(crate) struct DistinguishedName {
     pub(crate) der: Vec<u8>,
-    /// Its common name, or all of it where it has none.
+    /// Common name of the CA, or the whole name if it has none.
     pub(crate) common: String,
 }
 

@@ -1,4 +1,4 @@
-//! What our own CA makes stands for what another system makes: what counts is what is in it.
+//! Tests with our own CA in place of an external CA: only the content of the certificates counts.
 
 use super::*;
 use crate::verify::{PeerRejected, Purpose, TrustStore, none_revoked, verify_peer};

@@ -1,9 +1,9 @@
-//! Files of the data directory: whole, private, and old or new but never half.
+//! Files of the data directory: complete, private, and either old or new but never partial.
 //!
-//! A file is written beside its place, brought to the disk, renamed, and the rename brought to the
-//! disk too; whatever fails before the rename leaves the old file as it was. What several
-//! processes change goes through `update`, and all that is written is written under an advisory lock on `.lock`, which the
-//! kernel frees when its holder dies. Whoever takes it removes what the one before was killed over.
+//! A file is written beside its place and synced to the disk. Then it is renamed, and the rename is synced too. A failure before
+//! the rename leaves the old file unchanged. Files that several processes change go through `update`. Every write happens under
+//! an advisory lock on `.lock`, which the kernel frees when its holder dies. The next holder removes temporary files that a
+//! killed holder left.
 
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -20,12 +20,13 @@ use thiserror::Error;
 
 use super::file_owner::{chown_to_parent, open_private};
 
-/// What is not in its place yet; whoever holds the lock and has made none knows that nobody wants it any more.
+/// Prefix of temporary files that are not in their place yet. A process that holds the lock and has made none can remove all of
+/// them.
 const NEW: &str = ".new-";
 const LOCK: &str = ".lock";
 const CLAIM: &str = ".in-use";
 
-/// Why the data directory cannot be used.
+/// Error that makes the data directory unusable.
 #[derive(Debug, Error)]
 pub enum StoreError {
     /// The system refused: no permission, disk full, and so on. The old file is intact.
@@ -33,23 +34,23 @@ pub enum StoreError {
     Io {
         /// A verb: `read`, `write`, …
         doing: &'static str,
-        /// Which file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// A file does not read. It is left as it is.
     #[error("{} is damaged: {why}", path.display())]
     Corrupt {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: String,
     },
     /// Something that must be there is not.
     #[error("{} is missing", path.display())]
     Missing {
-        /// Which file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
     },
     /// Another process lives on this directory.
@@ -61,7 +62,7 @@ pub enum StoreError {
     /// Something that must not be replaced is there already.
     #[error("{} exists already and is not overwritten", path.display())]
     Exists {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
     },
 }
@@ -70,12 +71,12 @@ pub enum StoreError {
 #[derive(Debug, Clone)]
 pub(crate) struct Dir(Arc<Path>);
 
-/// Held while a file is changed; dropping it lets the next one in.
+/// Lock on the directory while a file is changed. It is released when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Lock(File);
 
 impl Lock {
-    /// When its file was changed last.
+    /// Returns the last modification time of the locked file.
     pub(super) fn modified(&self) -> Option<SystemTime> {
         let file = self.0.metadata();
         file.and_then(|file| file.modified()).ok()
@@ -160,8 +161,8 @@ impl Dir {
         File::open(&self.0)?.sync_all()
     }
 
-    /// A file without its place yet, on the disk. tempfile makes it 0600, and removes it where it
-    /// does not come to its place. It is the directory's user's, whoever runs this.
+    /// Writes a temporary file beside its later place, synced to the disk. tempfile makes it 0600, and removes it if it is not
+    /// renamed to its place. The file belongs to the directory's user, whichever user runs this.
     fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
         let mut file = tempfile::Builder::new().prefix(NEW).tempfile_in(&self.0)?;
         chown_to_parent(file.as_file(), &self.0)?;
@@ -234,7 +235,7 @@ impl Dir {
         }
     }
 
-    /// Takes the directory for one process, for as long as the lock is held. It goes with the process too.
+    /// Claims the directory for one process, until the lock is dropped or the process ends.
     pub(crate) fn claim(&self) -> Result<Lock, StoreError> {
         let path = self.path(CLAIM);
         let file = open_lock(&path).map_err(failed("lock", &path))?;
@@ -251,7 +252,7 @@ impl Dir {
         }
     }
 
-    /// When the directory was claimed last.
+    /// Returns the time of the last claim of the directory.
     pub(crate) fn claimed(&self) -> Option<SystemTime> {
         let claim = fs::metadata(self.path(CLAIM));
         claim.and_then(|claim| claim.modified()).ok()

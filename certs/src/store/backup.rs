@@ -1,8 +1,9 @@
-//! All that makes a gateway the one that its edges know, in one file: CA, secret of tickets, tokens, nodes, keys of apps.
+//! Backup of a gateway's identity in one file: CA, secret of tickets, tokens, nodes, pinned keys of upstreams.
 //!
-//! A backup is taken under the lock of the directory, so that its parts fit together; a gateway may run meanwhile. It is
-//! read and judged as a whole before any of it is written. To restore, the whole of it comes into the directory first, by
-//! one rename; from then on whoever opens the directory finishes what was begun. Nobody may live there meanwhile.
+//! A backup is taken under the lock of the directory, so that its parts are consistent; the gateway may run meanwhile. A backup
+//! is read and validated as a whole before any of it is written. A restore first puts the whole backup into the directory, by one
+//! rename. From then on the next process that opens the directory completes the restore. No process may use the directory
+//! meanwhile.
 
 use super::{NODES, PinTable, Store, StoreError, TICKETS, atomic_file::failed, ca::CA, pins::PINS};
 use crate::ca::{Ca, CaFile};
@@ -20,9 +21,9 @@ use std::path::Path;
 /// A backup that is being put into its place.
 const PENDING: &str = ".restore.json";
 const VERSION: u32 = 1;
-/// How far two clocks are apart at most, in seconds.
+/// Maximum difference between two clocks, in seconds.
 const DAY: u64 = 24 * 60 * 60;
-/// What a backup holds; the CA comes last, without which nothing counts.
+/// Files in a backup. The CA comes last; the restored state is not valid without it.
 const PARTS: [&str; 5] = [TOKENS, NODES, PINS, TICKETS, CA];
 
 /// A backup that was read and judged, or made.
@@ -30,13 +31,13 @@ const PARTS: [&str; 5] = [TOKENS, NODES, PINS, TICKETS, CA];
 #[serde(deny_unknown_fields)]
 pub struct Backup {
     version: u32,
-    /// In Unix seconds.
+    /// Time of the backup, in Unix seconds.
     made_at: u64,
-    /// What each file says, by its name.
+    /// Content of each file, by its name.
     files: BTreeMap<String, String>,
 }
 
-/// All of it is secret.
+/// `Debug` shows no content, because all of it is secret.
 impl std::fmt::Debug for Backup {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.debug_struct("Backup")
@@ -102,15 +103,15 @@ impl Backup {
             .map_err(|error| format!("{CA} in it is damaged: {error}"))
     }
 
-    /// When it was made, in Unix seconds.
+    /// Returns the time of the backup, in Unix seconds.
     pub fn made_at(&self) -> u64 {
         self.made_at
     }
 
-    /// Keeps it in a file of its own, 0600, whole or not at all.
+    /// Writes the backup to a file of its own, 0600, completely or not at all.
     ///
     /// # Errors
-    /// If there is a file already, or it cannot be written.
+    /// If the file exists already, or it cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), StoreError> {
         let folder = match path.parent() {
             Some(folder) if folder != Path::new("") => folder,

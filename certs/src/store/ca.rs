@@ -1,8 +1,8 @@
 //! The CA of a data directory: `ca.json`, and beside it the roots for people, `ca.pem`.
 //!
-//! All of a CA is in one file, so that whatever happens to it happens at once. `ca.pem` follows from it, and is written
-//! anew wherever it says something else. A directory from before has no `ca.json`, but `ca.pem` and `ca.key`: that root
-//! is read as ever, and moves into the one file with the first step of a rotation.
+//! All of a CA is in one file, so that each change is atomic. `ca.pem` is derived from it, and is rewritten whenever it differs.
+//! A directory of an older version has no `ca.json`, but `ca.pem` and `ca.key`. That root is read as before, and moves into the
+//! one file with the first step of a rotation.
 
 use super::{Store, StoreError, TICKETS};
 use crate::ca::{Ca, CaError, CaFile, RotationStep};
@@ -15,7 +15,7 @@ pub(super) const ROOTS: &str = "ca.pem";
 const OLD_KEY: &str = "ca.key";
 
 impl Store {
-    /// Where a caller finds our roots, for `curl --cacert`.
+    /// Returns the path of our roots, for `curl --cacert` at a client.
     pub fn root_path(&self) -> PathBuf {
         self.dir.path(ROOTS)
     }
@@ -36,7 +36,7 @@ impl Store {
         Ok(found)
     }
 
-    /// The same, whatever else is there.
+    /// Reads the CA, independent of the other files.
     pub(super) fn read_ca(&self) -> Result<Option<Ca>, StoreError> {
         if let Some(file) = self.dir.read_json::<CaFile>(CA)? {
             let ca = file.read().map_err(|error| self.dir.corrupt(CA, error))?;
@@ -58,7 +58,7 @@ impl Store {
         }
     }
 
-    /// Keeps a new CA. Refuses to replace one: every edge would be lost.
+    /// Stores a new CA. Refuses to replace one: every edge would be lost.
     pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         for name in [CA, ROOTS] {
@@ -107,18 +107,18 @@ impl Store {
         Ok(self.tokens_of(&ca))
     }
 
-    /// The same, where the CA is known.
+    /// Returns the token store for a CA that is known.
     pub fn tokens_of(&self, ca: &Ca) -> TokenStore {
         TokenStore::new(self.dir.clone(), ca)
     }
 
-    /// Before the one rename nothing has changed, after it all has; the rest is made up for by [`Store::ca`].
+    /// Writes the CA. Before the one rename nothing has changed, after it everything has. [`Store::ca`] completes the rest.
     fn keep(&self, ca: &Ca) -> Result<(), StoreError> {
         self.dir.write_json(CA, &CaFile::of(ca))?;
         self.settle(ca)
     }
 
-    /// What follows from `ca.json`.
+    /// Writes the files that are derived from `ca.json`.
     pub(super) fn settle(&self, ca: &Ca) -> Result<(), StoreError> {
         if !self.is_settled(ca) {
             self.dir.write(ROOTS, &ca.bundle_pem())?;

@@ -1,9 +1,9 @@
-//! Whose a new file is: its directory's.
+//! Ownership of new files: a new file belongs to the user of its directory.
 //!
-//! A gateway lives on its data directory as a user of its own, and its administrator makes tokens there as root.
-//! What root made for itself alone, mode 0600, the gateway could not read. So root gives what it makes in another
-//! user's directory to that user. Only files that were made by this very call are given away: the directory's user
-//! can put links to anything there, and a link that root follows must not change whose its target is.
+//! A gateway uses its data directory as a user of its own, and its administrator makes tokens there as root. The gateway could
+//! not read a file that root made for itself alone, mode 0600. So root gives files that it makes in another user's directory to
+//! that user. Only files that were made by this very call are given away. The directory's user can put links to anything there,
+//! and a link that root follows must not change the owner of its target.
 
 use nix::{fcntl::OFlag, unistd::geteuid};
 use std::fs::{self, File, OpenOptions};
@@ -14,10 +14,10 @@ use std::path::Path;
 /// Root's number.
 const ROOT: u32 = 0;
 
-/// Opens a private file for writing, and makes it, 0600 and its directory's user's, where there is none.
+/// Opens a private file for writing. Creates it if it does not exist, with mode 0600 and owned by the directory's user.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
     match options.clone().create_new(true).mode(0o600).open(path) {
         Ok(file) => {
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::{chown, symlink};
 
-    /// A directory of somebody else, if this user may give one away.
+    /// Returns a directory of another user, if this user may give one away.
     fn of_another() -> Option<tempfile::TempDir> {
         let folder = tempfile::tempdir().unwrap();
         let given = chown(folder.path(), Some(12_345), Some(23_456));

@@ -1,5 +1,5 @@
-//! A request for a certificate that waits for somebody's answer: a process that starts anew goes on waiting for the same;
-//! and what came of it for a gateway.
+//! Stored certificate requests that wait for an answer, and the certificates that a gateway received for them. A process that
+//! restarts goes on waiting for the same request.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use crate::csr::{CsrError, PrivateKey};
 /// The certificate that a request is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
-    /// Of the edge or of the gateway's tunnel port.
+    /// Certificate of the edge or of the gateway's tunnel port.
     Identity,
-    /// Client certificate of the gateway at the apps of this port.
+    /// Client certificate of the gateway at the upstreams of this port.
     AppClient(u16),
 }
 
@@ -43,11 +43,11 @@ const MADE_SIZE: usize = 16 * 1024;
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PendingCsr {
-    /// Under which name it is known to whoever is asked.
+    /// Name of the request at the signer.
     pub name: String,
-    /// What it asks for and whom, as its maker writes that.
+    /// Description of the request and its signer, in the format of the code that made it.
     pub asks: String,
-    /// When it was made, in Unix seconds.
+    /// Time when the request was made, in Unix seconds.
     pub since: u64,
     key: String,
 }
@@ -76,18 +76,18 @@ impl PendingCsr {
 }
 
 impl Store {
-    /// What is waited for, if anything.
+    /// Returns the pending request, if any.
     pub fn pending(&self, what: Requested) -> Result<Option<PendingCsr>, StoreError> {
         self.dir.read_json(&what.pending())
     }
 
-    /// Keeps what is waited for from now on, before anybody is asked.
+    /// Stores the pending request, before it is submitted.
     pub fn save_pending(&self, what: Requested, pending: &PendingCsr) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.write_json(&what.pending(), pending)
     }
 
-    /// Nothing is waited for any more.
+    /// Removes the pending request.
     pub fn forget_pending(&self, what: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.forget_request(what)
@@ -99,25 +99,25 @@ impl Store {
     }
 }
 
-/// What a gateway's cluster has made for it.
+/// Certificates that a gateway's cluster has made for it.
 impl Store {
     /// The file of a certificate that a gateway's cluster makes: chain and key in one, so that they change at once.
     pub fn made_path(data_dir: &Path, what: Requested) -> PathBuf {
         data_dir.join(what.made())
     }
 
-    /// Makes sure that such a certificate can be kept, before it is asked for.
+    /// Checks that such a certificate can be stored, before it is requested.
     pub fn prepare_made(&self, what: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.rehearse(&what.made(), MADE_SIZE)
     }
 
-    /// What is kept there.
+    /// Returns the stored certificate and key.
     pub fn made(&self, what: Requested) -> Result<Option<String>, StoreError> {
         self.dir.read(&what.made())
     }
 
-    /// Keeps it in place of the one before.
+    /// Stores the certificate and key in place of the ones before.
     pub fn save_made(&self, what: Requested, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.write(&what.made(), text)

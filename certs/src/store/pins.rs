@@ -1,8 +1,8 @@
-//! By which key each app was met first: what is pinned, by node and port.
+//! Pinned keys of upstreams: the key with which each upstream was first seen, by node and port.
 //!
-//! A file of its own, beside what is known of nodes: one is written when an app is first met, the other when a node comes.
-//! Whatever is noted stays until somebody forgets it: the first key wins, whoever comes with another. A write is of all pins,
-//! so whoever has many to note notes them at once. Nothing is written where nothing changes.
+//! The pins have a file of their own, separate from the records of nodes: one is written when an upstream is first seen, the
+//! other when a node connects. A pin stays until it is removed explicitly: the first key wins over any later key. A write covers
+//! all pins, so code that has many to record records them at once. Nothing is written if nothing changes.
 
 use std::collections::BTreeMap;
 
@@ -13,16 +13,16 @@ use crate::name::NodeName;
 use crate::secret::Fingerprint;
 
 pub(super) const PINS: &str = "pins.json";
-/// Ports of one node that are pinned, at most: far more than are apps, so that the file has a bound.
+/// Pinned ports of one node, at most: far more than a node has upstreams, so that the file has a bound.
 const MOST: usize = 256;
 
-/// The key by which an app is known.
+/// The key by which an upstream is identified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pin {
     /// SHA-256 of the public key (`SubjectPublicKeyInfo`) in its certificate.
     pub key: Fingerprint,
-    /// When it was met first, in Unix seconds.
+    /// Time when the key was first seen, in Unix seconds.
     pub since: u64,
 }
 
@@ -36,7 +36,7 @@ pub struct Pins {
 }
 
 impl Store {
-    /// The keys by which apps are known.
+    /// Returns the pinned keys of upstreams.
     pub fn pins(&self) -> Pins {
         Pins {
             dir: self.dir.clone(),
@@ -45,17 +45,17 @@ impl Store {
 }
 
 impl Pins {
-    /// All of them.
+    /// Returns all pins.
     pub fn all(&self) -> Result<PinTable, StoreError> {
         Ok(self.dir.read_json(PINS)?.unwrap_or_default())
     }
 
-    /// Fails if the file of pins is missing: whoever has read it before must not take that for an empty one.
+    /// Fails if the file of pins is missing. Code that has read the file before must not take a missing file for an empty one.
     pub fn require(&self) -> Result<(), StoreError> {
         self.dir.require(PINS)
     }
 
-    /// Notes each where nothing is noted yet, and a node has not too many. What is noted then, of all nodes.
+    /// Records each pin unless its upstream has a pin already or its node has too many. Returns the recorded pins of all nodes.
     pub fn note(&self, met: &[(NodeName, u16, Pin)]) -> Result<PinTable, StoreError> {
         self.change(|pins| {
             for (node, port, pin) in met {
@@ -67,7 +67,7 @@ impl Pins {
         })
     }
 
-    /// Forgets what is noted of a node, or of one port of it. What that was.
+    /// Removes the pins of a node, or of one port of it. Returns the removed pins.
     pub fn forget(
         &self,
         node: &NodeName,
@@ -84,12 +84,12 @@ impl Pins {
         Ok(forgotten)
     }
 
-    /// Forgets the nodes that are not to be kept. What is noted then.
+    /// Removes the nodes for which `keep` returns `false`. Returns the recorded pins.
     pub fn retain(&self, keep: impl Fn(&NodeName) -> bool) -> Result<PinTable, StoreError> {
         self.change(|pins| pins.retain(|node, _| keep(node)))
     }
 
-    /// Changes them under the lock, and returns what is noted then. An error leaves the file as it was.
+    /// Changes the pins under the lock, and returns the recorded ones. An error leaves the file unchanged.
     pub fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
         let _lock = self.dir.lock()?;
         let before = self.all()?;

@@ -1,8 +1,8 @@
-//! What gateways of the same edges have in common: the CA and the secret of session tickets.
+//! State that gateways of the same edges share: the CA and the secret of session tickets.
 //!
-//! A folder with both files says it, such as a Secret of a cluster. A data directory takes it up whole and keeps its own tokens
-//! and nodes. One with another CA is left as it is, for its edges would be lost. So is one whose rotation has gone further, for
-//! a root that was retired would be back, or the only key of a new one be gone.
+//! A folder with both files holds it, such as a Secret of a cluster. A data directory imports it as a whole and keeps its own
+//! tokens and nodes. A directory with another CA is left unchanged, because its edges would be lost. So is a directory whose
+//! rotation is further ahead. The import would bring back a retired root, or lose the only key of a new root.
 
 use super::{Store, StoreError, TICKETS, atomic_file::failed, ca::CA};
 use crate::ca::{Ca, CaFile};
@@ -17,19 +17,19 @@ pub struct SharedCa {
     tickets: TicketSecret,
 }
 
-/// What became of what others share.
+/// Outcome of an import of shared state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportOutcome {
-    /// It is here now.
+    /// The shared state was imported now.
     Now,
-    /// It was here before.
+    /// The shared state was imported before.
     Before,
-    /// It is older than what is here, or has gone another way: what is here has stayed.
+    /// The shared state is older than the local one, or follows another rotation. The local state is unchanged.
     Behind,
 }
 
 impl SharedCa {
-    /// This CA, with a new secret.
+    /// Returns this CA with a new secret.
     pub fn new(ca: Ca) -> Self {
         Self {
             ca,
@@ -37,10 +37,10 @@ impl SharedCa {
         }
     }
 
-    /// What the folder says.
+    /// Reads the shared state from the folder.
     ///
     /// # Errors
-    /// If one of the two is not there, or does not read.
+    /// If one of the two files is missing or cannot be parsed.
     pub fn read(folder: &Path) -> Result<Self, StoreError> {
         let text = |name: &str| {
             let path = folder.join(name);
@@ -68,10 +68,10 @@ impl SharedCa {
         &self.ca
     }
 
-    /// What each file says, by its name. All of it is secret.
+    /// Returns the content of each file, by its name. All of it is secret.
     ///
     /// # Errors
-    /// If it cannot be written as JSON.
+    /// If the state cannot be written as JSON.
     pub fn files(&self) -> Result<[(&'static str, String); 2], serde_json::Error> {
         let ca = serde_json::to_string_pretty(&CaFile::of(&self.ca))?;
         Ok([(CA, ca), (TICKETS, format!("{}\n", self.tickets.text()))])
@@ -79,7 +79,7 @@ impl SharedCa {
 }
 
 impl Store {
-    /// What this directory shares with others. It has a CA.
+    /// Returns the state that this directory shares with others. The directory must have a CA.
     pub fn shared(&self) -> Result<SharedCa, StoreError> {
         let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
             path: self.dir.path(CA),
@@ -88,10 +88,10 @@ impl Store {
         Ok(SharedCa { ca, tickets })
     }
 
-    /// Takes up what others share, if it goes on from what is here.
+    /// Imports shared state, if it follows from the state of this directory.
     ///
     /// # Errors
-    /// If this directory has another CA, none of whose roots is in that one; then nothing has changed.
+    /// If this directory has another CA, none of whose roots is in the shared one; then nothing has changed.
     pub fn take_up(&self, shared: &SharedCa) -> Result<ImportOutcome, StoreError> {
         let _lock = self.dir.lock()?;
         let before = self.read_ca()?;
@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(other.nodes().all().unwrap().len(), 1);
     }
 
-    /// All that two directories could differ in.
+    /// Returns everything in which two directories could differ.
     fn whole(store: &Store) -> [Option<String>; 3] {
         [CA, TICKETS, "ca.pem"].map(|name| store.dir.read(name).unwrap())
     }
@@ -189,7 +189,7 @@ mod tests {
     /// A step of a rotation.
     type Stepping = fn(Ca) -> Result<(Ca, RotationStep), CaError>;
 
-    /// Makes each step, and keeps what is shared after it.
+    /// Makes each step, and returns the shared state after each.
     fn history(store: &Store, steps: &[Stepping]) -> Vec<SharedCa> {
         let then = |step: &Stepping| {
             store

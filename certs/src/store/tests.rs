@@ -419,7 +419,7 @@ fn record(node: &str) -> NodeRecord {
     }
 }
 
-/// What the files say, `version` and locks aside.
+/// Returns the contents of the files, without `version` and locks.
 fn says(data: &Path) -> BTreeMap<String, String> {
     let kept = names(data).into_iter();
     let kept = kept.filter(|name| !name.starts_with('.') && name != "version");

@@ -1,9 +1,8 @@
-//! The book of join tokens, kept in the data directory.
+//! Store of join tokens in the data directory.
 //!
-//! The gateway redeems and `causeway token create` writes, from two processes: so each operation
-//! takes the directory's lock, reads the file anew, changes it, and has it on disk before it
-//! returns. Of two that redeem one token at once, the second finds it used.
-//! Every call does blocking I/O and may wait for the lock: call it off the core threads.
+//! The gateway redeems and `causeway token create` writes, from two processes. So each operation takes the directory's lock,
+//! reads the file anew, changes it, and has it on disk before it returns. If two edges redeem one token at once, the second finds
+//! it used. Every method does blocking I/O and may wait for the lock: call it off the worker threads.
 
 use std::time::Duration;
 
@@ -19,48 +18,47 @@ use crate::store::{Dir, StoreError};
 
 /// The file in the data directory.
 pub(crate) const TOKENS: &str = "tokens.json";
-/// How long a token is remembered after its end, so that a late user learns "used" or "expired"
-/// rather than "unknown".
+/// Period for which a token is remembered after its end, so that a late user learns "used" or "expired" rather than "unknown".
 const REMEMBERED: u64 = 30 * 86_400;
 
-/// Why a token was not redeemed.
+/// Error that refuses a token.
 #[derive(Debug, Error)]
 pub enum TokenRejected {
-    /// Never made here, forgotten, or its secret is wrong.
+    /// The token was never made here, was forgotten, or has a wrong secret.
     #[error("the join token is unknown to this gateway")]
     Unknown,
-    /// Too late.
+    /// The token has expired.
     #[error("the join token expired at {}", date(*when))]
     Expired {
-        /// When it ended.
+        /// Time of its end.
         when: u64,
     },
-    /// As many have joined with it as may.
+    /// The maximum number of nodes has joined with it.
     #[error("the join token was already used at {}; make a new one", date(*when))]
     Used {
-        /// When it was spent.
+        /// Time when it was spent.
         when: u64,
     },
-    /// Its maker takes it back.
+    /// The operator has revoked it.
     #[error("the join token was revoked at {}; make a new one", date(*when))]
     Revoked {
-        /// When.
+        /// Time of the revocation.
         when: u64,
     },
-    /// The edge wants to be another node.
+    /// The edge requests the identity of another node.
     #[error("the join token is for node {bound_to}, not for this one")]
     OtherNode {
-        /// For which nodes it was made.
+        /// Nodes for which it was made.
         bound_to: NodePattern,
     },
-    /// A pattern is for new nodes: whoever has such a token must not become one that is there already.
+    /// A pattern is for new nodes: the holder of such a token must not become a node that exists already.
     #[error(
         "node {node} has joined before, and the join token is for new nodes of {bound_to}; make one for this very node"
     )]
     NotNew {
         /// The node.
         node: NodeName,
-        /// For which nodes it was made.
+        /// Nodes for which it was made.
         bound_to: NodePattern,
     },
     /// The token is of another gateway's CA.
@@ -68,7 +66,7 @@ pub enum TokenRejected {
         "the join token is of another CA than this gateway's, or of a root that was retired; make a new one"
     )]
     UnexpectedCa,
-    /// The book could not be read or written; the token is not spent.
+    /// The file of tokens could not be read or written; the token is not spent.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -76,9 +74,9 @@ pub enum TokenRejected {
 /// Whether a node that would join is known already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeStatus {
-    /// Nobody has joined as this node.
+    /// No edge has joined as this node.
     New,
-    /// Somebody has.
+    /// An edge has joined as this node.
     Known,
 }
 
@@ -86,9 +84,9 @@ pub enum NodeStatus {
 #[derive(Debug, Clone)]
 pub struct TokenStore {
     dir: Dir,
-    /// The root that signs: new tokens carry it.
+    /// Fingerprint of the active root: new tokens carry it.
     signs: Fingerprint,
-    /// The roots that are trusted: tokens of these are good.
+    /// Fingerprints of the trusted roots: tokens of these are valid.
     trusted: Vec<Fingerprint>,
 }
 
@@ -101,7 +99,7 @@ impl TokenStore {
         }
     }
 
-    /// Makes a token for one node, to be used once, and says what joining confirms of it.
+    /// Makes a token for one node, to be used once. The arguments include the attributes that joining confirms.
     pub fn create(
         &self,
         node: &NodeName,
@@ -111,7 +109,8 @@ impl TokenStore {
         self.create_for((&node.into(), 1), ttl, confirmed)
     }
 
-    /// Makes a token by which as many of these nodes may join, and says what that confirms of each.
+    /// Makes a token by which this many of these nodes may join. The arguments include the attributes that joining confirms of
+    /// each.
     pub fn create_for(
         &self,
         (nodes, uses): (&NodePattern, u32),
@@ -147,8 +146,8 @@ impl TokenStore {
         Ok(token)
     }
 
-    /// Spends one use of a token, if it is good for this node now. Once this has returned `Ok` as often as the token
-    /// has uses, it never will again, anywhere; a refusal spends nothing.
+    /// Spends one use of a token, if it is valid for this node now. It returns `Ok` at most as often as the token has uses, in
+    /// all processes together; a refusal spends nothing.
     pub fn redeem(
         &self,
         token: &JoinToken,
@@ -174,7 +173,7 @@ impl TokenStore {
         })
     }
 
-    /// For which nodes a token was made.
+    /// Returns the nodes for which a token was made.
     pub fn meant(&self, token: &JoinToken) -> Result<NodePattern, TokenRejected> {
         let presented = hash(token);
         let record = self.all()?.into_iter().find(|record| record.id == token.id);
@@ -190,7 +189,7 @@ impl TokenStore {
         record.root.is_none_or(|root| self.trusted.contains(&root))
     }
 
-    /// Takes a token back; whether there was one. It stays in the book, so that whoever has it learns why.
+    /// Revokes a token. Returns whether the token existed. The record stays, so that the holder of the token learns the reason.
     pub fn revoke(&self, id: &str, now: UnixTime) -> Result<bool, StoreError> {
         self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             let found = records.iter_mut().find(|record| record.id == id);
@@ -200,7 +199,7 @@ impl TokenStore {
         })
     }
 
-    /// All tokens that are remembered.
+    /// Returns all remembered tokens.
     pub fn all(&self) -> Result<Vec<TokenRecord>, StoreError> {
         self.dir.read_json(TOKENS).map(Option::unwrap_or_default)
     }
@@ -215,7 +214,7 @@ impl TokenStore {
     }
 }
 
-/// Why a token that is known is not good.
+/// Returns the reason why a known token is not valid.
 fn refusal(
     record: &TokenRecord,
     requested: &NodeName,

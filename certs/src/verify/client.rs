@@ -1,10 +1,9 @@
-//! The dialling ends: an edge's tunnel, its other requests, and joining by a token or by its cluster's word.
+//! The dialling ends: an edge's tunnel, its other requests, and joining by a token or by the CA of its cluster.
 //!
-//! A gateway is recognised by its certificate alone: below one of our private roots, by the one that signs replicas, for
-//! servers, with the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: that URI is given
-//! to gateways only, and an edge may dial any address, a load balancer's or one learned from
-//! the hello, that no certificate lists. While joining, the root is the certificate in the
-//! server's own chain whose SHA-256 the token carries.
+//! A gateway is recognised by its certificate alone: below one of our private roots, by the issuer of replicas, for servers, with
+//! the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: that URI is given to gateways only. An edge may
+//! dial any address that no certificate lists: a load balancer's, or one learned from the hello. While joining, the root is the
+//! certificate in the server's own chain whose SHA-256 the token carries.
 
 use std::error::Error as StdError;
 use std::io;
@@ -38,7 +37,7 @@ use crate::secret::Fingerprint;
 pub struct UnexpectedCa {
     /// The last certificate of the chain that the server presented.
     pub presented: Fingerprint,
-    /// What the token carries.
+    /// Fingerprint that the token carries.
     pub expected: Fingerprint,
 }
 
@@ -115,7 +114,7 @@ pub fn csr_exchange_client(
     showing(anchor, (shown.chain().to_vec(), shown), &ALPN_CONTROL)
 }
 
-/// The certificate of a chain that has this fingerprint: after joining, the root to keep.
+/// Returns the certificate of a chain that has this fingerprint: after joining, the root to store.
 pub fn pinned_root(
     chain: &[CertificateDer<'_>],
     root: Fingerprint,
@@ -151,7 +150,7 @@ pub(super) fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
     alpn.iter().map(|protocol| protocol.to_vec()).collect()
 }
 
-/// How the root is known.
+/// Source of the trusted root.
 #[derive(Debug)]
 enum RootSource {
     Root(TrustStore),
@@ -228,8 +227,7 @@ impl ServerCertVerifier for GatewayCertVerifier {
     }
 }
 
-/// The trust in the certificate that the token means. It must be an authority of its own: were a
-/// leaf pinned, it would vouch for itself.
+/// Returns the trust in the certificate that the token names. It must be a CA of its own: a pinned leaf would vouch for itself.
 fn pin(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -247,7 +245,7 @@ fn pin(
     TrustStore::below([&root], &domain).map_err(other)
 }
 
-/// The words of a refusal, with the TLS alert that fits.
+/// Returns the error of a refusal, with the TLS alert that fits.
 pub(super) fn alert(refused: PeerRejected) -> Error {
     match refused {
         PeerRejected::UnknownIssuer => CertificateError::UnknownIssuer.into(),

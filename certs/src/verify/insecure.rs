@@ -1,4 +1,4 @@
-//! Nobody in particular: for servers whose configuration says that no name of theirs is checked.
+//! Verification without identity: for servers whose configuration disables the check of their names.
 
 use super::provider;
 use rustls::{
@@ -8,7 +8,8 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// Believes any certificate, though its server must hold the key. Never the default of anything: an app's `verify: false`.
+/// Verifier that accepts any certificate, though its server must hold the key. It is never a default, only an upstream's `verify:
+/// false`.
 #[derive(Debug)]
 pub struct NoServerVerification;
 

@@ -1,10 +1,9 @@
-//! Who signs in our name, and the certificates that they were seen to have signed: a signature is verified once, not at
-//! every handshake.
+//! Our own issuers, and a cache of the certificates that they have signed: a signature is verified once, not at every handshake.
 //!
-//! Each of our intermediates is an anchor of its own, for one purpose: what was signed by another than the one that is
-//! asked for is ours, and not good for this. A fleet comes back with the certificates that it had. Over the same bytes by
-//! the same signer a signature does not change, so [`Seen`] holds digests; what does change is looked at each time: the
-//! dates here, revocation in `check_peer`. What comes between a leaf and us counts for nothing.
+//! Each of our intermediates is an anchor of its own, for one purpose. A certificate by the intermediate of another purpose is
+//! ours, but not valid for this one. Edges reconnect with the same certificates. Over the same bytes by the same signer a
+//! signature does not change, so [`SignatureCache`] holds digests. Other facts are checked each time: the dates here, revocation
+//! in `check_peer`. Certificates between a leaf and our issuer are ignored.
 
 use super::{TrustError, provider, store, verifier};
 use crate::ca::Ca;
@@ -26,21 +25,21 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Most certificates behind a client's own. Each may cost a signature before it is known to lead nowhere.
+/// Certificates behind a client's own, at most. Each may cost a signature before it is known to lead nowhere.
 pub(super) const MOST_BEHIND: usize = 8;
 
-/// Certificates of one generation; two are kept, 4 MiB at most.
+/// Certificates of one generation. Two generations are cached, 4 MiB at most.
 const GENERATION: usize = 16_384;
 
 /// First and last second of a certificate and the place of its signer, by the digest of its bytes.
 type CacheGeneration = HashMap<[u8; 32], (RangeInclusive<u64>, usize)>;
 
-/// What was verified: the newer generation, and the one before it.
+/// Cache of verified signatures: the newer generation, and the one before it.
 #[derive(Debug, Default)]
 struct SignatureCache(Mutex<(CacheGeneration, CacheGeneration)>);
 
 impl SignatureCache {
-    /// Who has signed this one, if that was verified and it is within its dates.
+    /// Returns the issuer of this certificate, if the signature was verified and the certificate is within its dates.
     fn by(&self, digest: &[u8; 32], now: UnixTime) -> Option<usize> {
         let mut generations = self.generations();
         let (newer, older) = &mut *generations;
@@ -71,17 +70,17 @@ fn keep(
     newer.insert(digest, facts);
 }
 
-/// One that signs in our name.
+/// One of our own issuers.
 #[derive(Debug)]
 pub(super) struct Issuer {
-    /// What; a root from before purposes were kept apart signs everything.
+    /// Purpose of the certificates that it signs. A root from before the separation of purposes signs everything.
     pub(super) purpose: Option<IssuerPurpose>,
-    /// The root on which it hangs.
+    /// The root above the issuer.
     pub(super) root: Fingerprint,
     verifier: Arc<dyn ClientCertVerifier>,
 }
 
-/// All that sign in our name, and what they were seen to have signed.
+/// All our own issuers, and the cache of their verified signatures.
 #[derive(Debug)]
 pub(super) struct Issuers {
     all: Vec<Issuer>,
@@ -89,7 +88,7 @@ pub(super) struct Issuers {
 }
 
 impl Issuers {
-    /// Whether one of them hangs on this root.
+    /// Whether one of the issuers is below this root.
     pub(super) fn know(&self, root: Fingerprint) -> bool {
         self.all.iter().any(|issuer| issuer.root == root)
     }
@@ -112,7 +111,7 @@ impl Issuers {
         })
     }
 
-    /// Who of us has signed this client's certificate, which is good now.
+    /// Returns the issuer that has signed this client's certificate, if the certificate is valid now.
     pub(super) fn find(&self, leaf: &CertificateDer<'_>, now: UnixTime) -> Result<&Issuer, Error> {
         let digest = Sha256::digest(leaf).into();
         if let Some(issuer) = self.seen.by(&digest, now).and_then(|by| self.all.get(by)) {
@@ -141,7 +140,7 @@ impl Issuers {
     }
 }
 
-/// Whether somebody else has signed. A bad signature under one's name is no other case: another root may bear the same name.
+/// Whether another CA has signed. A bad signature under our issuer's name is the same case: another root may have the same name.
 pub(super) fn is_anothers(error: &Error) -> bool {
     matches!(
         error,
@@ -153,7 +152,7 @@ pub(super) fn is_anothers(error: &Error) -> bool {
     )
 }
 
-/// rustls' verifier of client certificates: of ours, of others, or of both.
+/// Verifier of client certificates for rustls: of ours, of other CAs', or of both.
 #[derive(Debug)]
 pub(super) struct ClientVerifier {
     own: Option<Arc<Issuers>>,
@@ -247,7 +246,7 @@ mod tests {
     use crate::{LeafCertificate, TrustDomain};
     use std::time::Duration;
 
-    /// What was verified passes even where the signers would not have it; nothing else does.
+    /// A verified certificate passes even if its signers would refuse it now; nothing else passes.
     #[test]
     fn a_certificate_is_verified_once_and_each_for_itself() {
         let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();

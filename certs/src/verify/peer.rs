@@ -1,11 +1,11 @@
 //! The check that every acceptor makes after every handshake, resumed or not.
 //!
-//! 1. A certificate is there, and valid now: a resumed session carries that of the first one.
-//! 2. One of ours has signed it, or else a foreign root that this acceptor trusts.
-//! 3. Its purpose, its kind and what its signer signs are those of this port, and it is not revoked.
+//! 1. There is a certificate, and it is valid now: a resumed session carries that of the first handshake.
+//! 2. One of our issuers has signed it, or else a foreign root that this acceptor trusts.
+//! 3. Its purpose, its kind and its issuer's purpose are those of this port, and it is not revoked.
 //!
-//! Costs one signature to verify, where ours is not remembered: a resumed handshake has verified none. An edge that
-//! looks at a gateway follows the chain to its root, which is one signature more.
+//! The check verifies one signature, unless ours is cached: a resumed handshake has verified none. An edge that checks a gateway
+//! follows the chain to its root, which is one signature more.
 
 use std::fmt;
 
@@ -21,12 +21,12 @@ use crate::identity::{Identity, IssuerPurpose, issuer_purpose};
 use crate::name::NameError;
 use crate::secret::Fingerprint;
 
-/// As what a peer comes.
+/// Role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// An edge on the tunnel port.
     Edge,
-    /// A caller on a front.
+    /// A client of a listener.
     Caller,
     /// A gateway, as the server that an edge dialled.
     Gateway,
@@ -42,68 +42,68 @@ impl fmt::Display for Purpose {
     }
 }
 
-/// Asked with the serial number (as in the certificate) and the identity: is it revoked?
+/// Revocation check by serial number (as in the certificate) and identity. Returns whether the certificate is revoked.
 pub type IsRevokedFn<'a> = &'a dyn Fn(&[u8], &Identity) -> bool;
 
-/// The answer of whoever keeps no list of revoked certificates.
+/// Revocation check that revokes no certificate, for peers without a revocation list.
 pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
     false
 }
 
-/// Why a peer is not let in.
+/// Error that rejects a peer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PeerRejected {
-    /// No certificate; a caller may authenticate otherwise.
+    /// There is no certificate; a client may authenticate otherwise.
     #[error("no certificate presented")]
     Missing,
     /// No root that this port trusts has signed it.
     #[error("the certificate is not issued by a CA that is trusted here")]
     UnknownIssuer,
-    /// Ended.
+    /// The certificate has expired.
     #[error("the certificate expired at {}", date(*not_after))]
     Expired {
-        /// Its last second.
+        /// Last second of the certificate.
         not_after: u64,
     },
-    /// Not begun: one of the two clocks is wrong.
+    /// The certificate is not valid yet: one of the two clocks is wrong.
     #[error("the certificate is not valid before {}; check the clocks", date(*not_before))]
     NotYetValid {
-        /// Its first second.
+        /// First second of the certificate.
         not_before: u64,
     },
     /// The extended key usage does not permit this.
     #[error("the certificate's purpose does not permit to come as {wanted}")]
     WrongPurpose {
-        /// As what the peer came.
+        /// Role of the peer.
         wanted: Purpose,
     },
-    /// Genuine, but of another kind.
+    /// The certificate is genuine, but of another kind.
     #[error("a certificate of kind {found} cannot come as {wanted}")]
     Kind {
-        /// As what the peer came.
+        /// Role of the peer.
         wanted: Purpose,
-        /// Of which kind the certificate is.
+        /// Kind of the certificate.
         found: &'static str,
     },
-    /// Genuine by its signature, but whoever made it signs for another purpose.
+    /// The signature is genuine, but its issuer signs for another purpose.
     #[error("what signs {found} cannot have made a certificate to come as {wanted}")]
     WrongIssuer {
-        /// As what the peer came.
+        /// Role of the peer.
         wanted: Purpose,
-        /// What its signer signs.
+        /// Purpose for which the issuer signs.
         found: IssuerPurpose,
     },
-    /// A cluster's CA has signed it, and for somebody else than a node.
+    /// A cluster's CA has signed the certificate, but not for a node.
     #[error(
         "the certificate is that of \"{found}\"; of the cluster's CA only exactly \"{wanted}\" without further names is an edge's"
     )]
     Subject {
-        /// Whose it is.
+        /// Subject of the certificate.
         found: String,
-        /// How nodes are named.
+        /// Subject that nodes have.
         wanted: String,
     },
-    /// Genuine, but no longer welcome.
+    /// The certificate is genuine, but revoked.
     #[error("the certificate of {0} is revoked")]
     Revoked(String),
     /// Signed by a trusted root, but it carries no usable identity.
@@ -114,22 +114,22 @@ pub enum PeerRejected {
     Invalid(String),
 }
 
-/// Who a peer is, and by which certificate.
+/// Identity of a peer, and the certificate that proves it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedPeer {
-    /// Who it is.
+    /// The peer's identity.
     pub identity: Identity,
     /// The certificate's serial number, in hexadecimal.
     pub serial: String,
-    /// When it was issued, in Unix seconds, if it is our own.
+    /// Time of issue, in Unix seconds, if the certificate is our own.
     pub issued_at: u64,
     /// The certificate's last second.
     pub not_after: u64,
-    /// The root on which it hangs: of ours where who signs in our name is known, or one that was given.
+    /// Root above the certificate: one of ours if our issuers are known, or one of an external CA.
     pub root: Option<Fingerprint>,
 }
 
-/// Says who the peer of a finished handshake is, or why it may not stay.
+/// Returns the identity of the peer of a finished handshake, or the reason to reject the peer.
 pub fn check_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
@@ -140,7 +140,7 @@ pub fn check_peer(
     verify_peer(chain, purpose, now, trust, revoked).map(|proven| proven.identity)
 }
 
-/// As [`check_peer`], and says by which certificate.
+/// Verifies a peer like [`check_peer`], and returns its certificate's facts as well.
 pub fn verify_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
@@ -210,7 +210,7 @@ struct ChainInProgress<'a> {
     purpose: Purpose,
 }
 
-/// Who of us has signed: for which purpose that one is, and below which root.
+/// Our issuer that has signed: its purpose, and the root above it.
 struct SignerInfo {
     purpose: Option<IssuerPurpose>,
     root: Option<Fingerprint>,
@@ -232,7 +232,7 @@ impl ChainInProgress<'_> {
         }
     }
 
-    /// Only callers may come with a foreign certificate.
+    /// Returns whether a foreign root has signed the certificate. Only clients may have a foreign certificate.
     fn by_a_foreign_root(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
         match (&trust.foreign, self.purpose) {
             (Some(foreign), Purpose::Caller) => {
@@ -243,7 +243,7 @@ impl ChainInProgress<'_> {
         }
     }
 
-    /// Follows the chain to one of our roots. What counts is who has signed the leaf, and no other in the chain.
+    /// Follows the chain to one of our roots. Only the issuer of the leaf counts, and no other certificate of the chain.
     fn below_a_root(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         use webpki::Error;
         if trust.roots.is_empty() {
@@ -313,7 +313,7 @@ impl ChainInProgress<'_> {
 }
 
 impl Purpose {
-    /// Who signs what comes so.
+    /// Returns the purpose of the issuer for certificates of this purpose.
     pub(super) fn issuing(self) -> IssuerPurpose {
         match self {
             Self::Edge => IssuerPurpose::Edges,

@@ -1,4 +1,4 @@
-//! What a listener shows to whoever reaches it: nobody is asked who it is.
+//! TLS of a listener that shows a certificate and requests none from clients.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::server::config;
 use super::{ALPN_CONTROL, TrustError};
 use crate::leaf::LeafCertificate;
 
-/// A certificate for a listener that knows no callers.
+/// TLS configuration of a listener without client authentication.
 #[derive(Clone)]
 pub struct ServerOnlyTls {
     certificate: CertificateDer<'static>,
@@ -27,7 +27,7 @@ impl fmt::Debug for ServerOnlyTls {
 }
 
 impl ServerOnlyTls {
-    /// Shows this.
+    /// Returns a configuration that shows this certificate.
     ///
     /// # Errors
     /// If TLS cannot be set up.

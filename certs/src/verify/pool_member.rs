@@ -1,9 +1,9 @@
-//! The site network: edges of one pool among themselves, without a gateway.
+//! The site network: TLS between edges of one node pool, without a gateway.
 //!
-//! Both ends show the certificate by which they are edges, with what signed it, and each asks the same three things of the
-//! other: that it hangs below our roots by the one that signs edges and holds now, that it names a node, and that this node is
-//! a member. Whoever dials says which node it means, as the server's name, and takes no other member for it; the name does
-//! not travel. Nothing resumes: a handshake is what says that a node is still a member.
+//! Both ends show their edge certificate and its issuer. Each end checks three things of the other: the certificate is valid now
+//! and below our roots by the issuer of edges, it names a node, and this node is a member of the pool. The dialling end states
+//! the expected node as the server's name and accepts no other member; the name does not travel. No TLS session resumes: each
+//! handshake checks again that the node is a member.
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,24 +30,24 @@ use crate::edge_identity::EdgeIdentity;
 use crate::identity::Identity;
 use crate::name::NodeName;
 
-/// Says whether a node is a member now.
+/// Predicate that returns whether a node is a member now.
 pub type IsMemberFn = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
 
-/// Why a peer is no neighbour.
+/// Error that makes a peer not acceptable as a member of the pool.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 pub enum PoolMemberRejected {
-    /// It is no edge of ours.
+    /// The peer is not one of our edges.
     #[error(transparent)]
     Peer(#[from] PeerRejected),
-    /// It is one of another pool.
+    /// The peer is not a member of this pool.
     #[error("{0} is no member of this node's pool")]
     NoMember(Identity),
-    /// It is another member than the one that was dialled.
+    /// The peer is another member than the one that was dialled.
     #[error("node {found} answers where {meant} was expected")]
     Another {
-        /// Whom the certificate names.
+        /// Node that the certificate names.
         found: NodeName,
-        /// Who was dialled.
+        /// Node that was dialled.
         meant: String,
     },
 }
@@ -68,8 +68,8 @@ impl fmt::Debug for PoolMemberTls {
 }
 
 impl PoolMemberTls {
-    /// This edge with what it shows and believes now. Fails for one whose certificate another system makes: what signs those
-    /// signs for anybody.
+    /// Returns the TLS configuration of this edge, with its present certificate and roots. Fails if an external CA makes the
+    /// certificate: its issuer signs for any purpose.
     pub fn new(edge: &EdgeIdentity, is_member: IsMemberFn) -> Result<Arc<Self>, TrustError> {
         if edge.given {
             return Err(TrustError::NobodyTrusted);
@@ -81,12 +81,12 @@ impl PoolMemberTls {
         }))
     }
 
-    /// Whether it shows and believes what this identity does.
+    /// Whether the configuration shows and trusts the same certificates as this identity.
     pub fn is_of(&self, edge: &EdgeIdentity) -> bool {
         self.edge.leaf == edge.leaf && self.edge.roots == edge.roots
     }
 
-    /// The node that comes with this chain, if it is a member.
+    /// Returns the node that this chain names, if it is a member.
     pub fn member(
         &self,
         chain: &[CertificateDer<'_>],
@@ -111,7 +111,7 @@ impl PoolMemberTls {
         Ok(config(&versions, self.clone(), leaf, &ALPN_CONTROL, None)?)
     }
 
-    /// The dialling end, which speaks HTTP/1.1; the server's name is the node that is meant.
+    /// Returns the configuration of the dialling end, which speaks HTTP/1.1; the server's name is the expected node.
     pub fn client(self: &Arc<Self>) -> Result<Arc<ClientConfig>, TrustError> {
         let leaf = &self.edge.leaf;
         let mut config = ClientConfig::builder_with_provider(provider())

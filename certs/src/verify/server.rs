@@ -1,8 +1,9 @@
-//! The accepting ends: the tunnel port's two configurations and the fronts'.
+//! The accepting ends: the tunnel port's two configurations and the listeners'.
 //!
-//! A front makes ticket keys of its own; the tunnel's follow from a secret that outlives the process; where certificates
-//! are issued nothing resumes. So sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
-//! `ClientHello`'s ALPN; both only prove possession of a key and a chain, `check_peer` says who.
+//! A listener makes ticket keys of its own. The tunnel's keys are derived from a secret that outlives the process. Where
+//! certificates are issued no session resumes. So sessions never cross from one configuration, listener or client-certificate
+//! mode to another. The tunnel port chooses between its two by the `ClientHello`'s ALPN. Both only prove possession of a key and
+//! a chain; `check_peer` returns the identity.
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ use super::{ALPN_CONTROL, ALPN_TUNNEL, TrustError, TrustStore, provider};
 use crate::identity::IssuerPurpose;
 use crate::kubernetes_ca::ClusterCa;
 
-/// The tunnel: TLS 1.3, `rh2`, a client certificate required of those whom `trust` names.
+/// Returns the configuration of the tunnel: TLS 1.3, `rh2`, a client certificate required that `trust` accepts.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,
@@ -31,8 +32,8 @@ pub fn tunnel_server(
     Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
 
-/// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, such a
-/// certificate optional, and as good one of the cluster's. Nothing resumes here: whoever asks for a certificate proves its
+/// Returns the configuration for joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`. A client certificate that
+/// `trust` accepts, or one of the cluster's, is optional. No session resumes here: an edge that requests a certificate proves its
 /// key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
@@ -60,7 +61,7 @@ fn edges(
     Ok(ClientVerifier::new(trust.issuers.clone(), others, asked))
 }
 
-/// A front: TLS 1.2 and 1.3, client certificates of those whom `trust` names, `required` or not.
+/// Returns the configuration of a listener: TLS 1.2 and 1.3, client certificates that `trust` accepts, `required` or not.
 pub fn front_server(
     leaves: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,

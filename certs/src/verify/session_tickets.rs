@@ -1,9 +1,9 @@
 //! Keys of session tickets that outlive a process, and that gateways can share.
 //!
-//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that follows from a secret of the data directory and the
-//! day. So edges resume at a gateway that has restarted, and at each replica that was given the same secret. For TLS 1.3
-//! alone: there the secrecy of a resumed connection is its own key exchange's, and who steals the secret later reads
-//! nothing of what has passed. For tunnels alone: a forged session would be worth a certificate where those are given.
+//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that is derived from a secret of the data directory and the day.
+//! So edges resume at a gateway that has restarted, and at each replica that has the same secret. For TLS 1.3 alone: there the
+//! secrecy of a resumed connection comes from its own key exchange. An attacker who steals the secret later cannot read past
+//! connections. For tunnels alone: a forged session would be worth a certificate on a port that issues them.
 
 use std::fmt;
 
@@ -14,19 +14,19 @@ use rustls_pki_types::UnixTime;
 
 use crate::secret::{base64url, from_base64url, random};
 
-/// How long one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
+/// Period for which one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
 const PERIOD: u64 = 24 * 60 * 60;
-/// For how many periods a ticket opens: as long as any may (RFC 8446 §4.6.1), since an edge gets one only when it dials
-/// and dials again after days.
+/// Number of periods for which a ticket opens: as long as any may (RFC 8446 §4.6.1). An edge gets one only when it dials, and may
+/// dial again after days.
 const LIFE: u64 = 7;
 /// Bytes of a period's number, which a ticket begins with.
 const NUMBER: usize = 8;
 const SALT: &[u8] = b"causeway session tickets";
-/// Whose words are sealed. Another version may understand them otherwise; a ticket that does not open is only a full
-/// handshake.
+/// Version of the sealed format. Another version of rustls may understand it otherwise. A ticket that cannot be opened only costs
+/// a full handshake.
 const FORMAT: &[u8] = b"rustls 0.23";
 
-/// What the keys of tickets follow from: 32 random bytes.
+/// Secret from which the keys of tickets are derived: 32 random bytes.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TicketSecret([u8; 32]);
 
@@ -42,7 +42,7 @@ impl TicketSecret {
         bytes.try_into().ok().map(Self)
     }
 
-    /// As base64url, for its file.
+    /// Returns the secret as base64url, for its file.
     pub fn text(&self) -> String {
         base64url(&self.0)
     }
@@ -54,7 +54,7 @@ impl fmt::Debug for TicketSecret {
     }
 }
 
-/// Seals and opens tickets.
+/// Ticketer that seals and opens tickets.
 #[derive(Debug)]
 pub(super) struct SharedTicketer {
     secret: Prk,
@@ -67,7 +67,7 @@ impl SharedTicketer {
         }
     }
 
-    /// Derived each time: microseconds of a handshake's hundreds, and nothing has to be replaced at its hour.
+    /// Derives the key of a period each time: microseconds of a handshake's hundreds, and no key has to be replaced on time.
     fn key(&self, period: u64) -> Option<RandomizedNonceKey> {
         let info = [FORMAT, &period.to_be_bytes()];
         let mut key = [0; 32];
@@ -127,7 +127,7 @@ fn period() -> u64 {
     UnixTime::now().as_secs() / PERIOD
 }
 
-/// The length of a key, as HKDF wants it said.
+/// Length of a key, in the form that HKDF requires.
 struct Key32;
 
 impl hkdf::KeyType for Key32 {

@@ -84,7 +84,7 @@ impl World {
         )
     }
 
-    /// Trust of a front that accepts our callers and those of `other`.
+    /// Returns the trust of a listener that accepts our clients and those of `other`.
     fn front(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
         let client_roots = vec![other.root().clone()];
         let front = ListenerClientTrust {
@@ -657,7 +657,7 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
     assert_eq!(found.unwrap().kind(), "foreign");
 }
 
-/// Who signs for this purpose below the CA's first root, with the key.
+/// Returns the issuer for this purpose below the CA's first root, with the key.
 fn signer(ca: &Ca, purpose: IssuerPurpose) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
     let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
     let pair = &file["roots"][0]["issuers"][purpose.to_string()];
@@ -792,7 +792,7 @@ fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
     assert!(matches!(refused, Err(PeerRejected::Kind { .. })));
 }
 
-/// The root before, with purposes kept apart or not; then a rotation of it, step by step.
+/// Returns the first CA, with or without separate purposes, and then its rotation, step by step.
 fn rotated(kept_apart: bool) -> [Ca; 4] {
     let first = World::new().ca;
     let old = || {

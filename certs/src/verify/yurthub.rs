@@ -1,8 +1,8 @@
-//! A node's `YurtHub`s: clients that come with the certificates by which a cluster knows its nodes.
+//! TLS for a node's `YurtHub`: a client with the certificate by which a cluster identifies its node.
 //!
-//! What they are shown is the cluster's, too: their own CA is all that they believe. A certificate of that CA alone lets nobody in,
-//! since it signs for people and controllers as well: it has to be one of a node (`O=system:nodes`, `CN=system:node:NODE`, as the
-//! Node authorizer has it). Nothing resumes, so each handshake says who comes.
+//! The server certificate is the cluster's, too, because `YurtHub` trusts only the cluster's CA. A certificate of that CA alone
+//! is not enough, since it signs for people and controllers as well. It has to be a node's (`O=system:nodes`,
+//! `CN=system:node:NODE`, as the Node authorizer requires it). No session resumes, so each handshake identifies the client.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -23,7 +23,7 @@ use crate::leaf::LeafCertificate;
 /// The group of all nodes of a cluster, and how the name of each begins.
 const NODES: (&str, &str) = ("system:nodes", "system:node:");
 
-/// Whom a node's listener for hubs lets in, and what it shows them.
+/// TLS configuration of a node's listener for `YurtHub`: accepted client certificates, and the server certificate.
 #[derive(Clone)]
 pub struct YurtHubServerTls {
     verifier: Arc<dyn ClientCertVerifier>,
@@ -37,10 +37,12 @@ impl fmt::Debug for YurtHubServerTls {
 }
 
 impl YurtHubServerTls {
-    /// Shows this certificate at that address, and lets nodes in whose certificates hang below these roots.
+    /// Returns a configuration that shows this certificate at that address, and accepts nodes with certificates below these
+    /// roots.
     ///
     /// # Errors
-    /// If a root is none, or the certificate is not for that address: hubs would take it for healthy, and get nothing.
+    /// If a root is not a certificate, or the certificate is not valid for that address: `YurtHub` would consider the listener
+    /// healthy, and every request would fail.
     pub fn new(
         leaf: &LeafCertificate,
         roots: &[CertificateDer<'static>],
@@ -63,10 +65,10 @@ impl YurtHubServerTls {
         self.server.clone()
     }
 
-    /// The node whose hub comes with this chain, if it may still.
+    /// Returns the node that this `YurtHub`'s chain names, if the node may still connect.
     ///
     /// # Errors
-    /// If it is nobody's of the cluster, has ended, or is not one of a node.
+    /// If the chain is not the cluster's, has expired, or does not name a node.
     pub fn node(
         &self,
         chain: &[CertificateDer<'_>],

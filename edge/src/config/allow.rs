@@ -1,8 +1,8 @@
-//! What the gateway may reach through a node: the node's owner has the last word.
+//! Ports and hosts that the gateway may reach through a node: the node's owner has the last word.
 //!
-//! Two lists that must both agree: the node's ports that are served at all, each with
-//! its target, and the hosts that may be dialled. By default the hosts are loopback and
-//! the ports none. TLS to a target is verified unless `verify: false` says otherwise.
+//! Two lists that must both agree: the node's ports that are served at all, each with its target, and the hosts that may be
+//! dialled. By default the hosts are loopback and the ports none. TLS to a target is verified unless `verify: false` says
+//! otherwise.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,7 +14,7 @@ use causeway_config::canonical_network;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// What may be dialled, and how.
+/// Allow-list of ports and hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Allow {
@@ -44,7 +44,7 @@ impl Default for Allow {
 }
 
 impl Allow {
-    /// Whether this address may be dialled, whatever name led to it.
+    /// Whether this address may be dialled, independent of the name that led to it.
     pub fn permits(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.hosts.iter().any(|host| match host {
@@ -53,7 +53,7 @@ impl Allow {
         })
     }
 
-    /// Whether this name may be dialled, whatever address it leads to.
+    /// Whether this name may be dialled, independent of the address that it leads to.
     pub fn permits_name(&self, name: &str) -> bool {
         self.hosts.iter().any(|host| match host {
             AllowedHost::Name(allowed) => allowed.eq_ignore_ascii_case(name),
@@ -67,7 +67,7 @@ impl Allow {
 pub enum AllowedHost {
     /// `10.0.0.0/8`, or one address.
     Net(IpNet),
-    /// A host name, whatever address it resolves to.
+    /// A host name, independent of the address that it resolves to.
     Name(String),
 }
 
@@ -136,17 +136,17 @@ impl schemars::JsonSchema for AllowedHost {
 pub struct Port {
     /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
     pub target: Option<String>,
-    /// What the app speaks: `http`, `h2c` (HTTP/2 in the clear, as gRPC apps do), `https` or `tcp` (bytes only).
+    /// Protocol of the upstream: `http`, `h2c` (HTTP/2 in the clear, as gRPC servers use it), `https` or `tcp` (bytes only).
     pub scheme: Protocol,
-    /// PEM file of the CAs that may have signed the app's certificate (`https`).
+    /// PEM file of the CAs that may have signed the upstream's certificate (`https`).
     pub ca: Option<PathBuf>,
-    /// Name that the app's certificate must have (`https`); the target's host if absent.
+    /// Name that the upstream's certificate must have (`https`); the target's host if absent.
     pub server_name: Option<String>,
-    /// PEM file of the client certificate shown to the app (`https`).
+    /// PEM file of the client certificate shown to the upstream (`https`).
     pub certificate: Option<PathBuf>,
     /// PEM file of its key.
     pub key: Option<PathBuf>,
-    /// Whether the app's certificate is verified (`https`). `false` accepts any.
+    /// Whether the upstream's certificate is verified (`https`). `false` accepts any.
     pub verify: bool,
 }
 
@@ -175,7 +175,7 @@ impl Port {
     }
 }
 
-/// What an app speaks.
+/// Protocol of an upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Protocol {
@@ -183,7 +183,7 @@ pub enum Protocol {
     Http,
     /// HTTP/2 in the clear, known beforehand; upgrades go by HTTP/1.1.
     H2c,
-    /// HTTP/1.1 or HTTP/2 over TLS, as the app chooses.
+    /// HTTP/1.1 or HTTP/2 over TLS, as the upstream chooses.
     Https,
     /// Bytes only, by CONNECT.
     Tcp,

@@ -1,8 +1,10 @@
-//! Reading at the edge: what a node keeps of its cluster's objects, for its own programs and for its neighbours.
+//! Configuration of the API cache: the cluster objects that a node caches for its own programs and the members of its node
+//! pool.
 //!
-//! Three listeners, and none knows callers one by one: whoever reaches the first one reads, so it is on loopback, with TLS or without; the second one
-//! speaks TLS with members of the node's pool and with nobody else; the third one with `YurtHub`s, by their cluster's certificates. Who is
-//! a member, and who of them reads at the gateway, a gateway says; nothing of that is configured here.
+//! There are three listeners, and none has a list of single clients. Any program that reaches the first one may read, so it
+//! is on loopback, with TLS or without. The second one speaks TLS, with members of the node pool only. The third one serves
+//! `YurtHub`s, which it authenticates by their cluster's certificates. A gateway announces the members, and which of them
+//! reads at the gateway; nothing of that is configured here.
 
 use super::Config;
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, ListenAddrs, SocketAddrStr, host_port};
@@ -11,34 +13,34 @@ use causeway_watch_cache::GroupVersionResource;
 use serde::{Deserialize, Serialize};
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-/// As many addresses of one node as its neighbours are told.
+/// Maximum number of addresses of one node that the other members learn.
 const MOST_ADDRESSES: usize = 8;
 
-/// What is read of the cluster, kept on the disk, and served on this node while the cloud is away.
+/// Cluster objects that are cached, saved to disk, and served on this node while the cloud is unreachable.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ApiCache {
-    /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is there. It knows no callers, so it is on loopback.
+    /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is set. It has no authentication, so it must be on loopback.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// What those programs are shown, for which they read by `https://` there.
+    /// Certificate of this listener, for programs that read by `https://` there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<ServerCertificate>,
-    /// What is read: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve it.
+    /// Resources that are cached: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve them.
     pub resources: Vec<String>,
-    /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
+    /// Listener for the members of this node's pool. Without it this node serves none of them, and never leads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub site: Option<MemberListener>,
-    /// Where `YurtHub`s of this node's pool read Services, Endpoints and `EndpointSlice`s, as at a hub that leads them; nowhere if absent.
+    /// Listener for `YurtHub`s of this node's pool, which read Services, Endpoints and `EndpointSlice`s as from a `YurtHub` that leads them; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<YurtHubListener>,
-    /// Most that is kept of each resource on the disk, compressed, in the data directory.
+    /// Maximum size of each resource on the disk, compressed, in the data directory.
     #[serde(with = "ByteSize")]
     pub save: usize,
-    /// What has changed is on the disk after this long.
+    /// Maximum time until a change is on the disk.
     #[serde(with = "DurationStr")]
     pub save_every: Duration,
-    /// Most memory for answers that are kept as they were sent.
+    /// Maximum memory for answers that are cached as they were sent.
     #[serde(with = "ByteSize")]
     pub cache: usize,
     /// Most memory for changes of each resource, by which a watch goes on where it was.
@@ -92,20 +94,20 @@ impl ApiCache {
         same
     }
 
-    /// Where neighbours read; nowhere without a site.
+    /// Returns the addresses at which pool members read; none without a site.
     pub fn neighbours(&self) -> Vec<String> {
         let site = self.site.as_ref();
         site.map(|site| site.addresses.clone()).unwrap_or_default()
     }
 
-    /// What hubs read here: of what this node reads that which a pool shares. The rest is for this node's own programs.
+    /// Returns the resources that `YurtHub`s read here: those of this node that a pool shares. The rest is for this node's own programs.
     pub fn of_hubs(&self) -> Vec<GroupVersionResource> {
         let mut shared = GroupVersionResource::defaults();
         shared.retain(|one| self.resources.contains(&one.to_string()));
         shared
     }
 
-    /// Where hubs read, and what.
+    /// Returns the address and the resources for `YurtHub`s.
     pub fn for_hubs(&self) -> Option<YurtHubAddr> {
         let at = self.hubs.as_ref()?.listen.ip().to_canonical();
         let resources = self.of_hubs().iter().map(ToString::to_string).collect();
@@ -113,7 +115,7 @@ impl ApiCache {
     }
 }
 
-/// What a listener shows. Another system makes and renews it; the files are watched.
+/// Certificate of a listener. An external CA issues and renews it; the files are watched.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ServerCertificate {
@@ -133,25 +135,25 @@ impl ServerCertificate {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MemberListener {
-    /// Address at which neighbours read, over TLS with the nodes' own certificates.
+    /// Address at which members of the pool read, over TLS with the nodes' own certificates.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// `host:port` by which neighbours reach it, told to them by the gateway.
+    /// `host:port` by which members of the pool reach it, announced to them by the gateway.
     pub addresses: Vec<String>,
 }
 
-/// The listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` tells them of it.
+/// Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` announces it to them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct YurtHubListener {
-    /// Address at which hubs read, over TLS; they are told its IP, and take the port that they listen on themselves (`--multiplexer-port`), 10269. Where this node's hub has it already, an address of its own.
+    /// Address at which `YurtHub`s read, over TLS. They learn its IP, and use the port that they listen on themselves (`--multiplexer-port`), 10269. If this node's own `YurtHub` occupies that port, use another address.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// PEM file of the certificate that hubs are shown, for that IP, made by their cluster's CA.
+    /// PEM file of the certificate that `YurtHub`s are shown, for that IP, issued by their cluster's CA.
     pub certificate: PathBuf,
     /// PEM file of its key.
     pub key: PathBuf,
-    /// PEM file of the CA that makes the certificates of the cluster's nodes, which hubs come with.
+    /// PEM file of the CA that issues the certificates of the cluster's nodes, with which `YurtHub`s authenticate.
     pub ca: PathBuf,
 }
 
@@ -174,7 +176,7 @@ impl YurtHubListener {
 }
 
 impl Config {
-    /// What is wrong with the reader's keys.
+    /// Checks the keys of `reader`.
     pub(super) fn reading(&self, faults: &mut ConfigErrors) {
         let Some(reader) = &self.reader else {
             return;

@@ -1,7 +1,8 @@
 //! Ports that a gateway may open by its list, as single ones and ranges.
 //!
-//! A node of a cluster takes what its cluster lists, unless its owner says which; any other edge takes nothing unless he
-//! does. The edge's own admin listener, which authenticates nobody, is opened by no default and by no range.
+//! A node of a cluster serves the ports that its cluster lists, unless its owner restricts them. Any other edge serves none
+//! unless its owner allows them. The edge's own admin listener, which has no authentication, is opened by no default and by
+//! no range.
 
 use std::{fmt, ops::RangeInclusive, str::FromStr};
 
@@ -20,7 +21,7 @@ impl PortRange {
     }
 }
 
-/// What a gateway may list at an edge.
+/// Policy for the ports that a gateway may list at an edge.
 #[derive(Clone, Debug)]
 pub(crate) struct AnnouncedPortPolicy {
     ranges: Vec<PortRange>,
@@ -29,7 +30,7 @@ pub(crate) struct AnnouncedPortPolicy {
 }
 
 impl AnnouncedPortPolicy {
-    /// What this configuration lets be listed.
+    /// Returns the policy that this configuration describes.
     pub(crate) fn of(config: &Config) -> Self {
         let of_cluster = config.kubernetes.is_some();
         let all = || of_cluster.then_some(PortRange(1..=u16::MAX));

@@ -1,8 +1,8 @@
-//! What no type can express about an edge's configuration.
+//! Checks of an edge's configuration that no type can express.
 //!
-//! Every check adds to one list, so a user sees all faults at once. The rule for apps is
-//! that TLS is never silently unverified: `https` names its CA or says `verify: false`.
-//! Whether a gateway is known is not asked here: the data directory may hold one.
+//! Every check adds to one list, so a user sees all faults at once. The rule for upstreams is that TLS is never silently
+//! unverified: `https` names its CA or says `verify: false`. Whether a gateway is known is not checked here: the data
+//! directory may hold one.
 
 use std::net::IpAddr;
 

@@ -1,9 +1,8 @@
 //! The admin listener: health, metrics and status.
 //!
-//! It authenticates nobody and says nothing secret; it belongs on loopback, and a page in a
-//! browser there does not read it under a name of its own (DNS rebinding). An edge is healthy
-//! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
-//! ready while a tunnel stands.
+//! It has no authentication and shows no secrets; it belongs on loopback, and a page in a browser there does not read it
+//! under a name of its own (DNS rebinding). An edge is healthy while a tunnel stands or gateways are dialled in the ordinary
+//! way, and not while they refuse it; it is ready while a tunnel stands.
 
 use super::http_server::{
     AllowedHosts, ConnectionPlace, LimitedListener, announcing_close, check_host, keep_place,

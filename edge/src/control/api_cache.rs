@@ -1,13 +1,15 @@
-//! Reading at the edge: what the cluster has of some resources, kept here and served on, with the cloud or without.
+//! API cache: the cluster's objects of some resources, cached at the edge and served with the cloud or without.
 //!
-//! 1. what was read before is there at the start (`keep`), and the endpoint serves it (`endpoint`);
-//! 2. a gateway tells with whom this node reads, and who leads (`told`);
-//! 3. who is read from follows from that and from who answers (`source`, `choose`): a gateway, the leader, or another neighbour;
-//! 4. each store is kept filled from there (`hold`), and served to neighbours (`site`) and to `YurtHub`s (`hubs`), who come in by a `door`,
-//!    as to this node's own programs;
-//! 5. `report` says how it goes.
+//! 1. The objects of the last run are loaded at the start (`disk`), and the endpoint serves them (`local_server`).
+//! 2. A gateway announces the members of this node's pool, and the leader (`membership`).
+//! 3. The source follows from that and from the sources that answer (`source_policy`, `source_selector`): a gateway, the
+//!    leader, or another member.
+//! 4. Each store is filled from there (`sync`). It is served to members (`member_server`) and to `YurtHub`s
+//!    (`yurthub_server`), which connect through a `tls_acceptor`, and to this node's own programs.
+//! 5. `status` reports the state.
 //!
-//! Nothing here waits for a tunnel or is in a stream's way, and without `reader` in the configuration none of it runs.
+//! Nothing here waits for a tunnel or is in the data path of a stream. Without `reader` in the configuration none of it
+//! runs.
 
 mod disk;
 mod gateway_source;
@@ -46,7 +48,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{Span, info, info_span};
 
-/// What a node reads with, before it does.
+/// API cache of a node, built and not yet running.
 pub(crate) struct ApiCacheConfig {
     config: config::ApiCache,
     pool: Arc<WatchCache>,
@@ -58,34 +60,34 @@ pub(crate) struct ApiCacheConfig {
     hubs: Option<(TcpListener, watch::Receiver<Option<YurtHubServerTls>>)>,
 }
 
-/// Where is listened.
+/// Sockets of the API cache's listeners.
 pub(crate) struct ApiCacheListeners {
     /// For this node's own programs, with what they are shown if they read over TLS.
     pub(crate) endpoint: (
         std::net::TcpListener,
         Option<watch::Receiver<Option<ServerOnlyTls>>>,
     ),
-    /// For its neighbours.
+    /// Listener for the members of the pool.
     pub(crate) site: Option<std::net::TcpListener>,
-    /// For hubs, with whom of them to let in.
+    /// Listener for `YurtHub`s, with the certificates by which they are admitted.
     pub(crate) hubs: Option<(
         std::net::TcpListener,
         watch::Receiver<Option<YurtHubServerTls>>,
     )>,
 }
 
-/// What is to be done when a node that reads ends.
+/// Final save of the cache when a node that reads ends.
 pub(crate) struct FinalSave(DiskWriter);
 
-/// Who is read from, and how many tunnels stand.
+/// Watches of the selected source and of the number of tunnels that stand.
 type SourceWatches = (watch::Receiver<Arc<SelectedSource>>, watch::Receiver<usize>);
 
-/// What it runs with, and until when.
+/// Context that the cache runs in, and the token that ends it.
 pub(crate) struct ApiCacheContext<'a> {
     pub(crate) links: Arc<TunnelContext>,
     pub(crate) state: &'a StatusReader,
     pub(crate) tasks: &'a Arc<TaskGroup>,
-    /// Ends its listeners, with whatever is open there.
+    /// Ends the cache's listeners, with all connections that are open there.
     pub(crate) done: CancellationToken,
 }
 
@@ -133,7 +135,7 @@ impl ApiCacheConfig {
         })
     }
 
-    /// What hears with whom this node reads.
+    /// Returns the membership that gateways update.
     pub(crate) fn hears(&self) -> Membership {
         self.told.clone()
     }

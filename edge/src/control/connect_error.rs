@@ -1,8 +1,8 @@
-//! What went wrong between an edge and a gateway, and what that means for the next attempt.
+//! Failures between an edge and a gateway, and their consequence for the next attempt.
 //!
-//! A silent network is tried again soon; a refusal backs off; a refusal that time alone does not mend (another
-//! process with the same certificate, an unknown certificate) backs off at the maximum. A clock that is
-//! wrong looks like a bad certificate, so the clock is named.
+//! A silent network is tried again soon; a refusal backs off; a refusal that time alone does not mend (another process with
+//! the same certificate, an unknown certificate) backs off at the maximum. A clock that is wrong looks like a bad
+//! certificate, so the clock is named.
 
 use causeway_certs::{NotAGateway, UnexpectedCa};
 use causeway_rt::backoff::Backoff;
@@ -16,7 +16,7 @@ use std::{
 /// The shortest delay after an attempt that has waited itself; jittered like any other.
 const LEAST: Duration = Duration::from_millis(250);
 
-/// What went wrong.
+/// Failure of a connection to a gateway.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectError {
     kind: RetryClass,
@@ -28,7 +28,7 @@ pub(crate) struct ConnectError {
 /// Why no tunnel comes of the identity that this edge has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IdentityRefusal {
-    /// The gateway's certificate is of no CA that the identity trusts. Anybody on the network path can cause this.
+    /// The gateway's certificate is of no CA that the identity trusts. Any machine on the network path can cause this.
     UnknownCa,
     /// The gateway does not accept the identity.
     NotAccepted,
@@ -36,7 +36,7 @@ pub(crate) enum IdentityRefusal {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RetryClass {
-    /// Nobody answered a TCP handshake for this long.
+    /// A TCP handshake received no answer for this long.
     Silent(Duration),
     /// The other end refused; it may have said for how long.
     Refused(Option<Duration>),
@@ -45,7 +45,7 @@ enum RetryClass {
 }
 
 impl ConnectError {
-    /// Nobody answered.
+    /// Creates the error of a peer that did not answer.
     pub(crate) fn silent(what: impl Into<String>) -> Self {
         Self {
             kind: RetryClass::Silent(Duration::ZERO),
@@ -55,7 +55,7 @@ impl ConnectError {
         }
     }
 
-    /// Nobody answered a TCP handshake for this long.
+    /// Creates the error of a TCP handshake that received no answer for this long.
     pub(crate) fn unanswered(what: impl Into<String>, waited: Duration) -> Self {
         Self {
             kind: RetryClass::Silent(waited),
@@ -215,7 +215,7 @@ impl ConnectError {
         !matches!(self.kind, RetryClass::Unwelcome(_))
     }
 
-    /// What went wrong, for people.
+    /// Returns the description of the failure, for people.
     pub(crate) fn what(&self) -> &str {
         &self.what
     }
@@ -239,7 +239,7 @@ impl ConnectError {
         }
     }
 
-    /// The one of two that says more: a refusal was somebody's word.
+    /// Returns the error of the two that says more: a refusal is an answer of a peer.
     pub(crate) fn or_worse(self, other: Option<Self>) -> Self {
         match other {
             Some(other) if other.rank() > self.rank() => other,

@@ -1,14 +1,15 @@
-//! Joining without a token: the node's cluster says who asks, and the gateway's CA signs what the cluster has been asked for.
+//! Joining without a token: the cluster authenticates the node, and the gateway's CA signs the certificate requested from
+//! the cluster.
 //!
-//! 1. the CA to believe is what the cluster publishes; which node this is, the API server says;
-//! 2. the key is made here and stays here; a request for it is put to the cluster, and outlives this process;
-//! 3. the answer is waited for, and why it takes long is told at each look. A request that nobody has answered within
-//!    an hour, or that was denied, is followed by another for another key;
-//! 4. what comes has to be for this node and to hang on that CA; where a signer of the cluster's own has made it, it is shown
-//!    to a gateway, once, for such a one.
+//! 1. The cluster publishes the CA to trust; the API server tells which node this is.
+//! 2. The key is made here and stays here. A request for it is submitted to the cluster, and outlives this process.
+//! 3. The edge waits for the answer, and reports at each look why it takes long. A request that was not answered within an
+//!    hour, or that was denied, is followed by another for another key.
+//! 4. The certificate has to be for this node and to chain to that CA. If a signer of the cluster's own has made it, it is
+//!    shown to a gateway, once, for a certificate of that CA.
 //!
-//! Only the first certificate, and the one after one that has ended, come this way: gateways renew (`renew`). Nothing here knows
-//! Kubernetes: whoever does is a [`Cluster`].
+//! Only the first certificate, and the one after one that has ended, are obtained by these steps: gateways renew (`renew`).
+//! This module knows nothing of Kubernetes: a [`Cluster`] does.
 
 use super::{
     connect_error::ConnectError,
@@ -31,7 +32,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-/// So long is one request waited for: a cluster forgets those that nobody approves after a day.
+/// Time that the edge waits for one request: a cluster forgets requests that are not approved after a day.
 const PATIENCE: Duration = Duration::from_hours(1);
 
 /// The cluster that this node is of.
@@ -49,11 +50,11 @@ pub trait CsrClient: Send + Sync {
     ) -> BoxFuture<'a, Result<(), CsrRequestError>>;
     /// How its signer names nodes, where that is one of the cluster's own.
     fn subject(&self) -> Option<SignerProfile>;
-    /// What became of a request until now.
+    /// Returns the current status of a request.
     fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>>;
 }
 
-/// What became of a request for a certificate.
+/// Status of a request for a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CsrStatus {
     /// The certificate with what it hangs by, as PEM.
@@ -67,7 +68,7 @@ pub enum CsrStatus {
 /// Why a cluster says nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CsrRequestError {
-    /// Nobody is there.
+    /// The cluster does not answer.
     Silent(String),
     /// It does not let this node.
     Refused(String),
@@ -156,7 +157,7 @@ pub(crate) async fn submit_and_wait(
     Ok(identity)
 }
 
-/// The request that waits, or a new one, kept before anybody is asked.
+/// Returns the request that waits, or a new one, which is saved before it is submitted.
 async fn pending(store: &Store, node: &NodeName, asks: String) -> Result<PendingCsr, ConnectError> {
     let asks = format!("{node}: {asks}");
     let kept = on_disk(store, |store| store.pending(Requested::Identity)).await?;

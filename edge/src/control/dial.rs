@@ -82,14 +82,14 @@ pub(crate) struct GatewayConnection {
     pub(crate) io: TlsStream<CountedIo<TcpStream>>,
     /// The gateway, as it was dialled.
     pub(crate) place: GatewayAddr,
-    /// What its TLS handshake took.
+    /// Duration of the TLS handshake.
     pub(crate) round_trip: Duration,
 }
 
-/// Where a gateway was found: its configured name, and the address that it led to.
+/// Address of a gateway: its configured name, and the address that it led to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GatewayAddr {
-    /// `host:port`, as configured or told.
+    /// `host:port`, as configured or announced.
     pub(crate) gateway: String,
     /// Its address; `None` behind a proxy.
     pub(crate) address: Option<SocketAddr>,
@@ -172,7 +172,7 @@ impl GatewayConnector {
         self.handshake(place, tcp, host).await
     }
 
-    /// Where each of the gateways is to be found now, in their order.
+    /// Resolves the current addresses of each of the gateways, in their order.
     pub(crate) async fn places_of(
         &self,
         gateways: &[String],

@@ -1,8 +1,8 @@
 //! Joining: a token becomes a certificate, once.
 //!
-//! The key is made here and stays here; the gateway gets a request for it. Before there is any root, the token's
-//! CA hash is the trust: a gateway of another CA is not even told the token. A refusal is final and says
-//! which it is; a network that is silent, or a gateway that is busy, is tried again until it answers.
+//! The key is made here and stays here; the gateway gets a request for it. Before there is any root, the token's CA hash is
+//! the trust: a gateway of another CA does not even receive the token. A refusal is final and says which it is; a network
+//! that is silent, or a gateway that is busy, is tried again until it answers.
 
 use super::{
     connect_error::ConnectError,
@@ -23,7 +23,7 @@ use tracing::{info, warn};
 /// tokens of its own. With the pauses of refusals these take 6 to 12 s.
 const UNKNOWN_TRIES: u32 = 5;
 
-/// Who hears why joining takes longer than it should.
+/// Callback that receives the reason why joining takes longer than it should.
 pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
 
 /// Why an edge could not join. None of these mends itself.
@@ -88,11 +88,11 @@ impl EnrolError {
 
 /// Joins with `token` at one of the gateways of `config`.
 ///
-/// Returns only with an identity or a final error: silence is tried again, and `tell` hears of it each time. Drop
-/// the future to stop.
+/// Returns only with an identity or a final error: silence is tried again, and `tell` is called each time. Drop the future
+/// to stop.
 ///
 /// # Errors
-/// What the gateway refused.
+/// The refusal of the gateway.
 pub(crate) async fn join(
     token: &JoinToken,
     config: &Config,

@@ -29,7 +29,7 @@ const MOST: usize = 256 * 1024;
 /// How long a gateway may take to answer: it stores the certificate first.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// What a gateway is asked.
+/// Request to a gateway for a certificate.
 #[derive(Serialize)]
 pub(crate) struct EnrolRequest {
     /// The join token; a renewal has none.
@@ -38,12 +38,12 @@ pub(crate) struct EnrolRequest {
     token: Option<Secret>,
     csr: String,
     version: &'static str,
-    /// Who the edge believes it is.
+    /// Node name that the edge assumes.
     #[serde(skip_serializing_if = "Option::is_none")]
     node: Option<String>,
 }
 
-/// What a gateway grants.
+/// Answer of a gateway that grants a certificate.
 #[derive(Deserialize)]
 pub(crate) struct EnrolResponse {
     pub(crate) certificate: String,
@@ -103,7 +103,7 @@ impl EnrolRequest {
     /// Asks the first of the gateways that answers.
     ///
     /// # Errors
-    /// What the gateway refused, or why none answered.
+    /// The refusal of a gateway, or the reason why none answered.
     pub(crate) async fn ask(
         &self,
         dialler: &GatewayConnector,
@@ -177,7 +177,7 @@ fn broke_off(error: &(dyn Error + 'static)) -> ConnectError {
     ConnectError::silent(format!("the gateway did not answer the request: {error}"))
 }
 
-/// What the gateway answered.
+/// Parses the gateway's answer.
 fn read(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestError> {
     if status.is_success() {
         return serde_json::from_slice(body)

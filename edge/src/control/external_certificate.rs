@@ -1,7 +1,6 @@
-//! The identity that another system makes: taken up when it is another, and looked after in one thing, that it does not end
-//! unnoticed.
+//! Identity that an external CA issues: taken up when it changes, and monitored so that it does not end unnoticed.
 //!
-//! Tunnels are dialled anew with it and keep their streams until these end, as after a renewal (`link`).
+//! Tunnels are dialled anew with it and keep their streams until these end, as after a renewal (`tunnels`).
 
 use super::{identity_store::IdentityStore, renew::RenewalSchedule, tunnels::TunnelContext};
 use causeway_certs::{EdgeIdentity, verify::tunnel_client};
@@ -12,7 +11,7 @@ use std::{
 use tokio::{sync::watch, time::sleep};
 use tracing::{info, warn};
 
-/// How often it is said again that nobody renews it.
+/// Interval between two messages that the certificate is not renewed.
 const AGAIN: Duration = Duration::from_hours(1);
 
 /// Takes up what is `made`, for as long as it is polled.
@@ -67,7 +66,7 @@ async fn take_up(
     Ok(())
 }
 
-/// Says so, again and again, once whoever renews it should have.
+/// Logs repeatedly that the certificate is not renewed, once the external CA should have renewed it.
 async fn nobody_renews(links: &TunnelContext, schedule: &RenewalSchedule) {
     schedule.wait(SystemTime::now).await;
     loop {

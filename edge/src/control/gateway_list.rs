@@ -1,7 +1,7 @@
-//! Where gateways can be had: the configured addresses, and those that a gateway told.
+//! Addresses of gateways: the configured ones, and those that a gateway announced.
 //!
-//! What was told is kept in the data directory, so that an edge whose configured gateway is gone still finds
-//! the others after a restart. The newest list replaces the older; the one that stood last is tried first.
+//! The announced addresses are saved in the data directory, so that an edge whose configured gateway is gone still finds the
+//! others after a restart. The newest list replaces the older; the one that stood last is tried first.
 
 use super::identity_store::IdentityStore;
 use crate::status::StatusWriter;
@@ -69,7 +69,7 @@ impl GatewayList {
         *locked(&self.last) = Some(gateway.to_owned());
     }
 
-    /// A gateway told where gateways can be had.
+    /// Takes the addresses of gateways that a gateway announced.
     pub(crate) async fn learn(&self, told: Vec<String>) {
         let mut sound: Vec<String> = told
             .into_iter()

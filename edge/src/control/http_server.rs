@@ -40,7 +40,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 /// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
 const SILENT: Duration = Duration::from_secs(5);
 const PROBES: u32 = 2;
-/// Whoever takes nothing of what was sent for this long is gone, too.
+/// Time after which a client that takes none of the sent bytes is considered gone, too.
 const UNTAKEN: Duration = Duration::from_secs(30);
 
 /// Notices peers that are gone.
@@ -255,8 +255,8 @@ impl http_body::Body for PlacedBody {
     }
 }
 
-/// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would lose a
-/// request that is on its way (RFC 9112, section 9.6). The engine then closes it.
+/// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would
+/// lose a request that is on its way (RFC 9112, section 9.6). hyper then closes it.
 pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Router {
     router.layer(from_fn(move |request: Request, next: Next| {
         let stop = stop.clone();
@@ -272,8 +272,8 @@ pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Route
     }))
 }
 
-/// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its
-/// own (DNS rebinding).
+/// Refuses requests for a foreign host name: a page in a browser on this machine does not read a listener under a name of
+/// its own (DNS rebinding).
 pub(super) async fn check_host(own: Arc<AllowedHosts>, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(Authority::as_str);
     let host = request.headers().get(HOST).map(HeaderValue::to_str);
@@ -288,11 +288,11 @@ pub(super) async fn check_host(own: Arc<AllowedHosts>, request: Request, next: N
 
 /// The names by which a listener is asked.
 pub(super) struct AllowedHosts {
-    /// Where it listens.
+    /// Address of the listener.
     pub(super) address: Option<IpAddr>,
-    /// The node: callers that come through the road know it by that.
+    /// Name of the node: clients that come through a tunnel know the listener by it.
     pub(super) node: String,
-    /// What it shows: names that a certificate has are no page's own.
+    /// Certificate of the listener: a page cannot own the names that a certificate has.
     pub(super) shown: Option<watch::Receiver<Option<ServerOnlyTls>>>,
 }
 

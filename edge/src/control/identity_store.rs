@@ -1,8 +1,8 @@
 //! The identity that this edge holds: in memory and in the data directory, the same in both.
 //!
-//! It is changed by `gateways` when a gateway tells addresses, and by `renew`, or `given`, when there is a new certificate. Each change
-//! is made to the newest identity, one after the other, and is on the disk before anybody sees it; one
-//! that was begun ends even if nobody waits for it any more.
+//! It is changed by `gateway_list` when a gateway announces addresses, and by `renew`, or `external_certificate`, when there
+//! is a new certificate. Each change is made to the newest identity, one after the other, and is on the disk before it
+//! becomes visible. A change that was begun ends even if no task waits for it any more.
 
 use causeway_certs::{EdgeIdentity, Store, StoreError};
 use rustls_pki_types::CertificateDer;
@@ -26,11 +26,11 @@ struct Inner {
     current: Mutex<EdgeIdentity>,
     /// Whether another process has the data directory: it is not written any more.
     released: AtomicBool,
-    /// Held while the disk is written, by threads that may block.
+    /// Locked while the disk is written, by threads that may block.
     changing: Mutex<()>,
 }
 
-/// Why a change is not kept.
+/// Reason why a change is not stored.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum IdentityStoreError {
     /// The data directory cannot be written.
@@ -56,12 +56,12 @@ impl IdentityStore {
         locked(&self.0.current).clone()
     }
 
-    /// Leaves the data directory to another process: what changes from now on is kept in memory only.
+    /// Leaves the data directory to another process: later changes stay in memory only.
     pub(crate) fn release(&self) {
         self.0.released.store(true, Relaxed);
     }
 
-    /// Where it is kept.
+    /// Returns the store in the data directory.
     pub(crate) fn store(&self) -> &Store {
         &self.0.store
     }
@@ -90,8 +90,8 @@ impl IdentityStore {
         changed.await.map_err(io::Error::from)?
     }
 
-    /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here. Returns
-    /// where the old one is kept.
+    /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here.
+    /// Returns the path at which the old one is saved.
     ///
     /// # Errors
     /// If it could not be stored; then nothing has changed.

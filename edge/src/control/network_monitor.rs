@@ -1,8 +1,7 @@
-//! Hears when the machine's links, addresses or routes change (rtnetlink's multicast groups).
+//! Monitor of changes of the machine's links, addresses or routes (rtnetlink's multicast groups).
 //!
-//! An edge that waits for its network tries at once when something of it changed. Changes come in bursts, so
-//! they are told once the burst is over. A machine without netlink has no such hint, and the ordinary
-//! back-off does.
+//! An edge that waits for its network tries at once when something of it changed. Changes come in bursts, so they are
+//! reported once the burst is over. A machine without netlink has no such hint, and relies on the ordinary back-off.
 
 use causeway_rt::task::TaskGroup;
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
@@ -15,14 +14,14 @@ use tracing::{debug, info_span};
 
 /// A burst is over when nothing has changed for this long: DHCP sets address and route apart.
 const QUIET: Duration = Duration::from_millis(100);
-/// A network that never rests is told of this often.
+/// Interval of the reports about a network that never rests.
 const BURST: Duration = Duration::from_millis(500);
 
 /// Links, and addresses and routes of both families (RTMGRP_…, rtnetlink(7)).
 const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
 /// ENOBUFS, as Linux has it on x86 and ARM.
 const NO_BUFFERS: i32 = 105;
-/// What a change is does not matter: the rest of a longer message is dropped.
+/// Bytes of a message that are read. The content of a change does not matter: the rest of a longer message is dropped.
 const GLANCE: usize = 64;
 
 fn listening() -> io::Result<TokioSocket> {
@@ -77,7 +76,7 @@ impl NetworkMonitor {
         }
     }
 
-    /// What changed until now is known.
+    /// Marks all changes until now as seen.
     pub(crate) fn forget(&mut self) {
         self.0.mark_unchanged();
     }

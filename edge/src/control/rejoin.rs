@@ -167,7 +167,7 @@ impl<'a> Rejoin<'a> {
         }
     }
 
-    /// Makes one attempt, and tells the operator which command helps where it comes to nothing.
+    /// Makes one attempt, and logs the command that helps if the attempt fails.
     pub(super) async fn attempt(&mut self, reason: RejoinReason) -> RejoinOutcome {
         if self.held.identity().given {
             return RejoinOutcome::Kept;
@@ -326,7 +326,7 @@ impl<'a> Rejoin<'a> {
         Ok(())
     }
 
-    /// Tells the operator what to do. Repeated words are not logged again.
+    /// Logs the instruction for the operator. Repeated words are not logged again.
     fn log_outcome(&self, what: &str) {
         if self.links.state.identity_hint(Some(what)) {
             warn!(what, "this node's identity is not replaced");

@@ -45,7 +45,7 @@ pub(super) struct RenewalSchedule {
     pub(super) not_after: SystemTime,
 }
 
-/// Renews the certificate for as long as it is polled; or takes up what another system has `made`.
+/// Renews the certificate for as long as it is polled; or takes up the one that an external CA has `made`.
 pub(crate) async fn run(
     links: Arc<TunnelContext>,
     held: IdentityStore,
@@ -129,7 +129,8 @@ impl RenewalSchedule {
         Self::new(begins.max(since), not_after, random)
     }
 
-    /// When whoever else renews a certificate should have: cert-manager does after two thirds, Vault's agent after nine tenths.
+    /// Returns the time by which an external CA should have renewed the certificate: cert-manager does so after two thirds,
+    /// Vault's agent after nine tenths.
     pub(super) fn given(identity: &EdgeIdentity) -> Self {
         let (begins, not_after) = dates(identity);
         let life = not_after.duration_since(begins).unwrap_or_default();
@@ -166,7 +167,7 @@ impl RenewalSchedule {
         }
     }
 
-    /// Time does not mend a certificate that has ended, whatever the gateway says.
+    /// Returns the error to report: time does not mend a certificate that has ended, whatever error the gateway returned.
     fn weigh(&self, trouble: ConnectError, now: SystemTime) -> ConnectError {
         if now <= self.not_after {
             return trouble;
@@ -293,7 +294,7 @@ async fn ask(links: &TunnelContext, old: &EdgeIdentity) -> Result<EdgeIdentity, 
     Ok(new)
 }
 
-/// This machine's own fault: the gateway is not asked for certificates that cannot be kept.
+/// Returns the error of this machine's own fault: the gateway is not asked for certificates that cannot be stored.
 fn local(why: impl Display) -> ConnectError {
     ConnectError::unwelcome(format!("a new certificate cannot be used: {why}"))
 }

@@ -1,7 +1,7 @@
-//! The roots that this edge believes: told by a gateway that hangs on one of those before.
+//! Roots that this edge trusts: announced by a gateway that chains to one of the roots before.
 //!
-//! What is told comes over a tunnel, whose gateway was believed when it was dialled. It is on the disk before anything
-//! is dialled by it, and takes the place of what was believed before: that is how a root goes out of use.
+//! The announcement comes over a tunnel, whose gateway was trusted when it was dialled. New roots are on the disk before
+//! they are used to dial. They replace the roots that were trusted before: that is how a root goes out of use.
 
 use super::{identity_store::IdentityStore, tunnels::TunnelContext};
 use causeway_certs::verify::tunnel_client;
@@ -15,7 +15,7 @@ pub(super) async fn update_roots(links: &TunnelContext, pem: &str) -> Vec<String
     roots_from_message(&links.held)
 }
 
-/// As a gateway is told.
+/// Returns the fingerprints of the roots, as a gateway receives them.
 pub(super) fn roots_from_message(held: &IdentityStore) -> Vec<String> {
     let roots = held.identity().fingerprints();
     roots.iter().map(ToString::to_string).collect()

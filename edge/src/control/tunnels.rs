@@ -1,8 +1,8 @@
-//! The tunnels of an edge: dialled, kept, replaced, and left in order.
+//! The tunnels of an edge: dialled, maintained, replaced, and left in order.
 //!
-//! Its tunnels are `slots`, all of them at one gateway, and at another one if that fails; or (`every`) some at each address
-//! that the gateways' names lead to, each gateway by one address only (`reached`), and at all gateways behind one address
-//! (`seek`). A tunnel says hello (`greeting`) and serves (`session`).
+//! Its tunnels are `slots`, all of them at one gateway, and at another one if that fails; or (`all_gateways`) some at each
+//! address that the gateways' names lead to, each gateway by one address only (`connected_gateways`), and at all gateways
+//! behind one address (`discovery`). A tunnel says hello (`handshake`) and serves (`session`).
 
 mod all_gateways;
 mod bulk;
@@ -40,13 +40,13 @@ use tokio_util::sync::CancellationToken;
 /// How much longer than its streams a tunnel may take to leave.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// What a stream is handed to: the way, of which nothing is known here.
+/// Function that serves a stream. The data path is behind it, of which nothing is known here.
 pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
 
 /// Takes up which node ports a gateway lists, which was dialled from this address of the node.
 pub(crate) type AnnouncedPortsFn = Arc<dyn Fn(AnnouncedPorts, Option<IpAddr>) + Send + Sync>;
 
-/// What all tunnels of an edge share.
+/// Context that all tunnels of an edge share.
 pub(crate) struct TunnelContext {
     pub(crate) config: Config,
     pub(crate) node: String,
@@ -55,13 +55,13 @@ pub(crate) struct TunnelContext {
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(crate) dialler: GatewayConnector,
     pub(crate) gateways: GatewayList,
-    /// Which gateways are reached, where all of them are.
+    /// Gateways that are connected, if the edge has tunnels at all of them.
     pub(crate) reached: ConnectedGateways,
     /// The newest session of each slot at each gateway.
     pub(crate) newest: NewestSessions,
     pub(crate) serve: ServeFn,
     pub(crate) list: AnnouncedPortsFn,
-    /// What hears with whom this node reads, where it does.
+    /// Membership that gateways update, if this node has an API cache.
     pub(crate) members: Option<Membership>,
     pub(crate) metrics: Arc<Metrics>,
     /// Bytes that streams of all tunnels leave unread here.

@@ -17,7 +17,7 @@ struct ResourceLabel {
     resource: String,
 }
 
-/// What an edge reads. One that reads nothing has none of it.
+/// Metrics of the API cache. An edge without a cache has none of them.
 pub(super) struct ApiCacheMetrics {
     registry: Registry,
     role: Family<RoleLabel, Gauge>,
@@ -60,7 +60,7 @@ impl ApiCacheMetrics {
         reading
     }
 
-    /// Reading goes so now.
+    /// Updates the metrics from the status.
     pub(super) fn goes(&self, status: &ApiCacheStatus) {
         for role in ["pending", "follower", "leader"] {
             let gauge = self.role.get_or_create(&RoleLabel { role });
@@ -82,7 +82,7 @@ impl ApiCacheMetrics {
         }
     }
 
-    /// Somebody else is read from.
+    /// Counts a change of the source.
     pub(super) fn changed(&self) {
         self.changes.inc();
     }

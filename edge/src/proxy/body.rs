@@ -1,8 +1,8 @@
-//! Bodies between a stream and an app, and what each keeps hold of while it lasts.
+//! Bodies between a stream and an upstream, and the resources that each holds while it lasts.
 //!
-//! A request's body goes as the engine asks for it; an answer's brings its connection along, to be kept after the
-//! last byte. On a shared connection either one holds the stream's place, since an app may answer
-//! before it has read, and the place is free when both are over.
+//! A request's body is sent as hyper asks for it. An answer's body holds its connection, which returns to the pool after the
+//! last byte. On a shared connection either one holds the stream's place, since an upstream may answer before it has read,
+//! and the place is free when both are over.
 
 use super::{
     http1_pool::{ConnectionPool, PooledConnection},
@@ -22,7 +22,7 @@ use std::{
 };
 use tokio::sync::oneshot;
 
-/// A request's body on its way to the app.
+/// A request's body from the stream to the upstream.
 #[derive(Default)]
 pub(super) struct RequestBody {
     /// `None`: it has none.
@@ -74,7 +74,7 @@ impl Content {
     }
 }
 
-/// How many parts of a request's body the engine has taken. Clones share the count.
+/// Number of parts of a request's body that hyper has taken. Clones share the count.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ChunkCounter(Arc<AtomicUsize>);
 
@@ -84,7 +84,7 @@ impl ChunkCounter {
     }
 }
 
-/// An answer's body on its way from the app, and the connection that brings it.
+/// An answer's body from the upstream, and the connection that brings it.
 pub(super) enum ResponseBody {
     Http1 {
         app: UpstreamKey,

@@ -1,9 +1,9 @@
-//! From an app to a TCP connection: resolve, check, dial.
+//! From an upstream to a TCP connection: resolve, check, dial.
 //!
-//! The policy is asked with each resolved address, and exactly the address that it passed is dialled: what a
-//! name leads to a moment later makes no difference. What may be dialled as an address of this node is dialled from
-//! itself, so that nobody else is reached who has that address by now. Everything together has one bound
-//! (`timeouts.dial`), shared out among the addresses that are left to try.
+//! The policy checks each resolved address, and exactly the address that it passed is dialled: a later change of the name
+//! makes no difference. A target that may be dialled as an address of this node is dialled from that address itself, so that
+//! no other machine is reached that has the address by now. Everything together has one bound (`timeouts.dial`), shared out
+//! among the addresses that are left to try.
 
 use super::{Policy, upstream::Upstream};
 use causeway_rt::socket;
@@ -25,7 +25,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-/// Dials `app`, until `deadline`. Returns the address that took the connection with it.
+/// Dials `app`, until `deadline`. Returns the connection with the address that took it.
 pub(super) async fn dial(
     policy: &Policy,
     app: &Upstream,

@@ -1,12 +1,11 @@
-//! A plain request to the app, and its answer.
+//! A plain request to the upstream, and its answer.
 //!
-//! An app of scheme http is asked by HTTP/1.1, except that gRPC (`content-type: application/grpc`) exists only
-//! over HTTP/2 and goes by prior knowledge; h2c is always prior knowledge; https is what ALPN chose.
-//! Fields pass as they came, save those of one connection; a body streams as it comes, both ways, and
-//! an answer that comes before the request's body has been read passes at once.
-//! A request is sent once more, on a new connection, if the one that was kept did not take it. So is one that can be
-//! repeated (RFC 9110 §9.2.2) and has no body, if the app closed the kept connection without a byte of an answer: a
-//! reset or garbage may be what the request has done to the app.
+//! An upstream of scheme http receives HTTP/1.1, except that gRPC (`content-type: application/grpc`) exists only over HTTP/2
+//! and goes by prior knowledge; h2c is always prior knowledge; https uses the protocol that ALPN chose. Fields pass as they
+//! came, save those of one connection; a body streams as it comes, both ways, and an answer that comes before the request's
+//! body has been read passes at once. A request is sent once more, on a new connection, if the pooled connection did not
+//! take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection
+//! without a byte of an answer: a reset or garbage may be the effect of the request on the upstream.
 
 use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
@@ -40,7 +39,7 @@ enum ConnectionInUse {
 
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
-/// Asks the app.
+/// Sends the request to the upstream.
 pub(super) async fn send_request(
     way: &Proxy,
     app: &Arc<Upstream>,
@@ -105,7 +104,7 @@ impl ConnectionInUse {
         }
     }
 
-    /// Whether the app closed the connection without an answer to the request, which failed with `error`.
+    /// Whether the upstream closed the connection without an answer to the request, which failed with `error`.
     fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         match self {
             Self::Http1(line) => line.closed_unanswered(error),
@@ -129,8 +128,8 @@ fn wants_http2(app: &Upstream, fields: &HeaderMap) -> bool {
     }
 }
 
-/// A kept connection, or a new one. True with it: it was kept. `after`: none will do but one that was
-/// dialled later than this shared one.
+/// Returns a pooled connection and true, or a new one and false. With `after`, only a shared connection that was dialled
+/// later than that one will do.
 async fn open(
     way: &Proxy,
     app: &Upstream,
@@ -170,7 +169,7 @@ async fn open_alone(
     begin(way, app, connection, Some(rest)).await
 }
 
-/// A place on a shared HTTP/2 connection; `None` if the app chose HTTP/1.1 before.
+/// Returns a place on a shared HTTP/2 connection; `None` if the upstream chose HTTP/1.1 before.
 async fn open_http2(
     way: &Proxy,
     app: &Upstream,
@@ -214,7 +213,7 @@ async fn begin(
     }
 }
 
-/// Puts the head into the form of the app's HTTP version.
+/// Puts the head into the form of the upstream's HTTP version.
 fn prepare(request: &mut Request<RequestBody>, app: &Upstream, http2: bool) {
     let path = request.uri().path_and_query().cloned();
     let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
@@ -330,7 +329,7 @@ fn unanswered(app: &Upstream, error: &SendError) -> RequestError {
     map_error(app, error.error())
 }
 
-/// Why the app did not answer, or the caller did not ask to the end.
+/// Returns why the upstream did not answer, or the client did not complete its request.
 pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
     if caused_by_caller(error) {
         return RequestError::Caller;

@@ -1,9 +1,9 @@
-//! Connections to apps that are kept for the next request.
+//! Idle connections to upstreams, pooled for the next request.
 //!
-//! HTTP/1.1: idle ones lie in a stack for each app, the last used on top, and belong to nobody's task. The
-//! stream that takes one drives it ([`Line`]), so a stream that ends takes its connection with it and no
-//! request changes tasks; one that is dropped before it came to rest is reset (design trap 3). HTTP/2: connections are
-//! driven by tasks and shared by streams, see [`Shared`].
+//! HTTP/1.1: idle ones lie in a stack for each upstream, the last used on top, and belong to no task. The stream that takes
+//! one drives it ([`PooledConnection`]), so a stream that ends takes its connection with it and no request changes tasks.
+//! One that is dropped before it came to rest is reset (invariant 3). HTTP/2: connections are driven by tasks and shared
+//! by streams, see [`UpstreamHttp2Pool`].
 
 use super::{
     body::{ChunkCounter, RequestBody},
@@ -40,13 +40,13 @@ use std::{
 };
 use tokio::time::{Instant, timeout};
 
-/// Fields of an answer that the engine takes by itself.
+/// Fields of an answer that hyper takes by default.
 const ENGINE_FIELDS: usize = 100;
 
-/// Idle connections for each app at most: more callers at once than this are not ordinary on a node.
+/// Idle connections for each upstream at most: more clients at once than this are not ordinary on a node.
 const MOST_IDLE: usize = 256;
 
-/// One HTTP/1.1 connection, driven by whoever holds it.
+/// One HTTP/1.1 connection, driven by the task that holds it.
 pub(super) struct PooledConnection {
     driven: ConnectionDriver,
     sender: http1::SendRequest<RequestBody>,
@@ -59,7 +59,7 @@ pub(super) struct PooledConnection {
     answering: Answering,
 }
 
-/// Whether the app has sent a byte since the last request. Clones share it.
+/// Observer that records whether the upstream has sent a byte since the last request. Clones share the record.
 #[derive(Clone, Debug, Default)]
 struct Answering(Arc<AtomicBool>, StatusLine);
 
@@ -73,8 +73,8 @@ impl IoObserver for Answering {
         }
     }
 
-    /// An app that has answered before it read the request's body may close its connection over that: the answer is still
-    /// to be read.
+    /// Ignores broken pipes and resets. An upstream that has answered before it read the request's body may close its
+    /// connection over that: the answer is still to be read.
     fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
         match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
@@ -83,7 +83,7 @@ impl IoObserver for Answering {
     }
 }
 
-/// What is kept, by app.
+/// Pooled connections, by upstream.
 pub(super) struct ConnectionPool {
     idle: Mutex<HashMap<UpstreamKey, Vec<PooledConnection>>>,
     shared: Mutex<HashMap<UpstreamKey, Arc<UpstreamHttp2Pool>>>,
@@ -129,7 +129,7 @@ impl ConnectionPool {
         locked(&self.idle).values().map(Vec::len).sum()
     }
 
-    /// The app's shared connections.
+    /// Returns the upstream's shared connections.
     pub(super) fn shared(&self, app: &UpstreamKey) -> Arc<UpstreamHttp2Pool> {
         let mut shared = locked(&self.shared);
         if let Some(found) = shared.get(app) {
@@ -138,7 +138,7 @@ impl ConnectionPool {
         shared.entry(app.clone()).or_default().clone()
     }
 
-    /// Closes what was idle for too long, or was closed by its app.
+    /// Closes connections that were idle for too long, or were closed by their upstream.
     pub(super) fn evict_expired(&self) {
         locked(&self.idle).retain(|_, lines| {
             lines.retain_mut(|line| line.is_alive(self.bound));
@@ -154,11 +154,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A connection as the engine has it.
+/// A connection as hyper has it.
 type Engine =
     http1::Connection<TokioIo<ObservedIo<TargetWriter<UpstreamIo>, Answering>>, RequestBody>;
 
-/// The engine's half of a line.
+/// hyper's half of a pooled connection.
 struct ConnectionDriver {
     /// `None` once it was given up.
     connection: Option<Engine>,
@@ -181,7 +181,7 @@ impl ConnectionDriver {
         }
     }
 
-    /// Polls what the engine feeds. A connection that is over is given up before anybody waits for it.
+    /// Polls `fed` while it drives the connection. Gives up a connection that is over before any task waits for it.
     fn feed<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -248,7 +248,8 @@ impl PooledConnection {
         .await
     }
 
-    /// Whether the app closed the connection without a byte of an answer to the last request, which failed with `error`.
+    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
+    /// `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         let closed = error.is_incomplete_message() || is_close(error);
         closed && !self.answering.0.load(Relaxed)
@@ -271,7 +272,7 @@ impl PooledConnection {
         }
     }
 
-    /// What was switched by a 101: the bytes behind it, and the connection.
+    /// Returns the switched protocol's connection after a 101, with the bytes behind the 101.
     pub(super) async fn into_bytes(mut self) -> hyper::Result<Option<(Bytes, UpstreamIo)>> {
         let Some(connection) = self.driven.connection.take() else {
             return Ok(None);
@@ -285,8 +286,8 @@ impl PooledConnection {
         Ok(Some((parts.read_buf, connection)))
     }
 
-    /// As [`Line::rest`], for as long as the request's body moves: an app may answer and read on for hours. One that it
-    /// does not read, or that its caller does not send, has `bound` and no more than that again.
+    /// As [`PooledConnection::rest`], for as long as the request's body moves: an upstream may answer and read on for hours.
+    /// A body that the upstream does not read, or that its client does not send, has `bound` and no more than that again.
     async fn rests(&mut self, bound: Duration) -> bool {
         loop {
             let taken = self.taken.count();
@@ -311,7 +312,7 @@ impl PooledConnection {
         rested
     }
 
-    /// Whether an idle connection can be used: not too old, and not closed by the app.
+    /// Whether an idle connection can be used: not too old, and not closed by the upstream.
     fn is_alive(&mut self, bound: Duration) -> bool {
         let mut unwatched = Context::from_waker(Waker::noop());
         let sound = self.driven.drive(&mut unwatched).is_ok() && !self.driven.over;
@@ -320,7 +321,7 @@ impl PooledConnection {
 }
 
 impl Drop for PooledConnection {
-    /// An app whose request is given up must not take it for one that ended in order.
+    /// Resets a busy connection: an upstream whose request is given up must not take it for one that ended in order.
     fn drop(&mut self) {
         if self.busy
             && let Some(connection) = self.driven.connection.take()

@@ -1,7 +1,7 @@
-//! An app's HTTP/2 connections, which streams share ([`places`](causeway_tunnel::places)).
+//! An upstream's HTTP/2 connections, which streams share ([`http2_pool`](causeway_tunnel::http2_pool)).
 //!
-//! A request that failed is repeated on a connection younger than the failure, and not on any that was there
-//! before: whoever closed one of them may have closed them all.
+//! A request that failed is repeated on a connection younger than the failure, and not on any that was there before: an
+//! upstream that closed one of them may have closed them all.
 
 use super::{
     RequestError,
@@ -26,12 +26,12 @@ use tracing::info_span;
 
 /// Largest head of an answer, in bytes.
 const MOST_HEAD: u32 = 256 << 10;
-/// What an app may send ahead on one stream. The window of the whole connection is the largest that
-/// there is, so that readers that stall do not hold up the others.
+/// Bytes that an upstream may send ahead on one stream. The window of the whole connection is the largest that there is, so
+/// that stalled streams do not block the others.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// What is known of an app's HTTP/2.
+/// HTTP/2 connections of an upstream.
 #[derive(Default)]
 pub(super) struct UpstreamHttp2Pool(Http2Pool<Http2Sender>);
 
@@ -58,9 +58,9 @@ pub(super) struct UpstreamStreamPermit {
     newest: u64,
 }
 
-/// Whose turn it is.
+/// Result of a pool checkout.
 pub(super) enum Checkout<'a> {
-    /// The app speaks HTTP/1.1.
+    /// The upstream speaks HTTP/1.1.
     Http1,
     /// There is a place.
     Open(UpstreamStreamPermit),
@@ -92,7 +92,8 @@ impl UpstreamHttp2Pool {
         self.0.is_full()
     }
 
-    /// Closes what was closed by the app, and what no stream has needed for `bound`. False: nothing is known.
+    /// Closes connections that the upstream closed, and those that no stream has needed for `bound`. Returns false if
+    /// nothing is known any more.
     pub(super) fn sweep(&self, bound: Duration) -> bool {
         self.0.sweep(bound, Http2Sender::is_alive)
     }
@@ -136,7 +137,7 @@ impl UpstreamStreamPermit {
 }
 
 impl DialGuard<'_> {
-    /// The app chose HTTP/1.1.
+    /// Records that the upstream chose HTTP/1.1.
     pub(super) fn chose_http1(self) {
         self.shared.0.chose_http1();
     }
@@ -174,7 +175,7 @@ impl DialGuard<'_> {
     }
 }
 
-/// The engine's way to spawn.
+/// Executor by which hyper spawns tasks.
 #[derive(Clone)]
 struct TaskExecutor(Arc<TaskGroup>);
 

@@ -1,9 +1,9 @@
-//! Interim answers (1xx) on their way from the app to the caller.
+//! Interim answers (1xx) from the upstream to the client.
 //!
-//! The HTTP engine hands them to a callback, maybe on another task than the stream's; the stream's task sends
-//! them on. Nothing holds the app back meanwhile, and each that goes out costs the tunnel a frame that all its streams pay
-//! for. They are advice, save 100 Continue, which passes, once. Of the others a few pass at once and then
-//! one a second, the latest; large ones never do. An app that sends them without end never comes to its answer.
+//! hyper hands them to a callback, maybe on another task than the stream's; the stream's task sends them on. Nothing holds
+//! the upstream back meanwhile, and each that goes out costs the tunnel a frame that all its streams pay for. They are
+//! advice, save 100 Continue, which passes, once. Of the others a few pass at once and then one a second, the latest; large
+//! ones never do. An upstream that sends them without end never comes to its answer.
 
 use causeway_tunnel::{headers, wire::MOST_INTERIMS};
 use futures_util::task::AtomicWaker;
@@ -24,7 +24,7 @@ use tokio::time::{Instant, sleep};
 /// How many of a stream's interim answers pass as they come. With the answer, its trailers and a reset they are no more
 /// frames than a tunnel bears of each stream.
 const AT_ONCE: usize = 4;
-/// What lies between those behind them.
+/// Pause between the interim answers behind those.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Bytes of the fields of one that passes.
 const MOST_FIELDS: usize = 16 << 10;
@@ -41,7 +41,7 @@ struct Inner {
     waker: AtomicWaker,
 }
 
-/// What is to be sent.
+/// Interim answers that are to be sent.
 #[derive(Debug, Default)]
 struct PendingResponse {
     /// Now.
@@ -111,7 +111,7 @@ impl PendingResponse {
         None
     }
 
-    /// What is left of the pause behind the last.
+    /// Returns the rest of the pause behind the last.
     fn pause(&self) -> Duration {
         let gone = self.passed.map_or(PAUSE, |passed| passed.elapsed());
         PAUSE.saturating_sub(gone)
@@ -119,7 +119,7 @@ impl PendingResponse {
 }
 
 impl InformationalQueue {
-    /// Lets the engine report the interim answers to `request` here.
+    /// Makes hyper report the interim answers to `request` here.
     pub(super) fn listen<B>(&self, request: &mut Request<B>) {
         let queue = self.0.clone();
         hyper::ext::on_informational(request, move |answer| {

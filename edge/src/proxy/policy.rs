@@ -1,11 +1,10 @@
-//! What this edge serves: the node's owner has the last word.
+//! Policy of the targets that this edge serves: the node's owner has the last word.
 //!
-//! Two lists must both agree: the node's ports that are served, each with its app, and the addresses that may
-//! be dialled. The second is asked once more with the very address that is about to be dialled, after
-//! the name was resolved, so no name leads where its address may not.
-//! A target that is not this node needs its host in `allow.hosts`; one that turns out to be this machine
-//! (loopback) is served only as one of the node's ports, or every local port would be open. Of a cluster's node its own
-//! addresses are this machine as well, for ports that the cluster lists.
+//! Two lists must both agree: the node's ports that are served, each with its upstream, and the addresses that may be
+//! dialled. The second list is checked again with the very address that is about to be dialled, after the name was resolved,
+//! so no name leads to an address that is not allowed. A target that is not this node needs its host in `allow.hosts`; one
+//! that turns out to be this machine (loopback) is served only as one of the node's ports, or every local port would be
+//! open. The own addresses of a cluster's node are this machine as well, for ports that the cluster lists.
 
 use super::{
     upstream::{Upstream, UpstreamKey},
@@ -21,12 +20,12 @@ use std::{
     sync::Arc,
 };
 
-/// What an edge that runs knows of its own place.
+/// Facts that a running edge knows of its own node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LocalNode {
-    /// The ports of its own listeners that know no callers.
+    /// Ports of its own listeners that have no authentication.
     pub(crate) ports: Vec<u16>,
-    /// From where it has dialled gateways: addresses of this node, whatever else it has.
+    /// Addresses from which it has dialled gateways: addresses of this node, whatever other ones it has.
     pub(crate) addresses: Vec<IpAddr>,
 }
 
@@ -37,13 +36,13 @@ pub(crate) struct Policy {
     addresses: Vec<IpAddr>,
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
-    /// Which ports a gateway may list, and those of them that it lists.
+    /// Policy for the ports that a gateway may list, and those of them that it lists.
     listable: AnnouncedPortPolicy,
     listed: BTreeMap<u16, Arc<Upstream>>,
 }
 
 impl Policy {
-    /// Compiles the configuration for `node`; reads the files of TLS to apps.
+    /// Compiles the configuration for `node`; reads the files of TLS to upstreams.
     pub(crate) fn new(node: &str, config: &Config) -> Result<Self, TlsError> {
         let node: Arc<str> = node.into();
         let mut ports = BTreeMap::new();
@@ -100,12 +99,12 @@ impl Policy {
         Self { listed, ..self }
     }
 
-    /// A node port's app.
+    /// Returns the upstream of a node port.
     fn port(&self, port: u16) -> Option<&Arc<Upstream>> {
         self.ports.get(&port).or_else(|| self.listed.get(&port))
     }
 
-    /// The app that a stream asks for, if this edge serves it that way.
+    /// Returns the upstream that a stream asks for, if this edge serves it that way.
     pub(crate) fn decide(
         &self,
         target: &Target,
@@ -130,7 +129,7 @@ impl Policy {
         }
     }
 
-    /// The address to dial for an app that resolved to `address`, if that may be dialled.
+    /// Returns the address to dial for an upstream that resolved to `address`, if that may be dialled.
     pub(crate) fn check(&self, app: &Upstream, address: SocketAddr) -> Option<SocketAddr> {
         let ip = address.ip().to_canonical();
         let named = self.allow.permits_name(&app.target.host);

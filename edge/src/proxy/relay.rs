@@ -1,8 +1,8 @@
-//! A TCP session: bytes both ways between a stream and an app.
+//! A TCP session: bytes both ways between a stream and an upstream.
 //!
-//! The app is dialled before the stream is answered, else a refused port would look like success (design trap
-//! 4). The bytes are raw, whatever the port's scheme: the caller speaks TLS itself if the app does.
-//! A reset on either side becomes a reset on the other.
+//! The upstream is dialled before the stream is answered, else a refused port would look like success (invariant 4). The
+//! bytes are raw, whatever the port's scheme: the client speaks TLS itself if the upstream does. A reset on either side
+//! becomes a reset on the other.
 
 use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
@@ -16,7 +16,7 @@ use causeway_tunnel::{StreamReceiver, StreamSender, copy};
 use http::Response;
 use std::sync::Arc;
 
-/// Dials the app.
+/// Dials the upstream.
 pub(super) async fn ask(
     way: &Proxy,
     app: &Upstream,

@@ -1,4 +1,4 @@
-//! The way over a tunnel in memory, to apps on real sockets.
+//! Tests of the data path over a tunnel in memory, to upstreams on real sockets.
 
 mod hostile;
 mod shared;
@@ -85,7 +85,7 @@ impl World {
         world
     }
 
-    /// An edge whose port 80 leads to an app.
+    /// Starts an edge whose port 80 leads to an upstream.
     async fn with_app() -> (Self, TcpListener) {
         Self::with_app_as("http").await
     }
@@ -168,7 +168,7 @@ async fn text(mut body: StreamReceiver) -> Result<String, StreamError> {
     Ok(String::from_utf8(text).unwrap())
 }
 
-/// Reads what an app is asked, up to and with `end`.
+/// Reads the request that an upstream receives, up to and with `end`.
 async fn read_to(app: &mut TcpStream, end: &str) -> String {
     let mut read = String::new();
     let mut byte = [0];

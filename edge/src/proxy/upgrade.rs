@@ -1,9 +1,9 @@
-//! An upgrade: HTTP/1.1 with the app, on a connection of its own.
+//! An upgrade: HTTP/1.1 with the upstream, on a connection of its own.
 //!
-//! The request goes as the caller made it, with its own method and its own `Upgrade`. A 101 travels as 200 with
-//! the app's token in a private field, then bytes pass both ways, those behind the 101 first; any other
-//! answer travels whole. A body comes first on the stream, and goes first to the app. Behind what it takes of that the app
-//! has `timeouts.upgrade` for its answer; the session has no bound.
+//! The request goes as the client made it, with its own method and its own `Upgrade`. A 101 travels as 200 with the
+//! upstream's token in a private field, then bytes pass both ways, those behind the 101 first; any other answer travels
+//! whole. A body comes first on the stream, and goes first to the upstream. Once the upstream has taken its part of the
+//! body, it has `timeouts.upgrade` for its answer; the session has no bound.
 
 use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
@@ -33,7 +33,7 @@ enum Session {
     Behind(oneshot::Receiver<Behind>),
 }
 
-/// Asks the app to switch protocols.
+/// Asks the upstream to switch protocols.
 pub(super) async fn ask(
     way: &Proxy,
     app: &Upstream,

@@ -1,8 +1,8 @@
-//! An app: what a port leads to, and a connection to it.
+//! An upstream: the server that a port leads to, and a connection to it.
 //!
-//! A connection is TCP, or TLS over TCP as the port's configuration wants it; either way its close can be made
-//! a reset. [`Replayed`] puts back in front of a connection what was read from it too early: the
-//! bytes behind a 101 may share its segment (design trap 9).
+//! A connection is TCP, or TLS over TCP as the port's configuration wants it; either way its close can be made a reset.
+//! [`Rewind`] puts back in front of a connection the bytes that were read from it too early: the bytes behind a 101 may
+//! share its segment (invariant 9).
 
 use super::{Proxy, dial, upstream_tls::UpstreamTls};
 use crate::config::Protocol;
@@ -23,28 +23,28 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Which app: connections are kept by it.
+/// Key of an upstream, by which connections are pooled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum UpstreamKey {
-    /// What a port of the node leads to.
+    /// Upstream of a port of the node.
     Port(u16),
     /// Something else that the allow-list permits.
     Other(Target),
 }
 
-/// What a port leads to, or another permitted target.
+/// Upstream of a port, or another permitted target.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     pub(super) id: UpstreamKey,
     pub(super) node: Arc<str>,
     pub(super) target: Target,
-    /// Where it is looked for as well, at the same port, if the target does not take a connection.
+    /// Addresses that are tried as well, at the same port, if the target does not take a connection.
     pub(super) also: Vec<IpAddr>,
     pub(super) scheme: Protocol,
     pub(super) tls: Option<UpstreamTls>,
 }
 
-/// A connection to an app.
+/// A connection to an upstream.
 #[derive(Debug)]
 pub(super) enum UpstreamIo {
     /// In the clear.
@@ -53,17 +53,17 @@ pub(super) enum UpstreamIo {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Which HTTP versions a new connection may come to speak.
+/// HTTP versions that a new connection may come to speak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Alpn {
-    /// HTTP/2 or HTTP/1.1, as the app chooses.
+    /// HTTP/2 or HTTP/1.1, as the upstream chooses.
     Any,
     /// HTTP/1.1 only: upgrades.
     Http1,
 }
 
 impl Upstream {
-    /// How a sentence about the app begins: "127.0.0.1:9100 on edge-1".
+    /// Returns the beginning of a sentence about the upstream: "127.0.0.1:9100 on edge-1".
     pub(super) fn sentence(&self) -> String {
         format!("{} on {}", self.target, self.node)
     }
@@ -120,7 +120,7 @@ impl Upstream {
 }
 
 impl UpstreamIo {
-    /// Whether the app chose HTTP/2.
+    /// Whether the upstream chose HTTP/2.
     pub(super) fn chose_http2(&self) -> bool {
         match self {
             Self::Plain(_) => false,

@@ -1,8 +1,7 @@
-//! TLS to apps: verified by the CA that the port's configuration names, or not at all where it says so.
+//! TLS to upstreams: verified by the CA that the port's configuration names, or not at all if the configuration says so.
 //!
-//! Never silently unverified: without a CA and without `verify: false` a port of scheme https does not load.
-//! HTTP/2 is offered for plain requests and HTTP/1.1 alone for upgrades; kubelets agree on neither and
-//! speak HTTP/1.1.
+//! Never silently unverified: without a CA and without `verify: false` a port of scheme https does not load. HTTP/2 is
+//! offered for plain requests and HTTP/1.1 alone for upgrades; kubelets agree on neither and speak HTTP/1.1.
 
 use super::upstream::Alpn;
 use crate::config::{Port, Protocol};
@@ -15,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-/// Why TLS to an app cannot be set up.
+/// Reason why TLS to an upstream cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The target of a port is none.
@@ -24,7 +23,7 @@ pub enum TlsError {
     /// A port of scheme https names no CA and does not say `verify: false`.
     #[error("ports.{0}: https needs \"ca\", or verify: false to accept any certificate")]
     Unverified(u16),
-    /// The name that the app's certificate must have is none.
+    /// The configured name of the upstream's certificate is not a valid name.
     #[error("ports.{0}.server_name: \"{1}\" is not a name")]
     Name(u16, String),
     /// A file cannot be read or holds nothing of use.
@@ -32,7 +31,7 @@ pub enum TlsError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the fault.
         why: String,
     },
     /// The client certificate does not fit its key.
@@ -40,7 +39,7 @@ pub enum TlsError {
     Certificate(u16, rustls::Error),
 }
 
-/// How to speak TLS to one app.
+/// TLS configuration of one upstream.
 #[derive(Clone, Debug)]
 pub(crate) struct UpstreamTls {
     any: Arc<ClientConfig>,

@@ -1,5 +1,5 @@
-//! Reading, as a part of an edge: its listeners are taken with the admin listener's, it begins with the tunnels, and when these
-//! are gone it leaves on the disk what it knows.
+//! API cache as a part of an edge: its listeners are bound with the admin listener, it begins with the tunnels, and when
+//! these are gone it saves its objects on the disk.
 
 use super::{Error, LOOK, reload::Reloadable};
 use crate::{
@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 /// How long addresses that are in use are asked for.
 const GIVEN_UP: Duration = Duration::from_secs(2);
 
-/// Where this node's programs, and its neighbours, read.
+/// Listeners of the API cache for this node's programs, pool members and `YurtHub`s.
 pub(super) struct ApiCacheListeners {
     pub(super) endpoint: TcpListener,
     pub(super) site: Option<TcpListener>,
@@ -49,30 +49,30 @@ impl ApiCacheListeners {
         }))
     }
 
-    /// Where the endpoint listens.
+    /// Returns the address of the endpoint's listener.
     pub(super) fn endpoint(&self) -> Option<SocketAddr> {
         self.endpoint.local_addr().ok()
     }
 
-    /// Where the site's listener does.
+    /// Returns the address of the site's listener.
     pub(super) fn site(&self) -> Option<SocketAddr> {
         self.site.as_ref()?.local_addr().ok()
     }
 
-    /// Where the one for hubs does.
+    /// Returns the address of the listener for `YurtHub`s.
     pub(super) fn hubs(&self) -> Option<SocketAddr> {
         self.hubs.as_ref()?.local_addr().ok()
     }
 }
 
-/// The ports of listeners that know no callers: what is listed opens none of them by a range.
+/// Returns the ports of listeners that have no authentication: the gateway's list opens none of them by a range.
 pub(super) fn own_ports(admin: SocketAddr, reading: Option<&ApiCacheListeners>) -> Vec<u16> {
     let endpoint = reading.and_then(ApiCacheListeners::endpoint);
     let all = [Some(admin), endpoint].into_iter().flatten();
     all.map(|address| address.port()).collect()
 }
 
-/// What this node reads with, if it is to.
+/// Builds the API cache of this node, if it is configured.
 pub(super) fn from_config(
     (config, parts): (&Config, &Reloadable),
     held: &IdentityStore,

@@ -13,7 +13,7 @@ pub enum Error {
     /// There is neither an identity nor a token to get one.
     #[error("no identity in {0}; join with a token of `causeway token create`")]
     NoIdentity(String),
-    /// The configuration names a cluster, and whoever runs this edge knows none.
+    /// The configuration names a cluster, and the program that runs this edge does not support one.
     #[error("kubernetes: nothing here knows how to ask a cluster; join with a token instead")]
     NoCluster,
     /// Neither configuration nor an earlier hello names a gateway.
@@ -46,7 +46,7 @@ pub enum Error {
         /// Why.
         why: String,
     },
-    /// The certificate that another system makes cannot be used.
+    /// The certificate that an external CA issues cannot be used.
     #[error("identity: {path}: {why}")]
     Identity {
         /// The file.
@@ -66,7 +66,7 @@ pub enum Error {
     /// The data directory cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// TLS to an app cannot be set up.
+    /// TLS to an upstream cannot be set up.
     #[error(transparent)]
     App(#[from] TlsError),
     /// TLS to gateways cannot be set up.
@@ -77,7 +77,7 @@ pub enum Error {
     Bind {
         /// The address.
         address: SocketAddr,
-        /// Where the configuration names it.
+        /// Configuration key that names it.
         key: &'static str,
         /// Why.
         source: io::Error,

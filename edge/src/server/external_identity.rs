@@ -1,5 +1,5 @@
-//! Who an edge is where another system makes and renews its certificate: by files, which are read when it starts and at each
-//! reload. Whoever renews them causes one.
+//! Identity of an edge whose certificate an external CA issues and renews: by files, which are read when it starts and at
+//! each reload. The renewal of the files causes a reload.
 
 use super::Error;
 use crate::{config, metrics::Metrics};
@@ -11,7 +11,7 @@ use rustls_pki_types::UnixTime;
 use std::{collections::BTreeMap, fmt, fs, path::Path};
 use tracing::warn;
 
-/// What the files say, with the gateways that were learned before.
+/// Loads the identity from the files, with the gateways that were learned before.
 pub(super) fn load_with_gateways(
     files: &config::Identity,
     store: &Store,
@@ -21,7 +21,7 @@ pub(super) fn load_with_gateways(
     Ok(identity)
 }
 
-/// What the files say.
+/// Loads the identity from the files.
 pub(super) fn load(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     let (chain, key) = (text(&files.chain)?, text(&files.key)?);
     let identity = EdgeIdentity::given(&text(&files.ca)?, &chain, &key);
@@ -42,13 +42,13 @@ pub(super) fn fault(files: &config::Identity, why: &dyn fmt::Display) -> Error {
 /// Certificates by the listener that shows them.
 pub(super) type Leaves = BTreeMap<&'static str, LeafCertificate>;
 
-/// What the reader's listeners show, and whom they let in, as far as it can be had: an edge is needed whether these files are sound
-/// or not.
+/// Certificates of the API cache's listeners and the clients that they admit, as far as they can be loaded: an edge is
+/// needed whether these files are sound or not.
 #[derive(Default)]
 pub(super) struct ApiCacheTls {
-    /// What this node's programs are shown where they read.
+    /// Certificate of the listener for this node's programs.
     pub(super) endpoint: Option<ServerOnlyTls>,
-    /// Whom the listener for hubs lets in, and what it shows them.
+    /// Certificate of the listener for `YurtHub`s, and the roots by which it admits them.
     pub(super) hubs: Option<YurtHubServerTls>,
     /// The certificates that are shown.
     pub(super) leaves: Leaves,
@@ -128,7 +128,7 @@ fn hubs(
     Ok((hubs, leaf))
 }
 
-/// What a listener of the reader's is made of, by the key that names the files.
+/// Files of a listener of the API cache, by the key that names them.
 struct CertificateFiles(&'static str);
 
 impl CertificateFiles {

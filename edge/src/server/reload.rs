@@ -1,8 +1,8 @@
-//! Another configuration for an edge that runs: the new way is built whole, then each new stream takes it.
+//! Another configuration for a running edge: the new data path is built whole, then each new stream takes it.
 //!
-//! Streams that are open keep the way that they began on, with its connections to apps, and end if the policy of another
-//! configuration refuses them. What cannot change while an
-//! edge runs is named, and takes effect at the next start.
+//! Open streams stay on the data path that they began on, with its connections to upstreams, and end if the policy of
+//! another configuration refuses them. Keys that cannot change while an edge runs are named, and take effect at the next
+//! start.
 
 use super::{
     Error,
@@ -38,13 +38,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-/// How often kept connections to apps are looked through.
+/// Interval at which pooled connections to upstreams are checked.
 const SWEEP: Duration = Duration::from_secs(5);
 
-/// The way that streams take which begin now.
+/// Data path that new streams take.
 pub(super) type CurrentProxy = Arc<ArcSwap<Proxy>>;
 
-/// The way as a session of a tunnel knows it.
+/// Returns the data path as a session of a tunnel calls it.
 pub(super) fn serving(now: &CurrentProxy) -> ServeFn {
     let now = now.clone();
     Arc::new(move |asked| {
@@ -59,7 +59,7 @@ pub(super) fn listing(reloader: &Reloader) -> AnnouncedPortsFn {
     Arc::new(move |listed, from| reloader.parts().list(listed, from))
 }
 
-/// Closes what apps keep idle for too long.
+/// Closes connections to upstreams that are idle for too long.
 pub(super) async fn sweep(now: CurrentProxy) {
     let mut each = interval(SWEEP);
     each.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -75,15 +75,15 @@ pub(super) async fn sweep(now: CurrentProxy) {
     }
 }
 
-/// What can change in an edge that runs. Cheap to clone.
+/// Handle that reloads a running edge. Cheap to clone.
 #[derive(Clone)]
 pub struct Reloader(Arc<Reloadable>);
 
-/// What a reload touches.
+/// State that a reload touches.
 pub(super) struct Reloadable {
     pub(super) node: String,
     pub(super) trust_domain: TrustDomain,
-    /// What the edge began with.
+    /// Configuration that the edge began with.
     pub(super) began: Config,
     pub(super) now: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
@@ -92,26 +92,26 @@ pub(super) struct Reloadable {
     pub(super) own: Vec<u16>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<TaskGroup>,
-    /// The identity that another system makes, where it is not this edge's own.
+    /// Identity that an external CA issues, if it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
     /// Inputs of the decision whether the identity is replaced.
     pub(super) rejoin: Arc<RejoinState>,
-    /// What this node's programs are shown where they read, if they read over TLS.
+    /// Certificate of the listener for this node's programs, if they read over TLS.
     pub(super) shown: watch::Sender<Option<ServerOnlyTls>>,
-    /// Whom the listener for hubs lets in, where there is one.
+    /// Certificate and roots of the listener for `YurtHub`s, if there is one.
     pub(super) hubs: watch::Sender<Option<YurtHubServerTls>>,
     /// The certificates that both show.
     pub(super) leaves: ArcSwap<Leaves>,
 }
 
-/// Addresses from which gateways were dialled that are remembered: one that this node has no more is dialled by nobody.
+/// Number of remembered addresses from which gateways were dialled. The edge dials none that this node has no more.
 const MOST_OWN: usize = 8;
 
-/// What the way of now has been made of.
+/// Inputs from which the current data path has been built.
 pub(super) struct PolicyInputs {
     /// As the owner configured it.
     policy: Policy,
-    /// What the gateway lists, whichever said so last.
+    /// Ports that a gateway listed last.
     listed: AnnouncedPorts,
     /// From where gateways that list were dialled, the last one last.
     from: Vec<IpAddr>,
@@ -155,7 +155,7 @@ impl Reloadable {
         ports
     }
 
-    /// A gateway that was dialled from this address has told which node ports its cluster lists.
+    /// Takes the node ports of the cluster, as a gateway listed them that was dialled from this address.
     pub(super) fn list(&self, listed: AnnouncedPorts, from: Option<IpAddr>) {
         let count = listed.http.len() + listed.tcp.len();
         if count > AnnouncedPorts::MOST {
@@ -193,14 +193,15 @@ pub struct PendingReload<'a> {
     at_restart: Vec<&'static str>,
 }
 
-/// What a reload has done.
+/// Result of a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadSummary {
     /// The node's ports that are served.
     pub ports: Vec<u16>,
     /// Keys that differ from what the edge began with, and wait for its next start.
     pub at_restart: Vec<&'static str>,
-    /// What stays as it was, and why: files of the reader's listeners, which keep nothing else waiting.
+    /// Parts that stay as they were, with the reason: files of the API cache's listeners, which do not block the other
+    /// parts.
     pub left: Vec<String>,
 }
 
@@ -217,7 +218,7 @@ impl Reloader {
     /// [`PendingReload::apply`].
     ///
     /// # Errors
-    /// Whatever is missing or malformed; everything is as it was then.
+    /// If anything is missing or malformed; everything is as it was then.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, Error> {
         // Whether this is a cluster's node waits for the next start, and so does what follows from it.
         let began = self.0.began.kubernetes.clone();
@@ -236,7 +237,7 @@ impl Reloader {
         })
     }
 
-    /// What another system has made meanwhile. Of its own an edge takes care itself.
+    /// Returns the identity that the external CA has issued meanwhile. An edge manages its own identity itself.
     fn given(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
         let (Some(files), Some(_)) = (&config.identity, &self.0.began.identity) else {
             return Ok(None);

@@ -1,10 +1,10 @@
-//! How reading goes: asked of whoever reads, when somebody wants to know.
+//! Status of the API cache, computed by the cache on request.
 
 use causeway_watch_cache::Status;
 use serde::Serialize;
 use std::{fmt, sync::OnceLock};
 
-/// How reading at the edge goes.
+/// State of the API cache of an edge.
 #[derive(Clone, Debug, Serialize)]
 pub struct ApiCacheStatus {
     /// `pending` (has not read everything yet), `follower` or `leader`.
@@ -21,14 +21,14 @@ pub struct ApiCacheStatus {
     pub reads_at: Option<String>,
     /// The nodes that read together.
     pub members: Vec<String>,
-    /// What is read.
+    /// Resources that are cached.
     pub resources: Vec<Status>,
 }
 
-/// Says how reading goes.
+/// Function that returns the state of the API cache.
 type StatusFn = Box<dyn Fn() -> ApiCacheStatus + Send + Sync>;
 
-/// Whoever reads, if anybody does.
+/// Slot for the status function of the API cache, empty if there is no cache.
 #[derive(Default)]
 pub(super) struct ApiCacheStatusSlot(OnceLock<StatusFn>);
 

@@ -1,7 +1,7 @@
-//! What no type can express about a gateway's configuration.
+//! Checks of a gateway's configuration that types cannot express.
 //!
-//! Every check adds to one list, so a user sees all faults at once. The rule for fronts
-//! is DESIGN's: nothing is open by default. A front with no way to know a caller is a
+//! Every check adds to one list, so a user sees all faults at once. The rule for listeners
+//! is: nothing is open by default. A listener that cannot authenticate clients is a
 //! fault unless it says `anonymous: true`.
 
 use std::collections::HashSet;

@@ -86,7 +86,7 @@ pub struct ClientIdentity {
     /// The root of ours on which its certificate hangs.
     pub root: Option<Fingerprint>,
     /// The certificate that it has shown.
-    pub certificate: Option<Arc<Shown>>,
+    pub certificate: Option<Arc<PresentedCertificate>>,
     /// For how long its certificate or JWT counts.
     pub validity: Option<Validity>,
     /// Who it is to the cluster, where that has said so.
@@ -181,7 +181,7 @@ impl ClientIdentity {
 
 /// A certificate that a client has shown.
 #[derive(Debug)]
-pub struct Shown {
+pub struct PresentedCertificate {
     /// Its serial number.
     pub serial: Serial,
     /// It, and the intermediates that came with it.
@@ -190,7 +190,7 @@ pub struct Shown {
     pub not_after: u64,
 }
 
-impl Shown {
+impl PresentedCertificate {
     /// Proves the certificate again, by what the front trusts now.
     ///
     /// # Errors

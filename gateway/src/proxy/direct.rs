@@ -248,7 +248,7 @@ where
 {
     let work = async {
         if hold {
-            // kube-apiserver takes no byte behind the answer to its CONNECT before it has spoken (design trap 4).
+            // kube-apiserver takes no byte behind the answer to its CONNECT before it has spoken (invariant 4).
             let mut first = vec![0; CHUNK];
             let read = near.read(&mut first).await?;
             far.write_all(first.get(..read).unwrap_or_default()).await?;

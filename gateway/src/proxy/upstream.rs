@@ -40,7 +40,7 @@ pub struct UpstreamTlsPorts {
 
 /// Use of a certificate of an app.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shown {
+pub(crate) enum CertificateUse {
     /// The gateway shows it to the app.
     Client,
     /// It signs what apps show.
@@ -94,16 +94,18 @@ impl UpstreamTlsPorts {
     }
 
     /// The client certificates and the CA certificates of all apps, by port.
-    pub(crate) fn certificates(&self) -> Vec<(u16, Shown, CertificateDer<'static>)> {
+    pub(crate) fn certificates(&self) -> Vec<(u16, CertificateUse, CertificateDer<'static>)> {
         let of = |(port, app): (&u16, &Arc<UpstreamTls>)| {
             let material = app.material();
             let leaf = material.leaf.as_ref().and_then(|leaf| leaf.chain().first());
-            let leaf = leaf.map(|leaf| (*port, Shown::Client, leaf.clone()));
+            let leaf = leaf.map(|leaf| (*port, CertificateUse::Client, leaf.clone()));
             let roots = match &material.believed {
                 ServerTrust::Signed(roots) => roots.as_slice(),
                 ServerTrust::Pinned | ServerTrust::Any => &[],
             };
-            let roots = roots.iter().map(|root| (*port, Shown::Ca, root.clone()));
+            let roots = roots
+                .iter()
+                .map(|root| (*port, CertificateUse::Ca, root.clone()));
             leaf.into_iter().chain(roots).collect::<Vec<_>>()
         };
         self.by_port.load().iter().flat_map(of).collect()

@@ -1,7 +1,7 @@
 //! Collects the certificates that a running gateway shows or trusts.
 
 use super::reload::Reloadable;
-use crate::{control::certificate_expiry::CertificateInUse, proxy::upstream::Shown};
+use crate::{control::certificate_expiry::CertificateInUse, proxy::upstream::CertificateUse};
 use causeway_certs::{Ca, Certificate, Fingerprint, RootStage};
 
 /// Returns all certificates in use, of the tunnel port, the listeners, the apps and the CA; or `None` while a reload reads
@@ -13,8 +13,8 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     let apps = parts.shared.apps.certificates().into_iter();
     all.extend(apps.filter_map(|(port, shown, certificate)| {
         let used_for = match shown {
-            Shown::Client => format!("app:{port}"),
-            Shown::Ca => format!("app_ca:{port}"),
+            CertificateUse::Client => format!("app:{port}"),
+            CertificateUse::Ca => format!("app_ca:{port}"),
         };
         CertificateInUse::read(used_for, &certificate, None)
     }));

@@ -1,9 +1,9 @@
-//! The cluster's API as what a pool is filled from, and whether it is still there.
+//! Client of the cluster's API as a source of an API cache, with a check that the API still responds.
 //!
-//! A watch on which nothing changes is silent for a minute, and one whose other end is gone without a word is silent for
-//! longer. So an API that has said nothing for 5 s is asked whether it lives, which costs it next to nothing; one that gives no
-//! answer for 5 s is away: what is read from it breaks off, and is as old as its last word. That is said of the API as a whole: where
-//! one watch alone loses its way, others speak for it, until its read times out (5 min).
+//! A watch without changes is silent for a minute. A watch whose other end is gone without a close is silent for longer. So an
+//! API that has sent nothing for 5 s is probed, at almost no cost. An API that does not respond for 5 s is away: its watches are
+//! ended, and the age of the cache counts from the last response. This holds for the API as a whole: if one watch alone loses its
+//! connection, others show that the API responds, until its read times out (5 min).
 
 use crate::client::error_message;
 use bytes::Bytes;
@@ -23,28 +23,28 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// How long the API may take to say its version.
+/// Time limit for the API's version.
 const BOUND: Duration = Duration::from_secs(10);
-/// An API that has said nothing for so long is asked.
+/// Silence of the API after which it is probed.
 const SILENT: Duration = Duration::from_secs(5);
-/// How long it may take to say that it lives, in two tries.
+/// Time limit of a probe, in two tries.
 const LIVES: Duration = Duration::from_secs(5);
-/// Between two that fail.
+/// Pause between two failed probes.
 const AGAIN: Duration = Duration::from_secs(1);
-/// What is answered whatever else the API is busy with: no priority and fairness holds it up.
+/// Path of the probe. The API answers it under any load: no priority and fairness delays it.
 const ASKED: &str = "/livez";
 
-/// The cluster's API. Cheap to clone.
+/// Client of the cluster's API. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct ApiClient {
     client: Client,
     line: Arc<Mutex<ApiHealth>>,
 }
 
-/// What is known of whether it is there.
+/// Health of the API.
 struct ApiHealth {
     heard: Instant,
-    /// Ends what was asked before it was found to be away.
+    /// Token that ends the requests that were sent before the API was found to be away.
     away: CancellationToken,
     /// The last request got no answer.
     failed: bool,
@@ -78,12 +78,12 @@ impl ApiClient {
         }
     }
 
-    /// Changes whenever the API answers again after it did not.
+    /// Returns a receiver that changes whenever the API responds again after a failure.
     pub(super) fn returns(&self) -> watch::Receiver<u64> {
         self.line().returns.subscribe()
     }
 
-    /// Asks whether it is there whenever it has been silent for a while.
+    /// Probes the API whenever it has been silent for a while.
     pub(super) async fn listen(&self) -> Infallible {
         loop {
             let heard = self.line().heard;
@@ -101,8 +101,8 @@ impl ApiClient {
         }
     }
 
-    /// Whether it answers in time. What fails at once says nothing of watches that stand: a token that is not to be had, a full
-    /// table of files. And of several servers behind one address another one is asked.
+    /// Returns whether the API responds in time. An immediate failure proves nothing about open watches: a token that is not
+    /// available, a full table of files. If several servers are behind one address, the probe may reach another one.
     async fn lives(&self) -> bool {
         let heard = self.line().heard;
         let end = Instant::now() + LIVES;
@@ -150,7 +150,7 @@ impl ApiClient {
         })
     }
 
-    /// Has the pool say the API's version as its own. Without it, it says the oldest that serves the same.
+    /// Has the cache report the API's version as its own. Without it, the cache reports the oldest version that serves the same.
     pub(super) async fn release(&self, pool: &WatchCache) {
         let asked = async {
             let answer = self.ask("/version".to_owned()).await?;

@@ -24,7 +24,7 @@ fn answer(status: u16, value: &serde_json::Value) -> Answered {
     Response::builder().status(status).body(body).unwrap()
 }
 
-/// What follows an API that answers like this to the path and query that it is asked for.
+/// Returns a source of an API that gives these responses to the requested path and query.
 fn follower(
     resource: &str,
     answered: impl Fn(&str) -> Answered + Clone + Send + Sync + 'static,
@@ -86,16 +86,16 @@ async fn an_api_that_breaks_off_is_asked_again_and_what_was_read_stays() {
     assert!(said.windows(7).any(|part| part == b"v1.36.3"));
 }
 
-/// How an API is.
+/// State of the API.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Is {
     Well,
-    /// It refuses whatever is asked, and what stands goes on.
+    /// The API refuses every request, and open watches go on.
     Refusing,
     Hung,
 }
 
-/// An API of one list on whose watch nothing happens, that counts how often it was asked whether it lives.
+/// Returns an API of one list whose watch has no events. It counts the probes.
 fn quiet(is: watch::Receiver<Is>, asked: Arc<AtomicUsize>) -> Client {
     let api = tower::service_fn(move |request: Request<Body>| {
         let (mut is, asked) = (is.clone(), asked.clone());

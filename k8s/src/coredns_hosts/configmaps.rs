@@ -1,7 +1,7 @@
-//! The `ConfigMap`s of one hosts file: read, written and removed, with nothing of anybody else's.
+//! Client of the `ConfigMap`s of one hosts file: reads, writes and removes them, and changes no other objects.
 //!
-//! One is ours if it has our label, or was written by us before: any other of that name is left as it is, and said. Each
-//! write is of the version that was read, so that nobody's change is lost unseen.
+//! A `ConfigMap` is ours if it has our label, or if we wrote it before. Any other of that name is left unchanged and reported.
+//! Each write names the version that was read, so that no other change is lost unnoticed.
 
 use crate::{
     client::{error_message, watch_error_message},
@@ -17,9 +17,9 @@ use kube::{
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// How long one request may take; a file can be close to a megabyte.
+/// Time limit of one request; a file can be close to a megabyte.
 const BOUND: Duration = Duration::from_secs(10);
-/// Where the files are.
+/// Client and names of the `ConfigMap`s.
 #[derive(Clone)]
 pub(super) struct ConfigMaps {
     client: Client,
@@ -60,7 +60,7 @@ impl ConfigMaps {
             .map_err(Into::into)
     }
 
-    /// Writes this text in place of what was read.
+    /// Writes this text in place of the version that was read.
     pub(super) async fn write(
         &self,
         number: usize,
@@ -82,7 +82,7 @@ impl ConfigMaps {
         Ok(written?)
     }
 
-    /// Removes what was read.
+    /// Removes the version that was read.
     pub(super) async fn remove(&self, map: &ConfigMap) -> Result<(), WriteError> {
         let (api, name) = (self.api(), map.name_any());
         let same = Preconditions {
@@ -94,14 +94,14 @@ impl ConfigMaps {
         Ok(())
     }
 
-    /// Whether it says this and nothing else.
+    /// Whether the object has this content and no other.
     pub(super) fn holds(&self, map: &ConfigMap, text: &str) -> bool {
         let data = map.data.iter().flatten();
         let binary = map.binary_data.iter().flatten();
         data.eq([(&self.key, &text.to_owned())]) && binary.count() == 0
     }
 
-    /// That the object is not ours, and what to do.
+    /// Returns the error that the object is not ours, with its remedy.
     pub(super) fn foreign(&self, map: &ConfigMap) -> WriteError {
         let (key, value) = LABEL;
         let (name, namespace) = (map.name_any(), &self.namespace);
@@ -116,7 +116,7 @@ impl ConfigMaps {
         ))
     }
 
-    /// Each version of the file with this number, from now on.
+    /// Returns a stream of the versions of the file with this number, from now on.
     pub(super) fn versions(&self, number: usize) -> BoxStream<'static, (usize, ResourceVersion)> {
         // Of what is there anyway only the version is asked for.
         let api =
@@ -131,10 +131,10 @@ impl ConfigMaps {
     }
 }
 
-/// What keeps a file from being as it should be.
+/// Error that prevents a file from being written.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum WriteError {
-    /// Somebody else's object has its name.
+    /// An object of another owner has its name.
     #[error("{0}")]
     Foreign(String),
     #[error("{}", error_message(.0))]
@@ -144,7 +144,7 @@ pub(super) enum WriteError {
 }
 
 impl WriteError {
-    /// Whether trying again soon may do: somebody was faster, or nobody answered.
+    /// Whether a retry may succeed soon: another writer was faster, or the API did not respond.
     pub(super) fn passes(&self) -> bool {
         match self {
             Self::Foreign(_) => false,
@@ -155,7 +155,7 @@ impl WriteError {
         }
     }
 
-    /// Whether somebody was faster: nobody's fault.
+    /// Whether another writer was faster, which is no fault.
     pub(super) fn is_conflict(&self) -> bool {
         let Self::Asked(kube::Error::Api(status)) = self else {
             return false;

@@ -1,9 +1,9 @@
-//! What stands in the hosts file: a pure function of where nodes are.
+//! Content of the hosts file: a pure function of the nodes' addresses.
 //!
-//! An entry for every node that has an address, and none else, in order. Beyond the size that an object may have there are
-//! further files: each name belongs to one of them by its hash alone (rendezvous: the file whose hash with the name is the
-//! highest), so that one change is one write, and a further file takes its share from all others and moves nothing else.
-//! Fewer files there are only when there is room to spare: a fleet at the limit is not written to and fro.
+//! The file has an entry for every node that has an address, and no others, in order. Beyond the size limit of an object there
+//! are further files. Each name belongs to one of them by its hash alone (rendezvous: the file whose hash with the name is the
+//! highest). So one change is one write, and a further file takes its share from all others and moves nothing else. The number of
+//! files decreases only when there is room to spare: otherwise a fleet at the limit would be rewritten again and again.
 
 use causeway_certs::NodeName;
 use causeway_gateway::{
@@ -13,27 +13,27 @@ use causeway_gateway::{
 use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, fmt::Write, net::IpAddr};
 
-/// Bytes of one file. An object may have 1 MiB; names of its fields and what others note on it need some.
+/// Size limit of one file, in bytes. An object may have 1 MiB; names of its fields and metadata of other managers need some.
 pub(super) const LIMIT: usize = 900_000;
 
-/// How files are written.
+/// Format of the files.
 pub(super) struct RenderOptions {
     format: HostsFormat,
-    /// Without dots around.
+    /// Zones, without leading or trailing dots.
     zones: Vec<String>,
-    /// What an edge's name means.
+    /// Addresses for an edge's name.
     addresses: Vec<IpAddr>,
     limit: usize,
 }
 
-/// Of one node.
+/// Entry of one node.
 struct HostEntry {
     name: NodeName,
     lines: Vec<String>,
 }
 
 impl HostEntry {
-    /// With ends of lines.
+    /// Returns the length with line ends.
     fn len(&self) -> usize {
         self.lines.iter().map(|line| line.len() + 1).sum()
     }
@@ -51,7 +51,7 @@ impl HostEntry {
 }
 
 impl RenderOptions {
-    /// As configured.
+    /// Returns the options of the configuration.
     pub(super) fn new(rules: &CoreDnsHosts, addresses: Vec<IpAddr>, limit: usize) -> Self {
         let zone = |zone: &String| zone.trim_end_matches('.').to_ascii_lowercase();
         Self {
@@ -62,7 +62,7 @@ impl RenderOptions {
         }
     }
 
-    /// All files, where there are so many `at_present`.
+    /// Returns all files, if there are `at_present` files now.
     pub(super) fn files(
         &self,
         places: &BTreeMap<NodeName, NodeLocation>,

@@ -1,8 +1,8 @@
-//! The CA that edges are to believe, in a `ConfigMap`, so that a node needs nothing but its cluster to find it.
+//! Publisher of the CA that edges are to trust, in a `ConfigMap`, so that a node finds the CA with access to its cluster only.
 //!
-//! It says exactly what this gateway has when it starts, and whenever that changes; else only what is missing is put back.
-//! So several gateways that take up a new root one after the other do not write against each other, and when the last one has
-//! retired the old root, it is gone.
+//! The `ConfigMap` has exactly this gateway's roots when the gateway starts, and whenever they change; otherwise only missing
+//! roots are restored. So several gateways that apply a new root one after the other do not overwrite each other. When the last
+//! one has retired the old root, that root is gone.
 
 use super::{BOUND, PAUSES};
 use crate::{
@@ -28,18 +28,18 @@ use tokio::{
 
 /// The key, as Kubernetes itself names it in `kube-root-ca.crt`.
 pub(crate) const KEY: &str = "ca.crt";
-/// By whom the API notes that it is written.
+/// Field manager under which the API records writes.
 const MANAGER: &str = "causeway-ca";
 
-/// What keeps it in step.
+/// Publisher that keeps the `ConfigMap` in step with the roots.
 pub(super) struct CaPublisher {
     client: Client,
     namespace: String,
     name: String,
     roots: watch::Receiver<String>,
-    /// What there is, once that is known; nothing is an empty text.
+    /// Present content, once it is known; an empty text if there is none.
     there: Option<String>,
-    /// It has to say exactly what we have.
+    /// Whether the content has to be exactly our roots.
     exactly: bool,
     watching: LogThrottle,
     writing: LogThrottle,
@@ -63,7 +63,7 @@ impl CaPublisher {
         }
     }
 
-    /// Never ends.
+    /// Runs the publisher. Never returns.
     pub(super) async fn run(mut self) -> Infallible {
         let maps = Api::<ConfigMap>::namespaced(self.client.clone(), &self.namespace);
         let states = watch_object(maps.clone(), &self.name).default_backoff();
@@ -132,7 +132,7 @@ impl CaPublisher {
     }
 }
 
-/// What has to be there instead, if anything.
+/// Returns the content to write, or `None` if the present content is right.
 fn wanted(there: &str, own: &str, exactly: bool) -> Option<String> {
     let known = certificates(there);
     let missing = certificates(own)

@@ -1,7 +1,7 @@
-//! The requests of one signer, as far as something is to be done about them.
+//! Queue of the requests of one signer that still need an action.
 //!
-//! What is signed, denied or has failed is forgotten. What was told of a request is kept for as long as it is there: a watch
-//! that begins anew is no reason to tell it again.
+//! Signed, denied and failed requests are removed. The last reported reason of a request is stored for as long as the request
+//! exists: a watch that restarts must not cause a second report.
 
 use super::validate::ValidCsr;
 use crate::csr_client::condition;
@@ -12,36 +12,36 @@ use std::{
     sync::Arc,
 };
 
-/// One request, as it was last heard of.
+/// A request, in its last known version.
 #[derive(Debug)]
 pub(super) struct Csr {
     pub(super) name: String,
     pub(super) uid: String,
     pub(super) version: String,
     pub(super) requester: String,
-    /// When it was made, in Unix seconds.
+    /// Time of the request, in Unix seconds.
     pub(super) asked_at: u64,
     pub(super) approved: bool,
     /// Whether it is exactly what its node may ask for; else why not.
     pub(super) judged: Result<ValidCsr, String>,
-    /// For events.
+    /// Reference to the request, for events.
     pub(super) about: ObjectReference,
 }
 
 #[derive(Debug)]
 struct QueueEntry {
     request: Arc<Csr>,
-    /// Why it was left as it is.
+    /// Last reported reason why the request was left as it is.
     told: Option<String>,
-    /// We have signed it; what is heard of its way there is old.
+    /// Whether the gateway has signed the request; later events of it are out of date.
     done: bool,
-    /// It is due already.
+    /// Whether the request is queued already.
     due: bool,
-    /// It was in the list that is under way.
+    /// Whether the request was in the list that is in progress.
     listed: bool,
 }
 
-/// All of them.
+/// Queue of all requests.
 #[derive(Debug, Default)]
 pub(super) struct CsrQueue {
     all: BTreeMap<String, QueueEntry>,
@@ -56,12 +56,12 @@ impl CsrQueue {
         }
     }
 
-    /// The list is whole.
+    /// Ends a list: removes the requests that were not in it.
     pub(super) fn whole(&mut self) {
         self.all.retain(|_, entry| entry.listed);
     }
 
-    /// One came, or is another; it is judged when it comes.
+    /// Adds or updates a request, and validates it.
     pub(super) fn take(
         &mut self,
         heard: &CertificateSigningRequest,
@@ -115,12 +115,12 @@ impl CsrQueue {
         self.all.insert(name, entry);
     }
 
-    /// One is not there any more.
+    /// Removes a request that no longer exists.
     pub(super) fn gone(&mut self, name: &str) {
         self.all.remove(name);
     }
 
-    /// What hangs on the table of nodes is looked at again.
+    /// Queues every request again whose outcome depends on the table of nodes.
     pub(super) fn again(&mut self) {
         for (name, entry) in &mut self.all {
             if !entry.done && !entry.due && entry.request.judged.is_ok() {
@@ -134,14 +134,14 @@ impl CsrQueue {
         !self.due.is_empty()
     }
 
-    /// The next that is due, if it is there still.
+    /// Returns the next request that is due, if it still exists.
     pub(super) fn next(&mut self) -> Option<Arc<Csr>> {
         let entry = self.all.get_mut(&self.due.pop_front()?)?;
         entry.due = false;
         (!entry.done).then(|| entry.request.clone())
     }
 
-    /// It is tried again, after the others.
+    /// Queues the request again, after the others.
     pub(super) fn put_back(&mut self, request: &Csr) {
         if let Some(entry) = self.all.get_mut(&request.name)
             && !entry.due
@@ -151,14 +151,14 @@ impl CsrQueue {
         }
     }
 
-    /// It is signed.
+    /// Marks the request as signed.
     pub(super) fn done(&mut self, request: &Csr) {
         if let Some(entry) = self.all.get_mut(&request.name) {
             entry.done = true;
         }
     }
 
-    /// Whether it was not told yet that it is left as it is for this reason. From now on it was.
+    /// Records the reason why the request is left as it is. Returns whether this reason was not reported yet.
     pub(super) fn tells(&mut self, request: &Csr, why: &str) -> bool {
         let Some(entry) = self.all.get_mut(&request.name) else {
             return false;

@@ -1,8 +1,8 @@
-//! Whether a request is exactly what a node may ask for. A pure function of the request and the configuration.
+//! Validation of a request: it must be exactly what a node may ask for. A pure function of the request and the configuration.
 //!
-//! Who asks is what the API server has authenticated, and nothing that the request says: a node's own credentials, or the
-//! token of a service account that was given to a pod on that node. Whatever is more or less than what an edge needs is wrong:
-//! this grants nothing that somebody should have looked at.
+//! The requester is the identity that the API server has authenticated, never a claim in the request. It is a node's own
+//! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an edge
+//! needs is invalid: the gateway approves nothing that a person should have looked at.
 
 use crate::node_csr::{NODE, SHOWN_WITHIN};
 use causeway_certs::{NodeName, VerifiedPublicKey};
@@ -11,17 +11,17 @@ use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::time::Duration;
 
-/// What edges need: they sign a handshake as clients.
+/// Usages that edges need: they sign a handshake as clients.
 pub(crate) const USAGES: [&str; 2] = ["client auth", "digital signature"];
 
 /// A request that is right.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ValidCsr {
-    /// Who asks, for itself.
+    /// Node that requests the certificate for itself.
     pub(super) node: NodeName,
-    /// In DER.
+    /// The request in DER.
     pub(super) request: Vec<u8>,
-    /// How long the certificate shall hold, if that is said.
+    /// Requested lifetime of the certificate, if any.
     pub(super) life: Option<Duration>,
 }
 
@@ -55,7 +55,7 @@ pub(super) fn is_ours(asked: &CertificateSigningRequest, rules: &CsrSigning) -> 
     subject.is_none_or(|subject| subject.is_meant(&request))
 }
 
-/// In DER.
+/// Returns the request in DER.
 fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
     let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0);
     let request =
@@ -63,7 +63,7 @@ fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
     Ok(request.to_vec())
 }
 
-/// Which node asks.
+/// Returns the node that sent the request.
 fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeName, String> {
     let spec = &asked.spec;
     let who = spec.username.as_deref().unwrap_or_default();
@@ -139,7 +139,7 @@ fn life(asked: &CertificateSigningRequest, longest: Duration) -> Result<Option<D
     Ok(Some(life))
 }
 
-/// The cluster's signer makes it for a year, if that is not said.
+/// Returns the requested lifetime. Without one, the cluster's signer issues for a year.
 fn requested_lifetime(asked: &CertificateSigningRequest) -> Result<Option<Duration>, String> {
     match asked.spec.expiration_seconds {
         Some(1..=SHOWN_WITHIN) => Ok(None),

@@ -3,7 +3,7 @@ use http::{Request, Response};
 use kube::client::Body;
 use std::future::{Future, pending, ready};
 
-/// By an API that answers like this.
+/// Returns an elector for an API that gives these responses.
 fn by<F>(answer: impl Fn() -> F + Clone + Send + 'static) -> LeaderElector
 where
     F: Future<Output = Result<Response<Body>, kube::Error>> + Send + 'static,

@@ -1,18 +1,18 @@
-//! What a `ConfigMap` says of ports: comma-separated, by the keys of OpenYurt's `yurt-tunnel-server-cfg`.
+//! Parser of the ports in a `ConfigMap`: comma-separated, by the keys of OpenYurt's `yurt-tunnel-server-cfg`.
 
 use causeway_gateway::config::NodePorts;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// As OpenYurt's tunnel server has them: these have listeners of their own there, and are no matter of the list.
+/// Ports that have listeners of their own in OpenYurt's tunnel server. The list does not concern them.
 const FIXED: [u16; 2] = [10250, 10255];
-/// Its port for HTTP, to which the older key has ports led.
+/// HTTP port of OpenYurt's tunnel server, to which the older key mapped ports.
 const INSECURE: &str = "10264";
 /// The older key.
 const PAIRS: &str = "dnat-ports-pair";
-/// Each is a listener; more are a mistake.
+/// Maximum number of ports. Each is a listener; more are a mistake.
 const MOST: usize = 256;
 
-/// The ports that these keys name, and by its key each entry that is no port.
+/// Returns the ports under these keys, and by its key each entry that is no port.
 ///
 /// # Errors
 /// If there are too many.
@@ -55,7 +55,7 @@ pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<St
     Ok((ports, faults))
 }
 
-/// The port of a pair, if it leads to the listener for HTTP.
+/// Returns the port of a pair, if the pair maps it to the listener for HTTP.
 fn from(pair: &str) -> Result<Option<u16>, String> {
     let Some((from, to)) = pair.split_once('=') else {
         return Err(format!(

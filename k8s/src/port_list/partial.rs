@@ -1,12 +1,12 @@
-//! As much of a list of ports as can be served, where one entry keeps the gateway from serving the whole.
+//! Selection of the ports of a list that can be served, if one entry prevents the gateway from serving the whole list.
 //!
-//! Only an attempt shows the entry, for its port may be taken by another program. The list is halved until the
-//! entries that are refused stand alone.
+//! Only an attempt shows the entry, because its port may be taken by another program. The list is halved until the refused
+//! entries are isolated.
 
 use causeway_gateway::config::NodePorts;
 use std::collections::BTreeSet;
 
-/// One entry: the list that it is in, and the port.
+/// An entry: its list, and the port.
 type Entry = (List, u16);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,7 +52,7 @@ pub(super) async fn apply(
     Ok((ports(&served), refusals))
 }
 
-/// The second half, and the first, which is taken from the end first.
+/// Returns the second half, and the first, which is taken from the end first.
 fn halves(entries: &[Entry]) -> [&[Entry]; 2] {
     let (first, second) = entries.split_at(entries.len() / 2);
     [second, first]

@@ -1,8 +1,9 @@
-//! What stands in `leader-hub-POOL`: a function of what stood there, and of the edges that are connected here.
+//! Content of `leader-hub-POOL`: a function of its former content, and of the edges that are connected here.
 //!
-//! Names of leaders are those of no node, `causeway:NODE`: a hub whose own node's name is among them reads at the API, and that of an edge
-//! that leads is to read at the edge as all others do. An annotation says which gateways have each of them, and what hubs can read there:
-//! each gateway adds and removes itself alone, and an edge that no gateway has is taken out.
+//! Names of leaders are never names of nodes, but `causeway:NODE`. A `YurtHub` whose own node is among the leaders reads at the
+//! API, and the `YurtHub` of a leader edge is to read at the edge as all others do. An annotation lists the gateways of each
+//! edge, and the resources that `YurtHub` can read there. Each gateway adds and removes itself alone, and an edge without
+//! gateways is removed.
 
 use causeway_gateway::state::NodePoolEndpoints;
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -15,67 +16,68 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// What each map's name begins with; the pool follows.
+/// Prefix of each map's name; the pool follows.
 pub(super) const PREFIX: &str = "leader-hub-";
-/// The label by which hubs find it, whose value is its name.
+/// Label by which `YurtHub` finds the map. Its value is the map's name.
 pub(super) const LABEL: &str = "openyurt.io/configmap-name";
-/// What is known of each edge that stands there: a JSON object.
+/// Annotation with the facts of each leader edge: a JSON object.
 const KNOWN: &str = "causeway.io/leaders";
-/// What names of edges begin with among leaders.
+/// Prefix of names of edges among leaders.
 const OURS: &str = "causeway:";
-/// An edge that is not connected here any more is taken out after this long: one that dials anew is no reason to send hubs elsewhere.
+/// Delay before an edge that is no longer connected here is removed: an edge that reconnects should not cause `YurtHub` to move.
 const GRACE: Duration = Duration::from_secs(30);
-/// A gateway says so often that it goes on having its edges, in seconds; one that has not for so long has ended, whatever clocks say.
+/// Interval at which a gateway confirms its edges, in seconds. A gateway without a confirmation for `ENDED` has ended, whatever
+/// clocks say.
 const AGAIN: u64 = 10 * 60;
 const ENDED: u64 = 30 * 60;
-/// Edges of one pool that hubs are told.
+/// Edges of one pool in the map, at most.
 const MOST: usize = 8;
 
-/// The keys of its data, as `OpenYurt`'s `hubleaderconfig` controller writes them.
+/// Keys of the map's data, as `OpenYurt`'s `hubleaderconfig` controller writes them.
 const LEADERS: &str = "leaders";
 const RESOURCES: &str = "pool-scoped-metadata";
 const ENABLED: &str = "enable-leader-election";
 const CONNECTED: &str = "interconnectivity";
 
-/// An edge that hubs read at.
+/// An edge at which `YurtHub` reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 struct LeaderEntry {
-    /// As it stands in an URL.
+    /// Address of the edge in the form of a URL.
     #[serde(skip)]
     at: String,
-    /// The gateways that have it, and when each has said so last, in Unix seconds.
+    /// Gateways that have the edge, and the time of each one's last confirmation, in Unix seconds.
     #[serde(default)]
     by: BTreeMap<String, u64>,
-    /// What hubs can read there, as they write it.
+    /// Resources that `YurtHub` can read there, in its format.
     #[serde(default)]
     resources: BTreeSet<String>,
 }
 
-/// What hubs of one pool are told.
+/// Leaders of one pool for `YurtHub`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct LeaderMap {
     leaders: BTreeMap<String, LeaderEntry>,
-    /// What they were told that they can read, where there is no edge.
+    /// Resources that `YurtHub` was told to read, if there is no edge.
     resources: BTreeSet<String>,
-    /// What stands there is whole, and nothing else does.
+    /// Whether the map has exactly this content.
     whole: bool,
 }
 
-/// Who looks, and when.
+/// Gateway that renders the map, and the time.
 pub(super) struct RenderContext<'a> {
-    /// This gateway.
+    /// Name of this gateway.
     pub(super) own: &'a str,
     pub(super) now: Instant,
-    /// In Unix seconds.
+    /// Time in Unix seconds.
     pub(super) clock: u64,
-    /// Since when edges that this gateway had are not connected here.
+    /// Edges of this gateway that are no longer connected here, and since when.
     pub(super) absent: &'a mut BTreeMap<String, Instant>,
-    /// Whether a node may stand there at all, if nobody serves it here.
+    /// Whether a node may be a leader at all, if this gateway does not serve it.
     pub(super) may: &'a dyn Fn(&str) -> bool,
 }
 
 impl LeaderMap {
-    /// What stands there.
+    /// Parses the content of a map.
     pub(super) fn read(map: &ConfigMap) -> Self {
         let data = |key: &str| {
             let data = map.data.as_ref();
@@ -106,7 +108,7 @@ impl LeaderMap {
         read
     }
 
-    /// What is to stand there, with these edges connected here.
+    /// Returns the next content, with these edges connected here.
     pub(super) fn next(
         &self,
         hubs: Option<&NodePoolEndpoints>,
@@ -142,7 +144,7 @@ impl LeaderMap {
         }
     }
 
-    /// Those that stay, without what is known of edges that are connected here.
+    /// Returns the leaders that stay, without the facts of edges that are connected here.
     fn kept(
         &self,
         hubs: Option<&NodePoolEndpoints>,
@@ -177,7 +179,7 @@ impl LeaderMap {
         kept
     }
 
-    /// Makes a map say it.
+    /// Writes the content to a map.
     pub(super) fn write(&self, map: &mut ConfigMap, name: &str) {
         let resources: Vec<&str> = self.resources.iter().map(String::as_str).collect();
         let enabled = !self.leaders.is_empty();
@@ -193,7 +195,7 @@ impl LeaderMap {
         map.labels_mut().insert(LABEL.to_owned(), name.to_owned());
     }
 
-    /// As hubs read them: sorted, each `NAME/IP`.
+    /// Returns the leaders in `YurtHub`'s format: sorted, each `NAME/IP`.
     pub(super) fn leaders(&self) -> String {
         let all = self.leaders.iter();
         let all: Vec<String> = all
@@ -202,19 +204,19 @@ impl LeaderMap {
         all.join(",")
     }
 
-    /// Whether hubs are told the same.
+    /// Whether both maps tell `YurtHub` the same.
     pub(super) fn tells(&self, other: &Self) -> bool {
         self.leaders() == other.leaders() && self.resources == other.resources
     }
 }
 
-/// What can be read at each of them; nothing where there is none.
+/// Returns the resources that can be read at each leader, or `None` if there is no leader.
 fn common(leaders: &BTreeMap<String, LeaderEntry>) -> Option<BTreeSet<String>> {
     let all = leaders.values().map(|leader| leader.resources.clone());
     all.reduce(|all, one| &all & &one)
 }
 
-/// An IP as it stands in an URL: hubs write `https://`, this, and their port.
+/// Returns an IP for a URL: `YurtHub` writes `https://`, this, and its port.
 fn host(at: IpAddr) -> String {
     match at {
         IpAddr::V4(at) => at.to_string(),
@@ -222,7 +224,7 @@ fn host(at: IpAddr) -> String {
     }
 }
 
-/// A resource as hubs write it: group, version and plural, with nothing before the first slash for the core group.
+/// Returns a resource in `YurtHub`'s format: group, version and plural, with nothing before the first slash for the core group.
 fn ours(resource: &causeway_watch_cache::GroupVersionResource) -> String {
     format!(
         "{}/{}/{}",

@@ -1,9 +1,9 @@
-//! The small app on each node of the demo: something to reach through the road.
+//! Small upstream on each node of the demo: a target to reach through the tunnel.
 //!
-//! A hello page, a stream that ticks, a websocket that echoes, an upload that is measured and a download of any
-//! size; HTTP/1.1 and h2c on one port. It speaks plain HTTP on loopback and knows nothing of tunnels: what it
-//! says of the caller is what the request carries.
-//! Every body is produced or consumed chunk by chunk, so that memory stays flat whatever the size.
+//! It serves a hello page, a stream that ticks, a websocket that echoes, an upload that is measured and a download of any
+//! size; HTTP/1.1 and h2c on one port. It speaks plain HTTP on loopback and knows nothing of tunnels: its information about
+//! the client comes from the request. Every body is produced or consumed chunk by chunk, so that memory stays flat whatever
+//! the size.
 
 use axum::{
     Router,
@@ -34,7 +34,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// What open requests get to end by themselves: nobody waits for a demo.
+/// Time that open requests have to finish. It is short because a user does not wait for a demo.
 const GRACE: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_secs(1);
 /// As large as a DATA frame on the tunnel.

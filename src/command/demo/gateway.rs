@@ -44,7 +44,7 @@ pub(super) struct DemoGateway {
 }
 
 impl DemoGateway {
-    /// A gateway on free ports, and at `listen` for callers if that is named.
+    /// Binds a gateway on free ports, and at `listen` for clients if `listen` is set.
     pub(super) fn bind(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<Self> {
         let switch = signal(SignalKind::user_defined1()).context("cannot listen to SIGUSR1")?;
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -115,7 +115,7 @@ impl DemoGateway {
     }
 }
 
-/// The same with its front here.
+/// Returns the same configuration with its listener at this address.
 fn at(config: &Config, front: SocketAddr) -> Config {
     let front = Listener {
         port: Some(PORT),
@@ -135,7 +135,7 @@ fn free(port: u16) -> SocketAddr {
         .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// As [`begin`], within [`PATIENCE`]: while nobody listened, another process may have taken a port for a connection of its own.
+/// As [`begin`], within [`PATIENCE`]: while nothing listened, another process may have taken a port for a connection of its own.
 async fn begin_again(config: &Config) -> anyhow::Result<Bound> {
     let end = Instant::now() + PATIENCE;
     let mut has_said = false;

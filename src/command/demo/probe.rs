@@ -1,4 +1,4 @@
-//! The demo's own first request: HTTPS through the front, verified, with the caller's certificate.
+//! First request of the demo itself: HTTPS through the listener, verified, with the client's certificate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

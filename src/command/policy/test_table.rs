@@ -28,21 +28,21 @@ use crate::cli::PolicyTest;
 use crate::config_loader;
 use crate::output::outln;
 
-/// What is expected of a policy.
+/// Expected decisions of a policy.
 #[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct TestTable {
     /// The policy file, seen from this one.
     #[serde(default)]
     policy: Option<PathBuf>,
-    /// What is confirmed of the nodes, by name.
+    /// Confirmed attributes of the nodes, by name.
     #[serde(default)]
     nodes: BTreeMap<String, NodeSpec>,
-    /// Who asks for what, and what is to come of it.
+    /// Requests, each with its client and the expected decision.
     expect: Vec<Expectation>,
 }
 
-/// What is confirmed of a node.
+/// Confirmed attributes of a node.
 #[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct NodeSpec {
@@ -58,26 +58,26 @@ struct NodeSpec {
 #[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Expectation {
-    /// The caller's name; nobody in particular without it.
+    /// Name of the client; without it the client has no name.
     #[serde(default, rename = "as")]
     user: Option<String>,
-    /// The caller's groups.
+    /// Groups of the client.
     #[serde(default)]
     groups: Vec<String>,
-    /// The URIs in the caller's certificate.
+    /// URIs in the client's certificate.
     #[serde(default)]
     spiffe: Vec<String>,
-    /// Where the caller comes from.
+    /// Address that the client connects from.
     #[serde(default)]
     from: Option<IpAddr>,
     /// The method, or CONNECT.
     method: String,
-    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT; 10.96.0.10:443 for one to what a front dials itself.
+    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT; 10.96.0.10:443 for a target that a listener dials itself.
     url: String,
     /// Whether it switches protocols.
     #[serde(default)]
     upgrade: bool,
-    /// What is to come of it: `allow` or `deny`.
+    /// Expected decision: `allow` or `deny`.
     then: Effect,
     /// The rule that is to decide.
     #[serde(default)]

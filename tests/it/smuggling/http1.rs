@@ -20,7 +20,7 @@ struct Case {
     /// Added this many times where `send` says `{many}`.
     #[serde(default)]
     many: Option<(String, usize)>,
-    /// Where the two fronts differ: a front's name.
+    /// Name of the one listener that the case applies to, if the two listeners differ.
     #[serde(default)]
     only: Option<String>,
     expect: Expect,

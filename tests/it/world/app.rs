@@ -37,7 +37,7 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 use wire::Wire;
 
-/// What the system takes of an app's answer that nobody reads, in bytes.
+/// Number of bytes that the system buffers of an upstream's response that the peer does not read.
 const SEND: usize = 256 << 10;
 /// How long a test waits for what an app should see.
 const PATIENCE: Duration = Duration::from_mins(2);
@@ -51,7 +51,7 @@ pub(crate) enum End {
     Reset,
 }
 
-/// What an app writes down.
+/// Record of what an upstream received.
 struct Record {
     heads: UnboundedSender<Head>,
     bodies: UnboundedSender<Vec<u8>>,
@@ -110,7 +110,7 @@ impl App {
         Self::http(move |_| answer::ok(&body)).await
     }
 
-    /// Where it listens.
+    /// Returns the address that the upstream listens on.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
@@ -226,7 +226,7 @@ async fn next<T>(seen: &Seen<T>, what: &str) -> T {
         .expect("the app holds the other end")
 }
 
-/// What an app does with a connection.
+/// Behaviour of an upstream on a connection.
 enum Play {
     Http(Box<dyn Fn(&Head) -> Script + Send + Sync>),
     Tcp(Script),

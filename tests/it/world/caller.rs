@@ -1,6 +1,6 @@
-//! Callers of a world: an HTTP client of the tests' own, and bare streams for heads that are exact to the byte.
+//! Clients of a world: an HTTP client of the tests' own, and bare streams for heads that are exact to the byte.
 //!
-//! A caller connects to its front's real address, and says of the URL what a caller says: SNI, Host, ALPN. Each
+//! A client connects to its listener's real address, and says of the URL what a client says: SNI, Host, ALPN. Each
 //! request has a connection of its own unless the test holds one (`connect`). Nothing here is
 //! Causeway's: what the tests measure by must not share its faults.
 
@@ -38,10 +38,10 @@ use tokio::{
 };
 use tokio_rustls::TlsConnector;
 
-/// What a request sends.
+/// Body of a request.
 pub(crate) type Body = BoxBody<Bytes, io::Error>;
 
-/// Where a front listens.
+/// Address of a listener.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
     /// TCP with TLS on it.
@@ -52,7 +52,7 @@ pub(crate) enum Place {
     Unix(PathBuf),
 }
 
-/// Whoever calls.
+/// Client of a listener.
 #[derive(Clone)]
 pub(crate) struct Caller {
     place: Place,
@@ -210,7 +210,7 @@ impl Caller {
         }
     }
 
-    /// A bare connection to the front, through TLS if it speaks that.
+    /// A bare connection to the listener, through TLS if it speaks that.
     pub(crate) async fn wire(&self, sni: &str, alpn: &[&str]) -> Result<Box<dyn Wire>, CallError> {
         Ok(match &self.place {
             Place::Tls(_) => Box::new(self.tls_stream(sni, alpn).await?),
@@ -219,7 +219,7 @@ impl Caller {
         })
     }
 
-    /// TLS to the front; without ALPN if the list is empty.
+    /// TLS to the listener; without ALPN if the list is empty.
     pub(crate) async fn tls_stream(
         &self,
         sni: &str,
@@ -232,7 +232,7 @@ impl Caller {
         bounded(connector.connect(name, tcp)).await?
     }
 
-    /// TCP to the front.
+    /// TCP to the listener.
     pub(crate) async fn tcp_stream(&self) -> TcpStream {
         self.dial().await.unwrap()
     }
@@ -310,7 +310,7 @@ enum Sender {
     Http2(http2::SendRequest<Body>),
 }
 
-/// A caller's connection; dropping it closes it at once.
+/// A client's connection; dropping it closes it at once.
 pub(crate) struct Connection {
     sender: Sender,
     caller: Caller,

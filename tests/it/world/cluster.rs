@@ -19,7 +19,7 @@ use std::{
 use tempfile::TempDir;
 use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
-/// What there is, and all that has happened: the place in the list is the version.
+/// Current objects and all past events: the index in the list is the version.
 #[derive(Clone, Debug, Default)]
 struct Objects {
     nodes: BTreeMap<String, Value>,

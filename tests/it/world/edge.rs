@@ -236,7 +236,7 @@ impl Edge {
         self.running().admin
     }
 
-    /// What it is doing.
+    /// Returns the edge's status.
     pub(crate) fn status(&self) -> Status {
         self.running().reader.status()
     }

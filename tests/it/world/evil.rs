@@ -82,7 +82,7 @@ impl Evil {
         evil
     }
 
-    /// A tunnel that is registered: what comes next are callers' streams.
+    /// A tunnel that is registered: what comes next are clients' streams.
     pub(crate) async fn registered(site: &Site) -> Self {
         Self::registered_as(site, 0).await
     }
@@ -143,7 +143,7 @@ impl Evil {
         timeout(PATIENCE, reading).await.expect("the frame comes")
     }
 
-    /// The next stream of a caller.
+    /// The next stream of a client.
     pub(crate) async fn stream(&mut self) -> u32 {
         self.until(|frame| frame.kind == HEADERS).await.stream
     }

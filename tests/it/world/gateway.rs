@@ -1,6 +1,6 @@
 //! The gateway of a world: built, run, stopped, started again at the same addresses.
 //!
-//! On the test's own thread unless it asks for cores. The `https` front is there from the beginning; a test
+//! On the test's own thread unless it asks for cores. The `https` listener is there from the beginning; a test
 //! adds others by what makes them special.
 
 use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
@@ -36,7 +36,7 @@ pub(crate) fn loopback() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
 }
 
-/// A front of this kind and name on loopback; callers show a certificate of the world's CA where there is TLS.
+/// A front of this kind and name on loopback; clients show a certificate of the world's CA where there is TLS.
 pub(crate) fn front(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         names: vec![GATEWAY_NAME.to_owned(), "127.0.0.1".to_owned()],
@@ -44,7 +44,7 @@ pub(crate) fn front(name: &str, kind: ListenerProtocol) -> Listener {
     }
 }
 
-/// A front that serves anybody.
+/// Returns a listener without authentication.
 pub(crate) fn anonymous(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         anonymous: true,
@@ -52,7 +52,7 @@ pub(crate) fn anonymous(name: &str, kind: ListenerProtocol) -> Listener {
     }
 }
 
-/// A front for one port of one node.
+/// A listener for one port of one node.
 pub(crate) fn fixed(name: &str, kind: ListenerProtocol, node: &str, port: u16) -> Listener {
     Listener {
         node: Some(node.to_owned()),
@@ -110,7 +110,7 @@ impl Build {
         }
     }
 
-    /// Adds a front; one of the same name is replaced.
+    /// Adds a listener; one of the same name is replaced.
     pub(crate) fn front(mut self, front: Listener) -> Self {
         self.config.fronts.retain(|old| old.name != front.name);
         self.config.fronts.push(front);
@@ -123,7 +123,7 @@ impl Build {
         self
     }
 
-    /// Who may do what.
+    /// Sets the authorizer.
     pub(crate) fn authorizer(mut self, authorizer: impl Authorize) -> Self {
         self.authorizer = Some(Arc::new(authorizer));
         self
@@ -135,13 +135,13 @@ impl Build {
         self
     }
 
-    /// Who knows where pods are.
+    /// Sets the lookup of pods.
     pub(crate) fn pods(mut self, pods: impl PodLookup) -> Self {
         self.pods = Some(Arc::new(pods));
         self
     }
 
-    /// Who knows callers, and what they may at kubelets.
+    /// Sets the client that authenticates clients and reviews their access to kubelets.
     pub(crate) fn reviews(mut self, reviews: impl ReviewClient) -> Self {
         self.reviews = Some(Arc::new(reviews));
         self
@@ -153,7 +153,7 @@ impl Build {
         self
     }
 
-    /// A bearer token for a caller; its hash goes to [`Build::tokens`].
+    /// A bearer token for a client; its hash goes to [`Build::tokens`].
     pub(crate) fn token(&self, caller: &str) -> String {
         let (token, line) = StaticTokens::generate(caller, &[]).unwrap();
         let mut file = OpenOptions::new();
@@ -162,7 +162,7 @@ impl Build {
         token.expose().to_owned()
     }
 
-    /// The file for a front's `callers.tokens`.
+    /// The file for a listener's `callers.tokens`.
     pub(crate) fn tokens(&self) -> PathBuf {
         self.folder().join("callers")
     }
@@ -264,7 +264,7 @@ pub(super) struct Running {
     task: JoinSet<()>,
 }
 
-/// The fronts, at the addresses that were chosen.
+/// The listeners, at the addresses that were chosen.
 fn placed(fronts: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
     let place = |front: &Listener| Listener {
         listen: addresses

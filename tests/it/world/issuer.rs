@@ -1,6 +1,6 @@
-//! An issuer of JWTs: it signs tokens, and gives its keys over HTTPS as long as it runs.
+//! Issuer of JWTs: it signs tokens, and serves its keys over HTTPS as long as it runs.
 //!
-//! What it gives is this test's to change; how often it was asked is counted.
+//! A test can change the served keys. The issuer counts the requests for them.
 
 use super::{LIFE, caller::Caller};
 use aws_lc_rs::{rand::SystemRandom, signature::Ed25519KeyPair};
@@ -68,7 +68,7 @@ pub(crate) fn now() -> u64 {
     now.unwrap().as_secs()
 }
 
-/// What a token says that counts, and `more`.
+/// Returns the claims that a valid token needs, and `more`.
 pub(crate) fn claims(more: &Value) -> Value {
     let mut claims = json!({
         "iss": "https://id.test", "aud": AUDIENCE, "sub": "ann", "groups": ["ops", "on call"],
@@ -157,7 +157,7 @@ impl Issuer {
         self.asked.load(Ordering::SeqCst)
     }
 
-    /// What a front says of it; its CA goes into a file of this folder.
+    /// Returns a listener's configuration of this issuer; its CA goes into a file of this folder.
     pub(crate) fn jwt(&self, folder: &Path) -> Jwt {
         std::fs::create_dir_all(folder).unwrap();
         let ca = folder.join("issuer-ca.pem");

@@ -1,6 +1,6 @@
 //! The network between an edge and its gateway, in the hands of a test: it can be cut, fall silent, and be far away.
 //!
-//! A relay on loopback. An edge is told to dial it instead of the gateway; what passes is not looked at.
+//! A relay on loopback. An edge is configured to dial the relay instead of the gateway. The relay does not examine the bytes.
 
 use super::gateway::loopback;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -15,7 +15,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// What becomes of the bytes.
+/// Condition of the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Condition {
     Passing,
@@ -35,7 +35,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Whoever dials this link reaches `to`.
+    /// Creates a link to `to`.
     pub(crate) async fn to(to: SocketAddr) -> Self {
         Self::far(to, Duration::ZERO).await
     }
@@ -68,7 +68,7 @@ impl Link {
         }
     }
 
-    /// Where to dial it.
+    /// Returns the address to dial.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
@@ -120,7 +120,7 @@ async fn pass(
     tokio::join!(take(from, send, delay), give(to, under_way, condition));
 }
 
-/// What arrives, and when it will be at the other end.
+/// Takes the bytes that arrive, each with the time of its delivery at the other end.
 async fn take(mut from: OwnedReadHalf, send: mpsc::Sender<(Instant, Vec<u8>)>, delay: Duration) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {

@@ -1,8 +1,8 @@
-//! What a world logs: access records and sentences for operators, in memory.
+//! Log of a world: access records and sentences for operators, in memory.
 //!
-//! The subscriber is this thread's own, so worlds of tests that run beside each other do not mix. A gateway with
-//! threads of its own (`Build::cores`) therefore logs nothing here. Spans are not kept: tasks of one
-//! world may outlive its subscriber.
+//! The subscriber belongs to this thread, so worlds of tests that run beside each other do not mix. A gateway with threads of
+//! its own (`Build::cores`) therefore logs nothing here. Spans are not recorded: tasks of one world may outlive its
+//! subscriber.
 
 use serde_json::{Map, Value};
 use std::{

@@ -1,6 +1,6 @@
 //! A network of a test's own: hosts in network namespaces around a street, whose links a test cuts and mends.
 //!
-//! The street is a bridge in a namespace of its own, where the gateway and its callers live; each host hangs on it
+//! The street is a bridge in a namespace of its own, where the gateway and its clients live; each host hangs on it
 //! by a pair of interfaces. A cut drops what arrives, at both ends and after it was sent, as a dead link
 //! does: nothing says so, no FIN passes. Hosts of one site may have a switch besides, which no cut concerns. Names are
 //! this process's and unique; all of it goes with the value, also when the test fails. Sockets and children belong to the
@@ -21,10 +21,10 @@ use std::{
 };
 use tokio::net::TcpStream;
 
-/// What `need!` asks for.
+/// Requirements for `need!`.
 pub(crate) const NEED: &str = "root and ip netns";
 
-/// Where the gateway and its callers are.
+/// Address of the gateway and its clients.
 pub(crate) const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 /// The same, of a street that opens up.
 const HUB6: Ipv6Addr = Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, 1);
@@ -109,7 +109,7 @@ impl Space {
         must("ip", &format!("netns exec {} nft {line}", self.0));
     }
 
-    /// What `nft` says there, if it does what it is told.
+    /// Runs `nft` there. Returns its output, or its error if it fails.
     fn says(&self, line: &str) -> Result<String, String> {
         let line = line.split_whitespace();
         let all: Vec<&str> = ["netns", "exec", &self.0, "nft"]
@@ -133,7 +133,7 @@ impl Drop for Space {
     }
 }
 
-/// What `ip netns exec` lays over `/etc`.
+/// Returns the folder that `ip netns exec` mounts over `/etc`.
 fn settings(name: &str) -> PathBuf {
     PathBuf::from("/etc/netns").join(name)
 }
@@ -171,7 +171,7 @@ impl Street {
         self.hub.ip("-6 route add default dev street");
     }
 
-    /// What `nft` says in the hub, if it does what it is told.
+    /// Runs `nft` in the hub. Returns its output, or its error if it fails.
     pub(crate) fn nft(&self, line: &str) -> Result<String, String> {
         self.hub.says(line)
     }
@@ -218,7 +218,7 @@ impl Street {
     }
 }
 
-/// What connects the hosts of one site, whatever becomes of the street.
+/// Switch that connects the hosts of one site, whatever happens to the street.
 pub(crate) struct Switch {
     space: Space,
     number: u8,

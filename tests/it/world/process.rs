@@ -1,8 +1,8 @@
-//! The built binary as a user runs it: started, listened to, signalled by its id, waited for.
+//! Built binary as a user runs it: started, observed, signalled by its id, awaited.
 //!
-//! What it writes is read all the time, so that it never waits for a reader, and kept, so that a test can ask
-//! for a line before or after it was written. Every wait is bounded; a process dies with the value that
-//! holds it. Nothing of this machine's own settings reaches it.
+//! The output is read all the time, so that the process never blocks on it. The output is stored, so that a test can wait for
+//! a line before or after it was written. Every wait is bounded; a process dies when its value is dropped. None of this
+//! machine's own settings reaches the process.
 
 mod site;
 mod usage;
@@ -190,7 +190,7 @@ async fn keep(
     }
 }
 
-/// What a process has written.
+/// Output of a process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Output {
     pub(crate) stdout: String,
@@ -263,12 +263,12 @@ impl Process {
         assert!(wrote, "{part:?}, {times} times: {:#?}", self.written());
     }
 
-    /// What it has written so far.
+    /// Returns the output so far.
     pub(crate) fn written(&self) -> Output {
         self.output.borrow().clone()
     }
 
-    /// What the system knows of it now.
+    /// Returns the resource usage that the system reports now.
     pub(crate) fn usage(&self) -> Usage {
         Usage::of(self.child.id().expect("the process runs"))
     }

@@ -1,8 +1,7 @@
-//! An app that trusts nobody: it reads HTTP/1.1 as strictly as the RFC allows and keeps every byte it was sent.
+//! Strict upstream: it reads HTTP/1.1 as strictly as the RFC allows and records every byte that it received.
 //!
-//! What a request is, and where the next begins, is decided here by the narrowest reading there is (RFC 9112):
-//! CRLF only, one Host, one length or `chunked` alone. Whatever needs a wider reading is a fault, and stays in
-//! the record as one.
+//! The narrowest interpretation of RFC 9112 decides what a request is and where the next begins: CRLF only, one Host, one
+//! length or `chunked` alone. Input that needs a wider interpretation is a fault, and stays in the record as one.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -16,7 +15,7 @@ use tokio::{
 
 const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nit";
 
-/// What came over a connection as one request.
+/// Bytes that a connection delivered as one request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Arrived {
     pub(crate) method: String,
@@ -69,12 +68,13 @@ impl Recorder {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address that the recorder listens on.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What came since the last time, in order of beginning; a fault is what no strict reader would take.
+    /// Returns the requests since the last call, in order of their beginning. A fault is input that no strict parser would
+    /// accept.
     pub(crate) fn take(&self) -> Vec<Result<Arrived, String>> {
         std::mem::take(&mut self.seen.lock().unwrap())
     }

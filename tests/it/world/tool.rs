@@ -20,10 +20,10 @@ use tokio::{
     time::timeout,
 };
 
-/// What a child gets unless `within` says otherwise: for a machine that does other work besides.
+/// Default time limit of a child, unless `within` sets another. It allows for a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// What would send a client somewhere else than where its test says.
+/// Variables that would send a client somewhere else than its test says.
 const PROXY_VARIABLES: [&str; 8] = [
     "http_proxy",
     "https_proxy",
@@ -109,7 +109,7 @@ fn is_here(tool: &str) -> bool {
     probe(program, arguments).is_some_and(|said| tool != "nc" || said.contains("OpenBSD"))
 }
 
-/// What the program says, if it runs and ends well.
+/// Returns the output of the program if it runs and exits successfully.
 fn probe(program: &OsStr, arguments: &[&str]) -> Option<String> {
     let output = std::process::Command::new(program)
         .args(arguments)
@@ -132,7 +132,7 @@ fn python() -> PathBuf {
         .unwrap_or_else(|| "python3".into())
 }
 
-/// What is kept between runs, outside the clone.
+/// Returns the folder for files that stay between runs, outside the clone.
 fn cache() -> Option<PathBuf> {
     named("CAUSEWAY_CACHE")
         .or_else(|| named("XDG_CACHE_HOME").map(|home| home.join("causeway")))
@@ -216,7 +216,7 @@ impl Tool {
         self
     }
 
-    /// What `run` sends to the child's standard input.
+    /// Sets the bytes that `run` sends to the child's standard input.
     pub(crate) fn input(mut self, input: impl Into<Vec<u8>>) -> Self {
         self.input = input.into();
         self
@@ -353,9 +353,9 @@ async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> 
 pub(crate) struct Ran {
     /// How it ended.
     pub(crate) status: ExitStatus,
-    /// What it wrote.
+    /// Standard output of the program.
     pub(crate) stdout: Vec<u8>,
-    /// What it complained of.
+    /// Standard error of the program.
     pub(crate) stderr: String,
 }
 
@@ -367,12 +367,12 @@ impl Ran {
         self
     }
 
-    /// What it wrote, as text.
+    /// Returns the standard output as text.
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
 
-    /// What it wrote, as JSON.
+    /// Returns the standard output as JSON.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.stdout)
             .unwrap_or_else(|error| panic!("{error}: {:?}\n{}", self.text(), self.stderr))

@@ -180,7 +180,7 @@ fn connects(world: &World, pod: &str) {
     });
 }
 
-/// As where all was installed anew and nobody has kept the Secret.
+/// Simulates a new installation without a backup of the Secret.
 fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
     let world = &*world;
     let node = &world.nodes[0];
@@ -342,7 +342,7 @@ fn bind(world: &World) {
     }
 }
 
-/// Runs commands while somebody schedules their Jobs.
+/// Runs commands while the test schedules their Jobs.
 fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
     let program = shell.program(text);
     thread::scope(|scope| {

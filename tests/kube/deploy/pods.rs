@@ -1,7 +1,7 @@
-//! Pods of real kubelets: the gateway of each way.
+//! Pods of real kubelets: the gateway of each overlay.
 //!
-//! What controllers would do is done by hand: the pods are made of the templates, and where they are to be is said. The rest is as `deploy/` has it: accounts and their rights, security, probes, files, Secrets. The tested
-//! binary stands for the static one.
+//! The test does the work of controllers by hand: it makes the pods from the templates and assigns them to nodes. The rest is
+//! as in `deploy/`: accounts and their rights, security, probes, files, Secrets. The tested binary replaces the static one.
 
 use std::sync::Once;
 
@@ -31,10 +31,10 @@ pub(super) fn trials() -> [Trial; 1] {
 /// The tests' own edge has the usual port for its health.
 const ADMIN: (&str, &str) = ("10266", "10276");
 
-/// What others would look at, but nobody here: workloads.
+/// Workload kinds, whose controllers do not run here.
 const BY_HAND: [&str; 2] = ["Deployment", "DaemonSet"];
 
-/// What the manifests have in the place of where gateways are.
+/// Placeholder in the manifests for the address of the gateways.
 const ANYWHERE: &str = "gw.example.com";
 
 /// All that was made, which goes with it, but for the namespaces.
@@ -178,7 +178,7 @@ pub(super) fn import(world: &World) {
     });
 }
 
-/// What a gateway's pod is here: on a node that says to be at the edge.
+/// Changes the pod of a gateway for the test: it may run on a node at the edge.
 pub(super) fn gateway(spec: &mut Value) {
     let own = spec.as_object_mut().unwrap();
     own.remove("affinity").unwrap();
@@ -186,7 +186,7 @@ pub(super) fn gateway(spec: &mut Value) {
     told(spec);
 }
 
-/// It is told where the API is, since nobody leads its Service anywhere.
+/// Sets the address of the API, since no kube-proxy redirects its Service here.
 pub(super) fn told(spec: &mut Value) {
     let env = spec["containers"][0]["env"].as_array_mut().unwrap();
     for (name, value) in [("HOST", CLOUD.to_string()), ("PORT", "6443".to_owned())] {
@@ -194,7 +194,7 @@ pub(super) fn told(spec: &mut Value) {
     }
 }
 
-/// What kubelet says of a pod.
+/// Returns the status of a pod as kubelet reports it.
 pub(super) fn status(world: &World, namespace: &str, name: &str) -> Value {
     let pod = world.cluster.get(&format!("pod -n {namespace} {name}"));
     pod.unwrap()["status"].clone()

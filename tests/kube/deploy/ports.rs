@@ -28,7 +28,7 @@ pub(super) fn trials() -> [Trial; 1] {
     )]
 }
 
-/// Where the edge's pod keeps who it is, which is another's with another CA.
+/// Arguments of `rm` for the folder with the identity of the edge's pod; with another CA the identity belongs to another edge.
 pub(super) const KEPT: &str = "-rf /var/lib/causeway-edge";
 
 /// The gateway's pod, as seen from its node.
@@ -57,7 +57,7 @@ impl<'a> Gateway<'a> {
         self.world.nodes[0].at("nsenter").args([&network, program])
     }
 
-    /// Where the pod listens for this port.
+    /// Returns the addresses at which the pod listens for this port.
     fn listens(&self, port: u16) -> Vec<String> {
         let all = self.inside("ss").words("-Hltn").run().ok().text();
         let own = all
@@ -67,7 +67,8 @@ impl<'a> Gateway<'a> {
         own.filter(|own| own.ends_with(&end)).collect()
     }
 
-    /// What a caller on its node, who comes from this address if any, gets of a port of `edge-1`: the status, and what was said.
+    /// Returns the response of a port of `edge-1` to a client on its node, from this source address if any: the status and
+    /// the body.
     fn ask(&self, port: u16, from: Option<String>, method: &str) -> (String, String) {
         let name = format!("edge-1:{port}");
         let mut curl = self.world.nodes[0]
@@ -100,7 +101,7 @@ fn list(world: &World, ports: &str) {
     world.cluster.kubectl(line).args([patch]).run().ok();
 }
 
-/// The ports of the Service to which callers come.
+/// The ports of the Service to which clients come.
 fn service(world: &World) -> Vec<Value> {
     let service = world.cluster.get("-n causeway service causeway-callers");
     let service = service.unwrap();

@@ -1,7 +1,7 @@
-//! Two gateways as pods, the edge of their node, and a caller of the cluster who comes to whichever of them is ready.
+//! Two gateways as pods, the edge of their node, and a client in the cluster that reaches whichever gateway is ready.
 //!
-//! What a Service does is done by hand: the caller takes one of the addresses that its `EndpointSlices` have for ready. These,
-//! and what the name of the gateways leads to, are the cluster's own work: its controllers and a real `CoreDNS`.
+//! The test does the work of a Service by hand: the client takes one of the addresses that the `EndpointSlices` list as
+//! ready. The cluster itself provides these and the addresses of the gateways' name: its controllers and a real `CoreDNS`.
 
 use std::{
     fs,
@@ -84,7 +84,7 @@ fn published(world: &World) -> usize {
         .count()
 }
 
-/// Who asks, by the token of an account of the namespace `monitoring`.
+/// Client that authenticates by the token of an account of the namespace `monitoring`.
 struct Caller<'a> {
     world: &'a World,
     token: String,
@@ -141,7 +141,7 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// The addresses to which the Service of the fronts leads.
+/// The addresses to which the Service of the listeners leads.
 fn ready(world: &World) -> Vec<String> {
     let line = "endpointslices -n causeway -l kubernetes.io/service-name=causeway-fronts";
     let slices = world.cluster.get(line).unwrap();
@@ -164,7 +164,7 @@ fn app(world: &World, www: &Path) -> Process {
     app.start(&world.path("deploy-app.log"))
 }
 
-/// What an edge's pod is here: it asks the cluster's DNS. It has no token, and needs none.
+/// Changes the pod of an edge for the test: it asks the cluster's DNS. It has no token, and needs none.
 pub(super) fn edge(spec: &mut Value) {
     told(spec);
     spec["dnsPolicy"] = json!("None");
@@ -193,7 +193,7 @@ fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, caller: &Caller<'_>) {
     });
 }
 
-/// Whom the policy lets in, at each gateway.
+/// Checks which clients the policy admits at each gateway.
 fn the_policy_decides(world: &World) -> Caller<'_> {
     let [prometheus, grafana] = ["prometheus", "grafana"].map(|name| Caller::new(world, name));
     for at in ready(world) {

@@ -66,7 +66,7 @@ fn kube_proxy(edge: &Edge) -> Process {
     proxy.start(&edge.folder.join("kube-proxy.log"))
 }
 
-/// What a name means on the node.
+/// Returns the addresses that a name resolves to on the node.
 fn meaning(edge: &Edge, name: &str) -> String {
     let dig = edge.site.at("dig");
     let dig = dig.words("+short +time=1 +tries=1 @127.0.0.1");

@@ -13,16 +13,16 @@ use crate::world::{
     process::{Process, until, within},
 };
 
-/// Where clients of a hub ask it.
+/// Address at which clients of a YurtHub send requests.
 const PROXY: &str = "http://127.0.0.1:10261";
-/// Where a hub says how it is.
+/// URL of a YurtHub's health check.
 const HEALTH: &str = "http://127.0.0.1:10267/v1/healthz";
-/// What a hub waits for: two certificates, each asked for every few seconds.
+/// Maximum time that a YurtHub takes to start: it waits for two certificates and asks for each every few seconds.
 const STARTS: Duration = Duration::from_secs(90);
 /// How often gateways look, and a while.
 const LOOKS: Duration = Duration::from_secs(30);
 
-/// What `OpenYurt`'s chart gives hubs.
+/// Creates the objects that `OpenYurt`'s chart gives to YurtHubs.
 fn furnish(scene: &Scene) {
     let cluster = &scene.cluster;
     cluster.apply(&json!({
@@ -55,7 +55,7 @@ fn furnish(scene: &Scene) {
     }));
 }
 
-/// What hubs of the pool are told.
+/// Returns the data published to the YurtHubs of the pool.
 fn told(scene: &Scene) -> Value {
     let map = scene
         .cluster
@@ -63,7 +63,7 @@ fn told(scene: &Scene) -> Value {
     map.map(|map| map["data"].clone()).unwrap_or_default()
 }
 
-/// A hub on an edge's node, which asks the cluster for its certificates.
+/// A YurtHub on an edge's node, which asks the cluster for its certificates.
 fn hub(edge: &Edge, bootstrap: &str) -> Process {
     let folder = edge.folder.join("hub");
     // Those of a test that failed are of another run.
@@ -84,7 +84,7 @@ fn hub(edge: &Edge, bootstrap: &str) -> Process {
         .start(&edge.folder.join("hub.log"))
 }
 
-/// Approves whatever certificate hubs ask for.
+/// Approves each certificate request of YurtHubs.
 fn approve(scene: &Scene) {
     let pending = scene.cluster.get("csr").unwrap_or_default();
     for csr in pending["items"].as_array().into_iter().flatten() {
@@ -101,7 +101,7 @@ fn is_up(edge: &Edge) -> bool {
     asked.args([HEALTH]).run().code == Some(0)
 }
 
-/// Whether hubs are told of both edges.
+/// Whether YurtHubs know both edges.
 fn both_are_told(scene: &Scene) -> bool {
     let told = told(scene);
     let leaders = told["leaders"].as_str().unwrap_or_default();
@@ -109,7 +109,7 @@ fn both_are_told(scene: &Scene) -> bool {
     edges.all(|edge| leaders.contains(&format!("causeway:{}/", edge.name)))
 }
 
-/// Hubs on all nodes, once they have their certificates.
+/// YurtHubs on all nodes, once they have their certificates.
 fn start(scene: &Scene) -> Vec<Process> {
     furnish(scene);
     if !within(LOOKS, || both_are_told(scene)) {
@@ -126,7 +126,7 @@ fn start(scene: &Scene) -> Vec<Process> {
     hubs
 }
 
-/// By what hubs ask for their certificates: a file that has the CA in it, and does not name one.
+/// By what YurtHubs ask for their certificates: a file that has the CA in it, and does not name one.
 fn bootstrap(scene: &Scene) -> String {
     let cluster = &scene.cluster;
     let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
@@ -201,7 +201,7 @@ fn names_another_writer(scene: &Scene) {
     until("who changed it is named", named);
 }
 
-/// Connections that hubs have open at an edge: one for each watch.
+/// Connections that YurtHubs have open at an edge: one for each watch.
 fn connections_of_hubs(edge: &Edge) -> usize {
     let open = edge
         .site

@@ -83,7 +83,7 @@ async fn client(at: &str) -> Client {
     Client::try_from(config).unwrap()
 }
 
-/// What was said of an object last: its name and version.
+/// Last reported name and version of each object.
 type Known = HashMap<ObjectRef<DynamicObject>, Value>;
 
 async fn follow(api: Api<DynamicObject>, kind: ApiResource, config: watcher::Config) {

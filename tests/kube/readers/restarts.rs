@@ -15,7 +15,7 @@ use super::{
 };
 use crate::world::process::until;
 
-/// Where an edge keeps the Services that it has read.
+/// Returns the file in which an edge caches the Services.
 fn kept(edge: &Edge) -> PathBuf {
     edge.folder.join("data/pool/v1_services.pool")
 }

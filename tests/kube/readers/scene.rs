@@ -22,7 +22,7 @@ use crate::world::{
     process::{PATIENCE, Process, Program, Ran, until, within},
 };
 
-/// Where programs on a node read, and where those do that want TLS.
+/// Endpoints at which programs on a node read, without TLS and with TLS.
 pub(super) const ENDPOINT: &str = "http://127.0.0.1:10270";
 pub(super) const BY_TLS: &str = "https://127.0.0.1:10270";
 
@@ -49,7 +49,7 @@ pub(super) struct Edge {
     pub(super) folder: PathBuf,
     assets: PathBuf,
     process: Option<Process>,
-    /// Whose certificate programs are shown where they read, if they read over TLS.
+    /// CA of the certificate that programs see at the endpoint, if they read over TLS.
     ca: Option<String>,
 }
 
@@ -184,12 +184,12 @@ impl Scene {
         self.gateway = None;
     }
 
-    /// What the gateway has said since it was started.
+    /// Returns the output of the gateway since its start.
     pub(super) fn gateway_said(&self) -> String {
         self.gateway.as_ref().map(Process::said).unwrap_or_default()
     }
 
-    /// What the gateway keeps for edges, and who leads.
+    /// Returns the objects that the gateway caches for edges, and the leader.
     pub(super) fn kept() -> Value {
         let asked = Program::new("curl").words(&format!("-q -sS {GATEWAY}/api/v1/pool"));
         serde_json::from_slice(&asked.run().stdout).unwrap_or_default()
@@ -339,7 +339,7 @@ impl Edge {
         self.process = None;
     }
 
-    /// What it has said since it was started.
+    /// Returns the output of the edge since its start.
     pub(super) fn said(&self) -> String {
         self.process.as_ref().map(Process::said).unwrap_or_default()
     }
@@ -381,13 +381,13 @@ impl Edge {
         self.part("kubectl").args(server).words(line)
     }
 
-    /// What kubectl gets there.
+    /// Runs `kubectl get` there.
     pub(super) fn get(&self, line: &str) -> Ran {
         self.kubectl("get").words(line).run()
     }
 }
 
-/// The end of what somebody said.
+/// Returns the end of an output.
 fn tail(said: &str) -> String {
     let lines: Vec<&str> = said.lines().collect();
     lines[lines.len().saturating_sub(25)..].join("\n")

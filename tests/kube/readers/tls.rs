@@ -25,8 +25,8 @@ fn make(pki: &Pki) {
     pki.server(SHOWN, &[NAME], &[IpAddr::V4(Ipv4Addr::LOCALHOST)]);
 }
 
-/// What a program asks with: the CA, and what it has for the API, of which nothing is looked at here. kubectl asks people for more
-/// where there is none.
+/// Writes the configuration of a program: the CA, and credentials for the API, none of which is checked here. kubectl prompts
+/// for credentials if there are none.
 fn kubeconfig(edge: &Edge, pki: &Pki) -> PathBuf {
     let path = edge.folder.join("tls.kubeconfig");
     let ca = pki.path("ca.pem");

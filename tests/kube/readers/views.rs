@@ -32,7 +32,7 @@ fn times() -> usize {
     if full() { 25 } else { 1 }
 }
 
-/// Who reads.
+/// Client that reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum By {
     /// An informer of client-go.
@@ -211,7 +211,7 @@ fn in_the_cloud(cluster: &Cluster) -> Program {
     Program::new(cluster.assets.join("informer")).args(["-kubeconfig", &admin])
 }
 
-/// What the API server has now.
+/// Returns the current state of the API server.
 fn truth(cluster: &Cluster, resource: &str) -> View {
     let asked = in_the_cloud(cluster).args(["-once", "-resource", resource]);
     let said = asked.within(Duration::from_secs(30)).run().ok().text();
@@ -244,7 +244,7 @@ fn take((view, gone): (&mut View, &mut BTreeMap<Key, u64>), said: Said) -> Optio
 }
 
 impl Way {
-    /// What is read, and whether by a watch from the beginning.
+    /// Returns the resource, and whether it is read by a watch from the beginning.
     fn read(self) -> (&'static str, bool) {
         (self.resource, self.watch_list)
     }
@@ -292,7 +292,7 @@ impl Reader {
         }
     }
 
-    /// What is wrong with its view.
+    /// Returns the differences between the view and the truth.
     fn compared(&mut self, truth: &View) -> String {
         self.hear();
         let mut wrong = self.fault.clone().unwrap_or_default();

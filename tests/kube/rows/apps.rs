@@ -16,11 +16,11 @@ use crate::{
     },
 };
 
-/// Where apps are that speak nothing at first, and those that begin with TLS.
+/// Ports of upstreams that send nothing at first, and of those that begin with TLS.
 const PLAIN: u16 = 9970;
 const SECURE: u16 = 9980;
 
-/// What an app does, once it has heard something, by what is added to these.
+/// Behaviours of an upstream once it has received something, as offsets that are added to these ports.
 const RESTS: u16 = 0;
 const CLOSES: u16 = 1;
 const RESETS: u16 = 2;

@@ -1,7 +1,7 @@
-//! kube-apiserver is a caller like others: one that is not known, or that asks a front for what it does not serve.
+//! Errors for kube-apiserver as a client: an unknown one, and one that asks a listener for something that it does not serve.
 //!
-//! What it is told is what kubectl's user reads. Where TLS already ends by an alert, its own words are all there is, and the
-//! gateway's log says why.
+//! The error message is what kubectl's user reads. If TLS already ends by an alert, kube-apiserver's own words are all there
+//! is, and the gateway's log gives the reason.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::{
     world::{Way, World, process::until},
 };
 
-/// What an API server is told whose egress selector shows a certificate.
+/// Returns the trial of an API server whose egress selector shows a certificate.
 pub(crate) fn over_tcp() -> Trial {
     let run = |world: &mut World| {
         an_egress_selector_that_is_not_known_is_told(world);
@@ -23,7 +23,8 @@ pub(crate) fn over_tcp() -> Trial {
     by(title.to_owned(), Way::Tcp, run)
 }
 
-/// What Go says of a connection for HTTP/2 whose alert was there before the request was begun: no word of the alert.
+/// Message of Go about a connection for HTTP/2 whose alert arrived before the request was begun; it does not mention the
+/// alert.
 const ENDED: &str = "http2: client conn could not be established";
 
 /// Once this is what all commands are told, or requests instead something of the rest.
@@ -65,7 +66,7 @@ pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
     until("it is known again", || exec(world).code == Some(0));
 }
 
-/// The way of names, but for the kind of the front at which they lead to.
+/// The way of names, but for the kind of the listener at which they lead to.
 pub(super) fn a_front_for_connect_tells_whoever_asks_for_more(world: &mut World, way: Way) {
     let kubelets = "    kind: https\n    listen: 0.0.0.0:10250\n";
     let connect = kubelets.replace("https", "connect");
@@ -74,7 +75,7 @@ pub(super) fn a_front_for_connect_tells_whoever_asks_for_more(world: &mut World,
     each_says(world, "this front serves CONNECT only", &all);
 }
 
-/// The front that this way comes by, otherwise.
+/// The listener that this way comes by, otherwise.
 fn front(text: &str, change: impl Fn(&str) -> String) -> String {
     let line = |line: &str| {
         let ours = line.contains("\"name\":\"tcp\"");

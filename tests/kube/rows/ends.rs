@@ -1,4 +1,4 @@
-//! Ends that somebody wants, an edge's or a gateway's, and one that nobody does, while kubectl has something open.
+//! Intended ends of an edge or a gateway, and an unintended one, while kubectl has a session open.
 
 use std::time::Duration;
 

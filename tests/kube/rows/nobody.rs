@@ -1,4 +1,4 @@
-//! Nodes at which nobody is: of the cloud, or with an address that nobody has, or that another has as well.
+//! Nodes that do not answer: nodes of the cloud, with an unused address, or with the address of another node.
 //!
 //! The API server looks at Node objects first, so that there is one for each, and a pod that is said to be there.
 
@@ -13,7 +13,7 @@ use crate::{
     world::{Way, World, net::CLOUD, process::until},
 };
 
-/// Where no rule of this machine leads to, and nobody answers.
+/// Address that no rule of this machine leads to, and at which nothing answers.
 const NOBODYS: &str = "10.97.0.77";
 
 pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
@@ -78,7 +78,7 @@ fn no_address_of_that_name(world: &mut World) {
     each_says(world, &wanted, &COMMANDS);
 }
 
-/// A front that dials nothing itself. What proxies to nodes resolves their names before it asks.
+/// A listener that dials nothing itself. What proxies to nodes resolves their names before it asks.
 fn no_node_of_that_name(world: &mut World) {
     let _lost = Lost::new(world, false, None);
     each_says(

@@ -1,7 +1,7 @@
-//! What the tests need of the machine: the parts of Kubernetes, programs, and leave to make namespaces.
+//! Requirements of the tests on the machine: the parts of Kubernetes, programs, and permission to make namespaces.
 //!
-//! `KUBEBUILDER_ASSETS` names the folder of the parts; where it is not set, it is the one that `tests/kube/assets/build`
-//! has made. No test builds them. The inner program is told the folder by that variable.
+//! `KUBEBUILDER_ASSETS` names the folder of the parts. If the variable is not set, the folder is the one that
+//! `tests/kube/assets/build` has made. No test builds the parts. The inner program learns the folder by that variable.
 
 use std::{env, os::unix::fs::MetadataExt, path::Path, path::PathBuf, process::Command};
 
@@ -26,7 +26,7 @@ pub(crate) fn folder() -> Option<PathBuf> {
     Some(printed.into())
 }
 
-/// What is missing here, if anything is.
+/// Returns the requirement that is missing here, if any.
 pub(crate) fn missing() -> Option<String> {
     if Path::new("/proc/self").metadata().ok()?.uid() != 0 {
         return Some("root".to_owned());

@@ -1,8 +1,8 @@
-//! Where the tests live: network, mounts and processes of their own, which end together with them.
+//! Namespaces of the tests: network, mounts and processes of their own, which end together with them.
 //!
-//! The program starts itself once more as the first process of new namespaces. With that one everything ends that was
-//! started in there, however it ended; what the kernel keeps then, the cgroups and a folder, is removed from out here.
-//! Nothing inside may rely on being stopped in order.
+//! The program starts itself once more as the first process of new namespaces. When that process ends, everything that was
+//! started in the namespaces ends, however it ended. The outer program removes what the kernel leaves then: the cgroups and a
+//! folder. Nothing inside may rely on being stopped in order.
 
 use std::{
     env,
@@ -18,7 +18,7 @@ use crate::skips;
 
 /// Says to the inner program that it is that, and where its folder is.
 const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
-/// Which group of the tests it runs.
+/// Variable with the group of the tests to run.
 const GROUP: &str = "CAUSEWAY_KUBE_GROUP";
 
 /// The folder of the tests, if this is the inner program.
@@ -26,7 +26,7 @@ pub(crate) fn inside() -> Option<PathBuf> {
     env::var_os(INSIDE).map(PathBuf::from)
 }
 
-/// Which group of the tests the inner program runs.
+/// Returns the group of the tests that the inner program runs.
 pub(crate) fn group() -> usize {
     let group = env::var(GROUP).ok();
     let group = group.and_then(|text| text.parse().ok());
@@ -39,7 +39,7 @@ pub(crate) fn branch(folder: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// Where the machine's cgroups are: one folder for each hierarchy of version 1, or the one of version 2.
+/// Returns the folders of the machine's cgroups: one for each hierarchy of version 1, or the one of version 2.
 pub(crate) fn hierarchies() -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     if root.join("cgroup.controllers").exists() {

@@ -1,6 +1,6 @@
 //! Causeway in the cluster: a gateway in the cloud, and an edge on each node, as processes of the built binary.
 //!
-//! The gateway has the configuration of the way's example, with this cloud's addresses and files in it, and fronts that
+//! The gateway has the configuration of the way's example, with this cloud's addresses and files in it, and listeners that
 //! tests want besides. Edges join once, with tokens, through the NAT, and serve the kubelet's port as bytes: TLS of
 //! kube-apiserver, or of the gateway, goes through to the kubelet.
 
@@ -26,21 +26,21 @@ pub(crate) const CLOSED: u16 = 9998;
 /// Another, for requests, which anybody may make.
 pub(crate) const REFUSING: u16 = 9996;
 
-/// Where the nodes have names.
+/// DNS zone of the nodes' names.
 const ZONE: &str = "nodes.example.internal";
 
 /// The binary that is tested.
 pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 
-/// Where the examples are.
+/// Folder of the examples.
 const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
 
-/// Whom a gateway leads.
+/// Clients that a gateway serves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Callers {
     /// kube-apiserver alone.
     Server,
-    /// Who scrapes kubelets as well: what the example has as a remark is in force.
+    /// Scrapers of kubelets as well: the part that the example has as a comment is in force.
     Scrapers,
 }
 
@@ -287,13 +287,13 @@ impl Road {
         (checks == Checks::On).then_some(file)
     }
 
-    /// What the gateway has said.
+    /// Returns the output of the gateway.
     pub(crate) fn said(&self) -> String {
         let (_, _, gateway) = self.gateway.as_ref().expect("it was started");
         gateway.said()
     }
 
-    /// The gateway's CA, by which its callers know it.
+    /// The gateway's CA, by which its clients know it.
     pub(crate) fn ca(&self) -> PathBuf {
         self.folder.join("gateway/ca.pem")
     }
@@ -338,7 +338,7 @@ impl Road {
     }
 }
 
-/// Where pods are believed.
+/// Configuration of the networks in which addresses of pods are accepted.
 const PODS: &str = "  pod_networks: [10.244.0.0/16]\n";
 
 /// For a moment only: who may not any more is to be refused while a test waits.
@@ -379,10 +379,11 @@ fn causeway(folder: &Path) -> Program {
     Program::new(BINARY).env("CAUSEWAY_DATA_DIR", folder.join("gateway"))
 }
 
-/// What the examples' policies say besides here: `REFUSING` is for everybody, and so are pods and ports that are listed.
+/// Rules that the examples' policies have here in addition: `REFUSING` is for everyone, and so are pods and ports that are
+/// listed.
 const ANYBODY: &str = "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996, 8080, 9100, 9443] }, then: allow }\n";
 
-/// Fronts that stand beside those of an example.
+/// Listeners that stand beside those of an example.
 fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
     let anybody = |name: &str, kind: &str, listen: String, original: bool| {
         json!({

@@ -26,7 +26,7 @@ const AGGREGATOR: &str = "front-proxy-client";
 const AGGREGATION: &str = "--enable-aggregator-routing=true --requestheader-username-headers=X-Remote-User \
      --requestheader-group-headers=X-Remote-Group --requestheader-extra-headers-prefix=X-Remote-Extra-";
 
-/// What an API server is started with besides what all are.
+/// Flags of an API server in addition to the common ones.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Flags {
     /// The egress selector's configuration.
@@ -168,7 +168,7 @@ impl Cluster {
         self.with_token("gateway", &token)
     }
 
-    /// A kubeconfig for whoever has this token.
+    /// Returns a kubeconfig for the holder of this token.
     pub(crate) fn with_token(&self, name: &str, token: &str) -> String {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "it",
@@ -366,7 +366,7 @@ impl Drop for Hung {
     }
 }
 
-/// What every API server is told.
+/// Adds the flags that every API server has.
 fn always(api: Program) -> Program {
     api.args([format!("--etcd-servers=http://{CLOUD}:2379")])
         .words("--secure-port=6443 --service-cluster-ip-range=10.96.0.0/16")

@@ -16,7 +16,7 @@ use super::process::{Program, must};
 /// The image's name.
 pub(crate) const NAME: &str = "causeway.test/busybox:1";
 
-/// Where Debian's package has it.
+/// Path of busybox in Debian's package.
 pub(crate) const BUSYBOX: &str = "/bin/busybox";
 
 /// Causeway's, as `deploy/` names it.

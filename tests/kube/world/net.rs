@@ -1,4 +1,4 @@
-//! The cloud's network and the edge's: sites behind routers that let nobody in.
+//! The cloud's network and the edge's: sites behind routers that admit no connections from outside.
 //!
 //! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
 //! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
@@ -12,14 +12,14 @@ use std::{
 
 use super::process::{Program, must};
 
-/// The cloud's address: API server, gateway and callers.
+/// The cloud's address: API server, gateway and clients.
 pub(crate) const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 1);
 
-/// Where names are asked for that come from a hosts file.
+/// Address of the DNS server for names that come from a hosts file.
 pub(crate) const HOSTED: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 53);
 
-/// What the cloud calls the nodes: kube-apiserver resolves a name before it proxies to it, also where it then asks for
-/// the name by CONNECT.
+/// Names of the nodes in the cloud. kube-apiserver resolves a name before it proxies to it, even if it then asks for the name
+/// by CONNECT.
 pub(crate) const HOSTS: &str =
     "127.0.0.1 localhost\n10.97.0.50 cloud-1\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
 

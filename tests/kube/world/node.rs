@@ -16,10 +16,10 @@ use super::{
     process::{Process, Program, until},
 };
 
-/// What `main` asks for.
+/// Programs that `main` requires.
 pub(crate) const NEEDS: [&str; 4] = ["containerd", "runc", "ctr", image::BUSYBOX];
 
-/// Where Debian has the CNI plugins.
+/// Folder of the CNI plugins in Debian.
 pub(crate) const PLUGINS: &str = "/usr/lib/cni";
 
 /// A node whose kubelet runs.
@@ -35,7 +35,7 @@ pub(crate) struct Node {
     kubelet: Option<Process>,
 }
 
-/// Who makes a kubelet's serving certificate.
+/// Issuer of a kubelet's serving certificate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Serving {
     /// The cluster's CA.

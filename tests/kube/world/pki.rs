@@ -1,4 +1,4 @@
-//! The cluster's certificates: one CA, and what it signs for API server, kubelets, nodes and callers.
+//! The cluster's certificates: one CA, and what it signs for API server, kubelets, nodes and clients.
 //!
 //! Everything is a file in one folder, named after whom it is for: `NAME.pem` and `NAME.key`. Keys never leave it.
 

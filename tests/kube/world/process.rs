@@ -90,7 +90,7 @@ impl Program {
         self
     }
 
-    /// What it reads.
+    /// Sets the standard input.
     pub(crate) fn input(mut self, input: impl Into<Vec<u8>>) -> Self {
         self.input = input.into();
         self
@@ -178,12 +178,12 @@ impl Process {
         self.child.id()
     }
 
-    /// Where its words are.
+    /// Returns the path of the log.
     pub(crate) fn log(&self) -> &Path {
         &self.log
     }
 
-    /// What it has said so far.
+    /// Returns the output so far.
     pub(crate) fn said(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
@@ -278,7 +278,7 @@ impl Ran {
         self.stderr
     }
 
-    /// What it wrote.
+    /// Returns the standard output as text.
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }

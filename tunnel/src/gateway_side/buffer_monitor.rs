@@ -1,8 +1,8 @@
-//! What lies unread in a tunnel's streams, and whether that is more than an honest edge may have sent.
+//! Monitor of the unread bytes in a tunnel's streams, which detects more of them than an honest edge may have sent.
 //!
-//! Asking every stream costs, so all are weighed once per [`WEIGH_AFTER`]. Between two weighings a fast edge could send more
-//! than all that it may leave here: they are glanced at, too, whenever a whole budget of bytes has been read, or small frames
-//! that nobody takes cost a part of it more than at the last glance.
+//! Asking every stream is costly, so all are weighed once per [`SAMPLE_INTERVAL`]. Between two weighings a fast edge could
+//! send more than all that it may leave here. So a quick check takes place, too, whenever a whole budget of bytes has been
+//! read, or unconsumed small frames cost a part of it more than at the last quick check.
 
 use super::TunnelLoad;
 use crate::buffered::{BufferedBytes, SAMPLE_INTERVAL};
@@ -11,19 +11,21 @@ use tokio::time::Instant;
 /// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
 /// windows takes a round trip.
 const OVERRUN_FACTOR: usize = 4;
-/// What part of a budget small frames may cost more until somebody looks: ten bytes from the socket cost hundreds.
+/// Divisor of a budget: small frames may cost this part more before the next check. Ten bytes from the socket cost hundreds.
 const RECHECK_FRACTION: usize = 4;
-/// What part of a budget small frames may cost before windows follow.
+/// Divisor of a budget: small frames may cost this part before windows follow.
 const IGNORE_FRACTION: usize = 8;
 /// The least window, which each stream has beyond the budget.
 const MIN_STREAM_WINDOW: usize = 64 << 10;
 
-/// What small frames cost, twice, in bytes: the engine's list of them grows by copying, and what it was before is given back later.
+/// Returns twice the cost of small frames, in bytes: h2's list of them grows by copying, and its earlier memory is freed
+/// later.
 pub(super) fn small_frame_cost(load: &TunnelLoad) -> usize {
     load.small().cost_of_all().saturating_mul(2)
 }
 
-/// That, where it is a part of the budget that counts: what only passes through costs little, and no window follows it.
+/// Returns the cost of small frames, or 0 when it is below 1/8 of the budget: short bursts cost little, and windows do not
+/// follow them.
 pub(super) fn significant_small_frame_cost(load: &TunnelLoad, budget: usize) -> usize {
     let cost = small_frame_cost(load);
     if cost < budget / IGNORE_FRACTION {
@@ -33,14 +35,14 @@ pub(super) fn significant_small_frame_cost(load: &TunnelLoad, budget: usize) -> 
     }
 }
 
-/// When the streams of one tunnel were asked, and what they held then.
+/// Monitor of the streams of one tunnel: the last sample, and its time.
 #[derive(Debug)]
 pub(super) struct BufferMonitor {
     held: BufferedBytes,
     weighed: Instant,
-    /// What had been read from the socket at the last glance, in bytes.
+    /// Bytes that had been read from the socket at the last quick check.
     glanced: u64,
-    /// What small frames have cost at the last glance, or less, in bytes.
+    /// Cost of small frames at the last quick check, or less, in bytes.
     small: usize,
 }
 
@@ -69,8 +71,8 @@ impl BufferMonitor {
         }
     }
 
-    /// What the streams hold in bytes, where that is more than their windows allow. `read` is all that has come from the
-    /// socket, and `budget` what the tunnel may leave unread.
+    /// Returns the bytes that the streams hold, if that is more than their windows allow. `read` is the number of all bytes
+    /// from the socket, and `budget` the number of bytes that the tunnel may leave unread.
     pub(super) fn overrun(&mut self, load: &TunnelLoad, read: u64, budget: usize) -> Option<usize> {
         let most = budget.saturating_mul(OVERRUN_FACTOR) + load.streams() * MIN_STREAM_WINDOW;
         let (small, glanced) = (
@@ -82,7 +84,7 @@ impl BufferMonitor {
         (held > most).then_some(held)
     }
 
-    /// What the streams hold, where much has come behind the last glance; else nothing.
+    /// Returns the bytes that the streams hold if much has arrived since the last quick check, else 0.
     fn quick_check(&mut self, load: &TunnelLoad, read: u64, budget: usize) -> usize {
         let small = load.small().cost_of_all();
         self.small = self.small.min(small);

@@ -1,9 +1,9 @@
 //! The task that owns a tunnel's connection on the gateway's side.
 //!
-//! Moves the connection, probes it, judges its silence, sizes its windows. Only the driver initiates PING and
-//! SETTINGS, and keeps one in the air at a time (design trap 11): two ends that each wait to write a control
-//! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
-//! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
+//! Moves the connection, probes it, judges its silence, sizes its windows. Only the driver initiates PING and SETTINGS, and
+//! has at most one outstanding (invariant 11): two ends that each wait to write a control frame hang for ever. h2 does not
+//! show that SETTINGS were acknowledged, but refuses new ones while they are not. If that is in doubt, the next probe is
+//! SETTINGS that change nothing.
 
 use super::{
     GatewaySideConfig, Inner, Tunnel, TunnelLoad,
@@ -38,7 +38,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 
 /// How many PINGs the round trip is the least of: one under load measures queues.
 const RECENT: usize = 8;
-/// What an edge may take for its answer to SETTINGS or a turn, while bytes come: everything that it had sent before comes first.
+/// Maximum time for an edge's answer to SETTINGS or a turn while bytes arrive: all that the edge sent before comes first.
 const ANSWER: Duration = Duration::from_mins(1);
 /// Every tunnel has its control stream open.
 const CONTROL: usize = 1;
@@ -118,9 +118,9 @@ enum PendingControlFrame {
     Clear,
     /// A PING, sent then.
     Ping(Instant),
-    /// SETTINGS, whose acknowledgement the engine does not show.
+    /// SETTINGS, whose acknowledgement h2 does not show.
     Settings,
-    /// The edge's: it has been told that it may change its window.
+    /// The edge's turn: it was informed that it may change its window.
     Turn,
 }
 
@@ -150,7 +150,7 @@ pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
     _end: EndNotifier,
 }
 
-/// Tells a load that its tunnel has ended, however.
+/// Notifies a load that its tunnel has ended, for any reason.
 #[derive(Debug)]
 struct EndNotifier(Arc<TunnelLoad>);
 
@@ -253,8 +253,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    /// Sends a PING, or SETTINGS that change nothing where earlier ones may still be in the air: the engine
-    /// refuses those while they are.
+    /// Sends a PING, or SETTINGS that change nothing if earlier ones may still be outstanding: h2 refuses new ones while
+    /// they are.
     fn probe(&mut self, now: Instant, read: Instant) -> bool {
         let quiet = now.saturating_duration_since(read) >= self.settings.liveness.probe_after / 2;
         match self.air {
@@ -305,7 +305,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         [raise, again, weigh, owed].into_iter().flatten().min()
     }
 
-    /// What an honest edge does not do: the bounds on what it may leave here stand on its acknowledgements.
+    /// Returns a description of behaviour that an honest edge does not show: the bounds on its unread bytes here rest on its
+    /// acknowledgements.
     fn misbehaves(&mut self) -> Option<String> {
         let (read, budget) = (self.traffic.read(), self.settings.budget);
         let excess = self.scales.overrun(&self.shared.load, read, budget);
@@ -336,7 +337,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         flow_control::size(round_trip, streams, self.budget())
     }
 
-    /// What the streams that move may share.
+    /// Returns the bytes that the moving streams may share.
     fn budget(&self) -> usize {
         if self.settings.pressure.is_high() {
             return 0;
@@ -389,7 +390,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         true
     }
 
-    /// Tells the edge that it may do the same.
+    /// Offers the edge to do the same.
     fn offer(&mut self) {
         if self.shared.turn.offer(self.window) {
             self.air = PendingControlFrame::Turn;

@@ -91,9 +91,9 @@ struct Turning {
     ended: mpsc::UnboundedReceiver<TunnelEnd>,
     /// Of the edge's end.
     edge: Arc<TunnelLoad>,
-    /// What the edge is asked for.
+    /// Requests that the edge receives.
     asked: mpsc::UnboundedReceiver<StreamRequest>,
-    /// What the edge took at each of its turns, in bytes.
+    /// Bytes that the edge took at each of its turns.
     taken: mpsc::UnboundedReceiver<u32>,
 }
 

@@ -1,6 +1,6 @@
 //! The edge's turn: when the other end may change its window.
 //!
-//! Each end has SETTINGS of its own, and two control frames that wait for each other hang a tunnel (design trap 11).
+//! Each end has SETTINGS of its own, and two control frames that wait for each other hang a tunnel (invariant 11).
 //! So only the gateway decides when: it says over the control stream that the edge may, and sends neither PING nor
 //! SETTINGS until the edge has said that it did. The answer also proves that SETTINGS which were sent before the
 //! line have been acknowledged, since the edge writes an acknowledgement before it reads on.
@@ -21,7 +21,7 @@ const PATIENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_s
 /// takes more than before is asked more and more seldom.
 #[derive(Debug)]
 pub(super) struct GrantBackoff {
-    /// What it took last, where that was less than it was offered.
+    /// Bytes that the edge took last, if that was less than it was offered.
     less: Option<u32>,
     patience: Duration,
 }
@@ -53,7 +53,7 @@ impl GrantBackoff {
     }
 }
 
-/// Whose turn it is, between the driver and whoever speaks on the control stream.
+/// Window grant in progress, shared by the driver and the task of the control stream.
 #[derive(Debug, Default)]
 pub(super) struct WindowGrant {
     /// Whether the edge knows of turns.
@@ -64,9 +64,9 @@ pub(super) struct WindowGrant {
 
 #[derive(Debug, Default)]
 struct GrantState {
-    /// What the edge is to be told, once.
+    /// Window to offer to the edge, taken once.
     offered: Option<u32>,
-    /// What it took.
+    /// Window that the edge took.
     taken: Option<u32>,
 }
 
@@ -98,7 +98,7 @@ impl WindowGrant {
         self.state(|state| state.taken = Some(window));
     }
 
-    /// What the edge took, once.
+    /// Returns the window that the edge took, once.
     pub(super) fn taken(&self) -> Option<u32> {
         self.state(|state| state.taken.take())
     }

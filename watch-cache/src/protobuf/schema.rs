@@ -1,8 +1,8 @@
 //! The fields of each kind that has a protobuf encoding here: JSON name, number and type.
 //!
-//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery, each message by the order of its numbers,
-//! which is the order in which Kubernetes writes them. Numbers never change there, fields are only added: a field that
-//! is missing here is missing for who reads protobuf, so a test compares the tables with those files.
+//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery, each message by the order of its numbers, which
+//! is the order in which Kubernetes writes them. Numbers never change there, fields are only added. A field that is missing here
+//! is missing for clients that read protobuf, so a test compares the tables with those files.
 
 mod meta;
 #[cfg(test)]
@@ -14,7 +14,7 @@ use meta::{CONDITION, OBJECT_META, OBJECT_REFERENCE, STATUS};
 /// A field of a message: its name in JSON, its number, what it holds.
 pub(super) struct Field(pub(super) &'static str, pub(super) u32, pub(super) Kind);
 
-/// What a field holds.
+/// Type of a field.
 pub(super) enum Kind {
     Text,
     Int,
@@ -25,7 +25,7 @@ pub(super) enum Kind {
     Time,
     /// A message with the text of an amount in it.
     Quantity,
-    /// Either of both in JSON; a message that says which in protobuf.
+    /// A number or a text in JSON; a message with a type tag in protobuf.
     IntOrText,
     /// JSON as it stands, as the bytes of a message.
     Json,
@@ -34,7 +34,7 @@ pub(super) enum Kind {
     Map(&'static Kind),
 }
 
-/// The fields of a kind, None if it has no schema here.
+/// Returns the fields of a kind, or `None` if it has no schema here.
 pub(super) fn fields(api_version: &str, kind: &str) -> Option<&'static [Field]> {
     KINDS
         .iter()
@@ -94,7 +94,7 @@ const ENDPOINT: &[Field] = &[
     ),
 ];
 
-/// Not the port of Endpoints: the numbers differ.
+/// Port of an `EndpointSlice`. It differs from the port of Endpoints in its field numbers.
 const ENDPOINT_SLICE_PORT: &[Field] = &[
     Field("name", 1, Text),
     Field("protocol", 2, Text),

@@ -1,5 +1,5 @@
-//! Against what Kubernetes' own Go types and codecs (v0.36.3) make of the same objects: each file has an object's JSON
-//! and Go's protobuf of it, as base64. `every-*` have each field that the type has set to something else than zero.
+//! Compares the encoding with the output of Kubernetes' own Go types and codecs (v0.36.3) for the same objects. Each file has an
+//! object's JSON and Go's protobuf of it, as base64. In `every-*` each field of the type has a value other than zero.
 
 use super::*;
 use serde_json::{Map, json};
@@ -17,7 +17,7 @@ macro_rules! sample {
     };
 }
 
-/// Where every field is set there is nothing that only Go writes.
+/// Checks a sample in which every field is set: then no field is written by Go only.
 fn with_every_field(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
     let ours = super::object(&object).unwrap();
@@ -26,7 +26,7 @@ fn with_every_field(sample: (Value, Vec<u8>)) {
     assert_eq!(ours, go);
 }
 
-/// As kube-apiserver gives them, Go writes zeros that are not in the JSON.
+/// Checks a sample as kube-apiserver sends it: Go writes zeros that are not in the JSON.
 fn as_it_is_met(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
     let ours = decoded(&super::object(&object).unwrap());
@@ -174,7 +174,7 @@ fn fields_of_a_newer_kubernetes_are_passed_over() {
     );
 }
 
-/// Without what `drop` says of, the innermost first.
+/// Returns the value without the parts that `drop` selects, the innermost first.
 fn without(value: &Value, drop: &dyn Fn(&Value) -> bool) -> Value {
     match value {
         Value::Object(entries) => entries

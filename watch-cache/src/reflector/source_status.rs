@@ -1,4 +1,4 @@
-//! What a source says where it has nothing to give, and how old its view is.
+//! Errors of a source and the age of its view.
 
 use super::{ReflectorError, SourceResponse};
 use crate::store::Store;
@@ -9,10 +9,10 @@ use http::{
 use serde::Deserialize;
 use std::time::Duration;
 
-/// How long a source may tell its reader to stay away.
+/// Maximum `Retry-After` that is accepted from a source.
 const AWAY: Duration = Duration::from_mins(5);
 
-/// For how long the source's own source has been away, if it is.
+/// Returns the time for which the source's own source has been away, if it is.
 pub(super) fn view_age(headers: &HeaderMap) -> Option<Duration> {
     let seconds = headers.get(AGE)?.to_str().ok()?.parse().ok()?;
     Some(Duration::from_secs(seconds))
@@ -40,19 +40,19 @@ struct StatusCause {
 }
 
 impl SourceStatus {
-    /// What is known is too old to go on from.
+    /// Whether the requested version is too old to resume from.
     pub(super) fn is_gone(&self) -> bool {
         self.code == StatusCode::GONE.as_u16()
     }
 
-    /// The source does not know yet what was asked for.
+    /// Whether the source does not know the requested version yet.
     fn is_behind(&self) -> bool {
         let mut causes = self.details.causes.iter();
         causes.any(|cause| cause.reason == "ResourceVersionTooLarge")
     }
 }
 
-/// What a failure means, by its status and its words.
+/// Returns the meaning of a failure, by its status and its message.
 pub(super) fn map_status(store: &Store, answer: &SourceResponse, bytes: &[u8]) -> ReflectorError {
     let said: SourceStatus = serde_json::from_slice(bytes).unwrap_or_default();
     let behind = said.is_behind();

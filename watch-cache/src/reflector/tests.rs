@@ -16,7 +16,7 @@ use std::{
 };
 use tokio::{sync::Notify, task::JoinSet};
 
-/// Another pool as a source, whose way may be cut.
+/// Another watch cache as a source, whose connection may be cut.
 struct Through {
     pool: Arc<WatchCache>,
     cut: Arc<Cut>,
@@ -94,7 +94,7 @@ impl ListWatch for Through {
     }
 }
 
-/// The same, and it was silent for a minute before.
+/// The same source, after a minute of silence.
 struct Silent(Arc<Through>);
 
 impl ListWatch for Silent {
@@ -242,7 +242,8 @@ async fn a_source_that_is_out_of_touch_is_none_to_a_store_that_has_something() {
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
 }
 
-/// A view of this age, which is told a while after it was noticed. The system's clock goes on beside the paused one.
+/// Checks that the view has this age, which is reported a while after it was noticed. The system's clock goes on beside the
+/// paused one.
 async fn is_old(store: &Store, seconds: u64) {
     assert_eq!(store.age(), None, "another source may be there at once");
     tokio::time::advance(Duration::from_secs(3)).await;
@@ -325,7 +326,7 @@ async fn it_never_goes_back_but_where_the_cloud_has_stayed_back_for_half_a_minut
     assert_eq!(held(&own), held(&gateway));
 }
 
-/// What a client of Kubernetes makes of a list and watches: name → version, by the selector.
+/// View of a Kubernetes client, from a list and watches: name → version, by the selector.
 struct Client {
     pool: Arc<WatchCache>,
     selector: &'static str,
@@ -359,7 +360,7 @@ impl Client {
         }
     }
 
-    /// As an informer does: a list, then watches, and a list again after 410.
+    /// Runs as an informer does: a list, then watches, and a list again after 410.
     async fn run(self, seed: u64) {
         let mut random = SmallRng::seed_from_u64(seed);
         'list: loop {
@@ -419,25 +420,25 @@ impl Client {
     }
 }
 
-/// As much of an event as its reader looks at: a hundred thousand are read here, and most of the time goes into reading.
+/// The part of an event that the test checks: a hundred thousand are parsed here, and parsing takes most of the time.
 #[derive(Debug, Deserialize)]
 struct Happening<'a> {
     r#type: &'a str,
     #[serde(borrow)]
-    object: Shown<'a>,
+    object: ListedObject<'a>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Shown<'a> {
+struct ListedObject<'a> {
     #[serde(default)]
     code: u16,
     #[serde(borrow)]
-    metadata: Told<'a>,
+    metadata: ReceivedEvent<'a>,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-struct Told<'a> {
+struct ReceivedEvent<'a> {
     name: &'a str,
     resource_version: &'a str,
 }
@@ -454,7 +455,7 @@ fn version(value: &serde_json::Value) -> u64 {
         .unwrap()
 }
 
-/// A reader's view: which pool, which selector, what it knows and at which version.
+/// A client's view: its cache, its selector, its objects and its version.
 type View = (
     usize,
     &'static str,
@@ -462,7 +463,7 @@ type View = (
     Arc<Mutex<u64>>,
 );
 
-/// Readers at each level, by several selectors.
+/// Starts clients at each level, with several selectors.
 fn read(tasks: &mut JoinSet<()>, levels: &[Arc<WatchCache>]) -> Vec<View> {
     let mut views = Vec::new();
     for (number, pool) in levels.iter().enumerate() {
@@ -485,7 +486,7 @@ fn read(tasks: &mut JoinSet<()>, levels: &[Arc<WatchCache>]) -> Vec<View> {
     views
 }
 
-/// Changes the cloud at random, and the ways between the levels; the version at the end.
+/// Changes the cloud at random, and the connections between the levels. Returns the version at the end.
 async fn change(
     tasks: &mut JoinSet<()>,
     (cloud, cuts): (&Arc<WatchCache>, &[Arc<Cut>]),
@@ -518,8 +519,8 @@ async fn change(
     at + 2
 }
 
-/// 10,000 random changes in the cloud, seen through a gateway, a leader and a follower while the ways between are cut again
-/// and again: every reader at every level ends with the truth, and on the way none is told nonsense.
+/// 10,000 random changes in the cloud, seen through a gateway, a leader and a follower while the connections between them are cut
+/// again and again. Every client at every level ends with the true state, and never receives an inconsistent event.
 #[tokio::test(start_paused = true)]
 async fn ten_thousand_changes_and_cuts_in_between_leave_every_reader_with_the_truth() {
     // The windows are small: outages are longer than they are.

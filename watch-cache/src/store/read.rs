@@ -1,4 +1,4 @@
-//! What a store tells: states at a version, and the events after one.
+//! Read operations of a store: states at a version, and the events after it.
 
 use super::{Epoch, EventBatch, ListState, Store, VersionError};
 use crate::object::{NamespacedName, Object};
@@ -9,7 +9,7 @@ use std::{
 use tokio::time::Instant;
 
 impl Store {
-    /// All as it is now, for a watch that begins with it.
+    /// Returns the present state, for a watch that begins with it.
     pub(crate) fn state(&self) -> Result<Weak<ListState>, VersionError> {
         let mut inner = self.inner();
         if inner.version == 0 {
@@ -35,7 +35,7 @@ impl Store {
         Ok(told)
     }
 
-    /// All as it was at a version; as it is now without one.
+    /// Returns the state at a version, or the present state without one.
     pub(crate) fn at(&self, version: Option<u64>) -> Result<ListState, VersionError> {
         let inner = self.inner();
         if inner.version == 0 {
@@ -73,8 +73,8 @@ impl Store {
         self.inner().objects.get(key).cloned()
     }
 
-    /// Which history it is now, and the number of the first event after a version that a reader knows. One that `follows` is read
-    /// from in turn, and is told only what is known to have happened.
+    /// Returns the present history, and the number of the first event after a version that a client knows. A client that
+    /// `follows` serves others, and receives only events that are known to have happened.
     pub(crate) fn after(&self, version: u64, follows: bool) -> Result<(Epoch, u64), VersionError> {
         let inner = self.inner();
         match inner.version {
@@ -86,13 +86,13 @@ impl Store {
         }
     }
 
-    /// Which history it is, the newest version, and the number of the first event after it.
+    /// Returns the present history, the newest version, and the number of the first event after it.
     pub(crate) fn position(&self) -> (Epoch, u64, u64) {
         let inner = self.inner();
         (inner.history, inner.version, inner.window.next())
     }
 
-    /// Events from this number on, `most` of them, for a reader that `follows` or one that does not.
+    /// Returns events from this number on, `most` of them, for a client that `follows` or one that does not.
     pub(crate) fn events(
         &self,
         history: Epoch,
@@ -116,7 +116,8 @@ impl Store {
     }
 }
 
-/// Objects as they were, from how they are now and how those were that have changed; both are in the order of their keys.
+/// Returns objects in their former state, from the present state and the former state of those that have changed; both are in the
+/// order of their keys.
 fn back(
     now: Vec<Arc<Object>>,
     mut then: BTreeMap<NamespacedName, Option<Arc<Object>>>,

@@ -1,4 +1,4 @@
-//! What a store is told: that its source is there or away, lists, and events.
+//! Write operations of a store: the connection state of its source, lists, and events.
 
 use super::{Inner, Store};
 use crate::{
@@ -13,7 +13,7 @@ use std::{
 use tokio::time::Instant;
 
 impl Store {
-    /// The source is away, and how long it already was.
+    /// Records that the source is away, and for how long it already was.
     pub fn lost_for(&self, away: Duration) {
         let mut inner = self.inner();
         let now = SystemTime::now();
@@ -25,7 +25,7 @@ impl Store {
         self.say(&inner);
     }
 
-    /// The source is there, and its own view is this old.
+    /// Records that the source is in touch, and the age of its own view.
     pub(crate) fn found(&self, age: Option<Duration>) {
         let mut inner = self.inner();
         let now = SystemTime::now();
@@ -39,7 +39,7 @@ impl Store {
         self.inner().behind.get_or_insert_with(Instant::now);
     }
 
-    /// For how long that has been so.
+    /// Returns the time for which the source has known less than the store.
     pub(crate) fn is_behind(&self) -> Option<Duration> {
         self.inner().behind.map(|since| since.elapsed())
     }
@@ -48,7 +48,7 @@ impl Store {
         self.changed.send_replace(inner.version);
     }
 
-    /// What the source says of the kind.
+    /// Records the kind that the source reports.
     pub(crate) fn learn(&self, kind: &str) {
         let mut inner = self.inner();
         let namespaced = inner.kind.as_ref().map(|known| known.namespaced);
@@ -58,7 +58,7 @@ impl Store {
         });
     }
 
-    /// All that there is at this version.
+    /// Replaces all objects by a list at this version.
     pub(crate) fn replace(&self, version: u64, objects: Vec<Object>) {
         let mut inner = self.inner();
         let inner = &mut *inner;
@@ -105,7 +105,7 @@ impl Store {
         self.say(&inner);
     }
 
-    /// Nothing happened up to this version.
+    /// Records that nothing happened up to this version.
     pub(crate) fn pass(&self, version: u64) {
         let mut inner = self.inner();
         if version > inner.version {
@@ -116,10 +116,11 @@ impl Store {
     }
 }
 
-/// The events that lead from what is known at one version to a list at a later one.
+/// Appends the events that lead from the state at one version to a list at a later one.
 ///
-/// What is gone went at versions that nobody knows. A reader goes on from the version of the last event that it heard, so no two
-/// events may have the list's: all but the last have versions within the outage, and who was cut off there lists anew.
+/// Missing objects were deleted at unknown versions. A client resumes from the version of the last event that it received, so no
+/// two events may have the list's version. All but the last have versions within the outage, and a client that was cut off there
+/// lists anew.
 fn advance(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
     let old = inner.version;
     let mut gone: BTreeMap<&NamespacedName, &Arc<Object>> = inner.objects.iter().collect();
@@ -155,7 +156,7 @@ fn advance(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
 }
 
 impl Inner {
-    /// Of what happened since this version only the outcome is known.
+    /// Records an outage since this version: only its outcome is known.
     fn outage(&mut self, since: u64) {
         if self.window.gap(since, self.version) {
             self.history.outages += 1;

@@ -55,14 +55,14 @@ impl Reader {
         told(&self.event().await.expect("an event"))
     }
 
-    /// Whether nothing is told for a while.
+    /// Whether no event arrives for a while.
     async fn is_quiet(&mut self) -> bool {
         timeout(Duration::from_secs(20), self.event())
             .await
             .is_err()
     }
 
-    /// What is told until 410, which is the last.
+    /// Counts the events until 410, which is the last.
     async fn until_gone(&mut self) -> usize {
         let mut count = 0;
         while let Some(event) = self.event().await {

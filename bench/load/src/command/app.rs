@@ -35,14 +35,14 @@ use std::{
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::Span;
 
-/// What bodies are made of.
+/// Block of bytes that bodies consist of.
 static BLOCK: [u8; 256 << 10] = [b'.'; 256 << 10];
-/// What an idle echo holds, and what a busy one does.
+/// Buffer sizes in bytes of an echo: while it is idle, and while it is busy.
 const ECHO: (usize, usize) = (4 << 10, 64 << 10);
-/// What open connections get to end.
+/// Time that open connections have to finish.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// Serves until it is told to stop.
+/// Serves until it is asked to stop.
 pub(crate) async fn run(asked: &cli::App, stop: Stop) -> anyhow::Result<()> {
     let bound = BoundSocket::tcp(asked.listen).with_context(|| format!("{}", asked.listen))?;
     let address = bound.local_addr().context("the listener has no address")?;
@@ -77,9 +77,9 @@ async fn serve(socket: Socket, tasks: Arc<TaskGroup>) {
     let _ = serving.await;
 }
 
-/// What a path asks for.
+/// Response that a path requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Asked {
+enum AppRequest {
     Bytes(u64),
     Sink,
     Echo,
@@ -88,18 +88,20 @@ enum Asked {
     Nothing,
 }
 
-fn understand(path: &str) -> Asked {
+fn understand(path: &str) -> AppRequest {
     let path = path.strip_prefix('/').unwrap_or(path);
     match path.split_once('/') {
         None => match path {
-            "1k" => Asked::Bytes(1024),
-            "sink" => Asked::Sink,
-            "echo" => Asked::Echo,
-            "drain" => Asked::Drain,
-            _ => path.parse().map_or(Asked::Nothing, Asked::Bytes),
+            "1k" => AppRequest::Bytes(1024),
+            "sink" => AppRequest::Sink,
+            "echo" => AppRequest::Echo,
+            "drain" => AppRequest::Drain,
+            _ => path.parse().map_or(AppRequest::Nothing, AppRequest::Bytes),
         },
-        Some(("source", length)) => length.parse().map_or(Asked::Nothing, Asked::Source),
-        Some(_) => Asked::Nothing,
+        Some(("source", length)) => length
+            .parse()
+            .map_or(AppRequest::Nothing, AppRequest::Source),
+        Some(_) => AppRequest::Nothing,
     }
 }
 
@@ -107,11 +109,11 @@ async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<F
     let asked = understand(request.uri().path());
     let method = request.method();
     match asked {
-        Asked::Bytes(length) if matches!(*method, Method::GET | Method::HEAD) => {
+        AppRequest::Bytes(length) if matches!(*method, Method::GET | Method::HEAD) => {
             Response::new(Filling::new(length))
         }
-        Asked::Sink if matches!(*method, Method::PUT | Method::POST) => count(request).await,
-        Asked::Echo | Asked::Source(_) | Asked::Drain => {
+        AppRequest::Sink if matches!(*method, Method::PUT | Method::POST) => count(request).await,
+        AppRequest::Echo | AppRequest::Source(_) | AppRequest::Drain => {
             let Some(token) = request.headers().get(UPGRADE).cloned() else {
                 return plain(StatusCode::UPGRADE_REQUIRED, "this wants an Upgrade\n");
             };
@@ -123,10 +125,10 @@ async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<F
             fields.insert(UPGRADE, token);
             answer
         }
-        Asked::Bytes(_) | Asked::Sink => {
+        AppRequest::Bytes(_) | AppRequest::Sink => {
             plain(StatusCode::METHOD_NOT_ALLOWED, "another method, please\n")
         }
-        Asked::Nothing => plain(
+        AppRequest::Nothing => plain(
             StatusCode::NOT_FOUND,
             "there is /1k, /N, /sink, /echo, /source/N and /drain\n",
         ),
@@ -155,15 +157,15 @@ fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Filling> {
     answer
 }
 
-async fn switched(upgrade: OnUpgrade, asked: Asked) {
+async fn switched(upgrade: OnUpgrade, asked: AppRequest) {
     let Ok(upgraded) = upgrade.await else {
         return;
     };
     let mut io = TokioIo::new(upgraded);
     // A caller that goes ends its session, however it goes.
     let _ = match asked {
-        Asked::Source(length) => source(&mut io, length).await,
-        Asked::Drain => drain(&mut io).await,
+        AppRequest::Source(length) => source(&mut io, length).await,
+        AppRequest::Drain => drain(&mut io).await,
         _ => echo(&mut io).await,
     };
 }
@@ -260,10 +262,10 @@ mod tests {
 
     #[test]
     fn paths_say_what_is_wanted() {
-        assert_eq!(understand("/1k"), Asked::Bytes(1024));
-        assert_eq!(understand("/1073741824"), Asked::Bytes(1 << 30));
-        assert_eq!(understand("/source/7"), Asked::Source(7));
-        assert_eq!(understand("/source/x"), Asked::Nothing);
-        assert_eq!(understand("/-1"), Asked::Nothing);
+        assert_eq!(understand("/1k"), AppRequest::Bytes(1024));
+        assert_eq!(understand("/1073741824"), AppRequest::Bytes(1 << 30));
+        assert_eq!(understand("/source/7"), AppRequest::Source(7));
+        assert_eq!(understand("/source/x"), AppRequest::Nothing);
+        assert_eq!(understand("/-1"), AppRequest::Nothing);
     }
 }

@@ -1,7 +1,7 @@
-//! A caller's load, the same over every road: through a CONNECT, as kube-apiserver reaches a kubelet through
-//! Konnectivity; straight to a front; or straight to an app.
+//! Load of a client, the same over every route: through a CONNECT, as kube-apiserver reaches a kubelet through
+//! Konnectivity; directly to a listener; or directly to an upstream.
 //!
-//! Closed loops: each caller has one request, or one transfer, on its way. What a ready-made generator does over
+//! Closed loops: each client has one request, or one transfer, on its way. What a ready-made generator does over
 //! plain HTTPS is here as well, so that both roads are walked by the same feet.
 
 mod requests;
@@ -63,7 +63,7 @@ fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
     })
 }
 
-/// What asks for an upgrade.
+/// Returns the bytes of a request for a protocol upgrade.
 pub(super) fn upgrade(path: &str, host: &str) -> Vec<u8> {
     format!(
         "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {TOKEN}\r\n\r\n"

@@ -24,7 +24,7 @@ use tracing::Span;
 /// The body of every answer.
 const BODY: &[u8] = &[b'.'; 1024];
 
-/// What all nodes share.
+/// State that all nodes share.
 struct Fleet {
     gateway: SocketAddr,
     body: Bytes,
@@ -37,7 +37,7 @@ struct Fleet {
     instance: String,
 }
 
-/// Runs the fleet until it is told to stop, or the storm until its time is over.
+/// Runs the fleet until it is asked to stop, or the storm until its time is over.
 pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
     let identities = mint::read(&asked.identities, asked.nodes, asked.resume)?;
     let count = identities.len();

@@ -1,9 +1,9 @@
-//! Upgrades that nobody uses: opened, held, and asked at the end whether they still live.
+//! Idle upgrades: opened, left open, and checked at the end with an echo.
 
 use super::connect::upgrade;
 use crate::{
     cli, files,
-    http1::Line,
+    http1::Connection,
     measure::Failures,
     report::{self, rounded},
     road::Road,
@@ -18,12 +18,12 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// What each says at the end, to hear it again.
+/// Bytes that each connection sends at the end and expects back.
 const WORD: &[u8; 8] = b"still on";
-/// What the echo takes at most.
+/// Maximum time for the echo.
 const BOUND: Duration = Duration::from_secs(10);
 
-/// Opens them, holds them until it is told to stop, and asks each.
+/// Opens the upgrades, leaves them open until it is asked to stop, and checks each.
 pub(crate) async fn run(asked: cli::Idle, stop: Stop) -> anyhow::Result<()> {
     files::enough(asked.count)?;
     let road = Arc::new(Road::of(&asked.url, asked.to, &asked.caller).await?);
@@ -70,7 +70,7 @@ pub(crate) async fn run(asked: cli::Idle, stop: Stop) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn open(road: &Road, request: &[u8]) -> anyhow::Result<Line> {
+async fn open(road: &Road, request: &[u8]) -> anyhow::Result<Connection> {
     let mut line = road.open().await?.line;
     let head = line.ask(request).await?;
     ensure!(
@@ -82,7 +82,7 @@ async fn open(road: &Road, request: &[u8]) -> anyhow::Result<Line> {
     Ok(line)
 }
 
-async fn alive(mut line: Line) -> anyhow::Result<()> {
+async fn alive(mut line: Connection) -> anyhow::Result<()> {
     let asked = async {
         line.send(WORD).await?;
         let mut heard = [0; WORD.len()];

@@ -7,7 +7,7 @@
 //! TCP is the kernel's own, from end to end over the whole delay, with its windows and its losses. Packets pass as
 //! the kernel makes them for a card that cuts segments itself (up to 64 KiB, a header of the kernel's before each),
 //! so that a fast link costs little; the rate counts the headers that the segments would have had.
-//! Needs root. The interfaces go with the process; namespaces are made and removed by whoever names them.
+//! Needs root. The interfaces go with the process; namespaces are made and removed by the user who names them.
 
 use super::way::Way;
 use crate::{cli, report, stop::Stop};
@@ -35,7 +35,7 @@ const SLACK: Duration = Duration::from_micros(500);
 /// Packets that wait in a TUN while this process gets no turn; the kernel's own 500 are lost on a busy machine.
 const WAITING: u32 = 10_000;
 
-/// Lays the link and holds it until it is told to stop.
+/// Creates the link and runs it until it is asked to stop.
 pub(crate) async fn run(asked: &cli::Link, stop: Stop) -> anyhow::Result<()> {
     let ([here, there], [near, far]) = (&asked.between[..], &asked.addresses[..]) else {
         anyhow::bail!("a link has two ends: --between A,B --addresses IP,IP");
@@ -106,7 +106,7 @@ fn ip(line: &str) -> anyhow::Result<Vec<u8>> {
     Ok(ran.stdout)
 }
 
-/// What passed in one direction.
+/// Traffic that passed in one direction.
 #[derive(Debug, Default)]
 struct Count {
     packets: AtomicU64,

@@ -1,7 +1,7 @@
-//! Identities for a fleet: what `token create` and joining would leave, for thousands of nodes at once.
+//! Identities for a fleet: the files that `token create` and joining would leave, for thousands of nodes at once.
 //!
-//! One key for all: making a key is the node's work and no part of any figure, and a gateway's work is the same
-//! whoever's key it checks. The nodes are entered in the gateway's directory, which it reads when it starts.
+//! All nodes share one key. Making a key is the node's work and no part of any figure, and a gateway's work is the same for
+//! every key that it checks. The nodes are entered in the gateway's directory, which it reads when it starts.
 
 use crate::{cli, report};
 use anyhow::Context;
@@ -151,7 +151,7 @@ pub(super) fn read(
     file.nodes.into_iter().take(most).map(identity).collect()
 }
 
-/// Shows one certificate to whoever asks.
+/// Shows one certificate to every client.
 #[derive(Debug)]
 struct Shows(Arc<CertifiedKey>);
 

@@ -1,17 +1,17 @@
 //! Readers of `EndpointSlices`, as kube-proxy is one: a watch each that begins with all there is, on a connection of its own.
 //!
 //! 1. Each asks as client-go does by default, `sendInitialEvents` and bookmarks, in protobuf or JSON.
-//! 2. `ready` is said when all have been told everything.
+//! 2. `ready` is printed when all clients have received everything.
 //! 3. Of each change with the mark it is noted how long ago it was made; `result` is said when each has seen all of them.
 //! 4. A watch that the server ends, as kube-apiserver does where a reader is too slow for it, goes on at the last version.
-//! 5. All keep reading until they are told to stop: what they cost at the other end can be looked at.
+//! 5. All keep reading until they are asked to stop, so that their cost at the other end can be measured.
 
 pub(crate) mod stamp;
 mod version;
 
 use crate::{
     cli, files,
-    http1::Line,
+    http1::Connection,
     measure::Latencies,
     report::{self, rounded},
     road::Road,
@@ -23,24 +23,24 @@ use serde_json::json;
 use std::sync::Arc;
 use tokio::{sync::mpsc, task::JoinSet, time::Instant};
 
-/// What they watch.
+/// Path of the watch.
 const PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices?watch=true&allowWatchBookmarks=true&timeoutSeconds=3600";
 /// From its beginning, which is all there is.
 const BEGINNING: &str = "&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
 /// The annotation of the bookmark behind all that there is at the beginning.
 const COMPLETE: &[u8] = b"k8s.io/initial-events-end";
 
-/// What a reader has to tell.
-enum Told {
-    /// It has been told all there is, in so many bytes.
+/// Report of a watch client.
+enum ReaderReport {
+    /// The client has received all objects, in so many bytes.
     Ready(u64),
-    /// It has seen all changes; how long they took, and bytes since it was ready.
+    /// The client has seen all changes: their latencies, and the bytes since it was ready.
     Seen(Latencies, u64),
-    /// Its watch ended, and it goes on.
+    /// The watch of the client ended, and the client continues.
     Again,
 }
 
-/// What one of them reads, and what it looks for.
+/// Task of one watch client: its connection and the changes that it looks for.
 struct Reading {
     road: Road,
     host: String,
@@ -49,7 +49,7 @@ struct Reading {
     changes: u64,
 }
 
-/// What a reader has read, and not looked at yet.
+/// Bytes that a watch client has received and not examined yet.
 #[derive(Default)]
 struct Watching {
     /// With some bytes that it has looked at, in which a version may stand.
@@ -95,14 +95,14 @@ pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
 }
 
 /// Says what all have told, and then waits for ever.
-async fn tell(mut told: mpsc::Receiver<Told>, count: usize) {
+async fn tell(mut told: mpsc::Receiver<ReaderReport>, count: usize) {
     let began = Instant::now();
     let (mut ready, mut seen) = ((0, 0), (0, 0));
     let (mut latencies, mut again) = (Latencies::new(), 0);
     while let Some(told) = told.recv().await {
         match told {
-            Told::Again => again += 1,
-            Told::Ready(bytes) => {
+            ReaderReport::Again => again += 1,
+            ReaderReport::Ready(bytes) => {
                 ready = (ready.0 + 1, ready.1 + bytes);
                 if ready.0 == count {
                     let took = rounded(began.elapsed().as_secs_f64(), 3);
@@ -111,7 +111,7 @@ async fn tell(mut told: mpsc::Receiver<Told>, count: usize) {
                     );
                 }
             }
-            Told::Seen(own, bytes) => {
+            ReaderReport::Seen(own, bytes) => {
                 latencies.join(&own);
                 seen = (seen.0 + 1, seen.1 + bytes);
                 if seen.0 == count {
@@ -127,10 +127,10 @@ async fn tell(mut told: mpsc::Receiver<Told>, count: usize) {
 }
 
 /// One reader, for ever.
-async fn read(reading: Arc<Reading>, telling: mpsc::Sender<Told>) -> anyhow::Result<()> {
+async fn read(reading: Arc<Reading>, telling: mpsc::Sender<ReaderReport>) -> anyhow::Result<()> {
     let mut line = reading.watch(BEGINNING).await?;
     let bytes = complete(&mut line).await?;
-    telling.send(Told::Ready(bytes)).await?;
+    telling.send(ReaderReport::Ready(bytes)).await?;
     let (mut latencies, mut watching, mut bytes) = (Latencies::new(), Watching::default(), 0);
     loop {
         let began = watching.version;
@@ -139,14 +139,16 @@ async fn read(reading: Arc<Reading>, telling: mpsc::Sender<Told>) -> anyhow::Res
             let before = latencies.count();
             watching.look(&chunk, reading.mark, &mut latencies);
             if before < reading.changes && latencies.count() >= reading.changes {
-                telling.send(Told::Seen(latencies.clone(), bytes)).await?;
+                telling
+                    .send(ReaderReport::Seen(latencies.clone(), bytes))
+                    .await?;
             }
         }
         let version = watching
             .version
             .context("a watch ended before any change")?;
         ensure!(began != Some(version), "a watch ended twice at {version}");
-        telling.send(Told::Again).await?;
+        telling.send(ReaderReport::Again).await?;
         watching.unread.clear();
         watching.looked = 0;
         line = reading
@@ -157,7 +159,7 @@ async fn read(reading: Arc<Reading>, telling: mpsc::Sender<Told>) -> anyhow::Res
 
 impl Reading {
     /// Opens a watch, from there on.
-    async fn watch(&self, from: &str) -> anyhow::Result<Line> {
+    async fn watch(&self, from: &str) -> anyhow::Result<Connection> {
         let mut line = self.road.open().await?.line;
         let (host, accept) = (&self.host, self.accept);
         let request = format!(
@@ -197,7 +199,7 @@ impl Watching {
 }
 
 /// Reads until the bookmark behind all there is, and counts.
-async fn complete(line: &mut Line) -> anyhow::Result<u64> {
+async fn complete(line: &mut Connection) -> anyhow::Result<u64> {
     let (mut unread, mut bytes) = (BytesMut::new(), 0);
     while let Some(chunk) = line.chunk().await? {
         bytes += u64::try_from(chunk.len())?;

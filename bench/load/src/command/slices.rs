@@ -9,7 +9,7 @@ mod slice;
 
 use crate::{
     cli, files,
-    http1::Line,
+    http1::Connection,
     measure::{Failures, Latencies, per_second},
     report::{self, rounded},
     road::Road,
@@ -32,7 +32,7 @@ use tokio::{
 /// How slices are named in the API.
 const PATH: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
 
-/// What one of them does, and where it stands.
+/// Arguments and progress of one writer.
 struct Work {
     asked: cli::Slices,
     road: Road,
@@ -126,7 +126,7 @@ impl Work {
     }
 }
 
-async fn one(line: &mut Line, request: &[u8]) -> anyhow::Result<()> {
+async fn one(line: &mut Connection, request: &[u8]) -> anyhow::Result<()> {
     line.send(request).await?;
     let head = line.any_head().await?;
     ensure!(

@@ -1,7 +1,7 @@
-//! A way in one direction: what enters leaves at the rate, and arrives the delay later, in order.
+//! Link in one direction: bytes leave at the rate, and arrive the delay later, in order.
 //!
-//! Only times are kept here, so that it can be tested without a clock: whoever holds the bytes asks when they
-//! are due. The queue in front of the way is a length of time: how long the rate needs for what waits.
+//! Only times are stored here, so that the link can be tested without a clock: the owner of the bytes asks when they are due.
+//! The queue before the link is a length of time: the time that the rate needs for the waiting bytes.
 
 use crate::cli;
 use std::time::Duration;
@@ -37,7 +37,7 @@ impl Way {
     }
 }
 
-/// What the rate needs for that many bytes.
+/// Returns the time that the rate needs for that many bytes.
 fn takes(bytes: u64, rate: Option<u64>) -> Duration {
     let Some(rate) = rate else {
         return Duration::ZERO;

@@ -60,7 +60,7 @@ impl Running {
     }
 }
 
-/// Mints the nodes and a caller; the flags of both.
+/// Mints the nodes and a client; returns the flags of both.
 async fn mint(folder: &Path) -> (String, String) {
     let (data, out) = (folder.join("data"), folder.join("fleet.json"));
     let line = format!(

@@ -17,10 +17,10 @@ pub(crate) struct Load {
     lines: Lines<BufReader<ChildStdout>>,
 }
 
-/// What a generator came to.
+/// Outcome of a load generator's run.
 pub(crate) struct Outcome {
     pub(crate) good: bool,
-    /// The lines that nobody has read.
+    /// Lines that no test has read yet.
     pub(crate) lines: Vec<Value>,
     pub(crate) complaint: String,
 }

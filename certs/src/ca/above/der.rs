@@ -1,9 +1,9 @@
-//! An issuer's name in a certificate, byte for byte as the issuer writes it.
+//! Replaces an issuer's name in a certificate, so that it is byte for byte as the issuer writes it.
 //!
-//! rcgen keeps one value of each kind in a name, and so cannot write one with several `DC=` or `OU=`, as directories have
-//! them; nor one in an encoding that it would not choose. Verifiers compare bytes. So the certificate is made by rcgen and
-//! taken apart here; the name is put in, and the whole is signed again. What comes in is our own certificate: it is
-//! well-formed, and lengths are read for that only.
+//! rcgen stores one value of each kind in a name. So it cannot write a name with several `DC=` or `OU=`, as directories have
+//! them, nor one in an encoding that it would not choose. Verifiers compare bytes. So rcgen makes the certificate, and this
+//! module takes it apart, inserts the name, and signs the whole again. The input is our own certificate: it is well-formed, and
+//! lengths are read for that only.
 
 use rcgen::{KeyPair, SigningKey};
 use rustls_pki_types::CertificateDer;
@@ -11,7 +11,7 @@ use rustls_pki_types::CertificateDer;
 const SEQUENCE: u8 = 0x30;
 const BIT_STRING: u8 = 0x03;
 
-/// The certificate with another name of its issuer, signed by `key`, by which it was signed before.
+/// Returns the certificate with another issuer name, signed by `key`, which signed it before.
 pub(super) fn issued_by(
     name: &[u8],
     certificate: &CertificateDer<'_>,
@@ -44,13 +44,13 @@ fn split(der: &[u8]) -> Option<(&[u8], &[u8])> {
     der.split_at_checked(header.checked_add(length)?)
 }
 
-/// What the first element contains.
+/// Returns the content of the first element.
 fn inside(der: &[u8]) -> Option<&[u8]> {
     let (header, length) = measure(der)?;
     der.get(header..header.checked_add(length)?)
 }
 
-/// The lengths of an element's head and of its content (X.690, 8.1.3).
+/// Returns the lengths of an element's header and of its content (X.690, 8.1.3).
 fn measure(der: &[u8]) -> Option<(usize, usize)> {
     let first = usize::from(*der.get(1)?);
     if first < 0x80 {

@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, DnType, IsCa, KeyUsagePurpose, SignatureAlgorithm}
 use std::sync::Arc;
 use time::{Duration as Span, OffsetDateTime};
 
-/// What is wrong with a CA.
+/// A change that makes a CA unusable.
 type Change = Box<dyn Fn(&mut CertificateParams)>;
 
 const DAY: Duration = Duration::from_hours(24);
@@ -97,7 +97,7 @@ fn front(ca: &Ca) -> LeafCertificate {
         .unwrap()
 }
 
-/// Whether who trusts `root` alone believes what fronts show.
+/// Whether a peer that trusts only `root` trusts the certificates that listeners show.
 fn believes(root: &CertificateDer<'_>, ca: &Ca) -> bool {
     let leaf = front(ca);
     let (own, behind) = leaf.chain().split_first().unwrap();
@@ -109,7 +109,7 @@ fn believes(root: &CertificateDer<'_>, ca: &Ca) -> bool {
         .is_ok()
 }
 
-/// Whether each certificate that a front sends has been signed by the one behind it.
+/// Whether each certificate that a listener sends is signed by the one behind it.
 fn is_one_line(ca: &Ca) -> bool {
     let leaf = front(ca);
     let line: Vec<_> = leaf
@@ -427,7 +427,7 @@ fn a_front_shows_what_another_ca_has_signed_from_then_on() {
     );
 }
 
-/// As a directory has them: two of a kind, and longer than 127 bytes.
+/// A name as a directory has it: two values of a kind, and longer than 127 bytes.
 #[test]
 fn an_issuers_name_stands_byte_for_byte_in_what_it_signs() {
     let component = |value: &str| {

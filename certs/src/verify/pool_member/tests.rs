@@ -18,14 +18,14 @@ fn edge(ca: &Ca, node: &str) -> EdgeIdentity {
     EdgeIdentity::new(&ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
-/// This edge, where these are members.
+/// Returns the configuration of this edge, in a pool with these members.
 fn site(edge: &EdgeIdentity, members: &[&str]) -> Arc<PoolMemberTls> {
     let members: Vec<String> = members.iter().map(ToString::to_string).collect();
     let is_member = move |node: &NodeName| members.iter().any(|member| member == node.as_str());
     PoolMemberTls::new(edge, Arc::new(is_member)).unwrap()
 }
 
-/// Both ends of a handshake, or why there is none.
+/// Returns both ends of a handshake, or the error that prevents it.
 fn shake(
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
@@ -123,7 +123,7 @@ fn what_hangs_below_another_ca_is_refused_whatever_its_name() {
     }
 }
 
-/// What a peer of another kind comes to that shows this leaf.
+/// Returns the rejection of a peer of another kind that shows this leaf.
 fn came_with(ca: &Ca, leaf: &LeafCertificate) -> PoolMemberRejected {
     let one = edge(ca, "edge-1");
     let everybody: IsMemberFn = Arc::new(|_| true);

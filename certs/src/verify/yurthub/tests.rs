@@ -5,7 +5,7 @@ use rcgen::{
 };
 use std::time::Duration;
 
-/// Where it is shown.
+/// Address at which the certificate is shown.
 const AT: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 1, 0, 5));
 
 struct Cluster {

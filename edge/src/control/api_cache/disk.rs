@@ -1,7 +1,8 @@
-//! What is read, on the disk: there before the endpoint listens, and written when it has changed.
+//! Cached objects on the disk: loaded before the endpoint listens, and written when they have changed.
 //!
-//! One file for each resource, written by a thread that may block, at most once in `save_every`. What stops in order has all
-//! of it there; what is killed has what it had `save_every` before. Once a minute it is noted until when this was the newest.
+//! One file for each resource, written by a thread that may block, at most once in `save_every`. A process that stops in
+//! order has saved all of it. A process that is killed has the state of `save_every` before. Once a minute the time is
+//! recorded until which the saved state was the newest.
 
 use super::{any_changed, membership::Membership};
 use causeway_certs::Store as DataDir;
@@ -22,7 +23,7 @@ const NOTE: Duration = Duration::from_mins(1);
 /// A disk that hangs does not keep an edge from stopping.
 const LAST: Duration = Duration::from_secs(5);
 
-/// What keeps a pool. Cheap to clone.
+/// Writer that saves a cache to disk. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct DiskWriter(Arc<Inner>);
 
@@ -31,7 +32,7 @@ struct Inner {
     saved: SnapshotDir,
     told: Membership,
     data: DataDir,
-    /// The version of each store that is on the disk. Held while it is written, by threads that may block.
+    /// Version of each store that is on the disk. Locked while it is written, by threads that may block.
     written: Mutex<Vec<u64>>,
 }
 

@@ -43,12 +43,12 @@ const ANSWER: Duration = Duration::from_secs(15);
 /// Between two gateways that do not serve what is asked.
 const MOVES: Duration = Duration::from_secs(30);
 
-/// Whichever gateway answers.
+/// Source that reads at any gateway that answers.
 pub(super) struct GatewaySource {
     links: Arc<TunnelContext>,
     tasks: Arc<TaskGroup>,
     line: Mutex<SourceConnection>,
-    /// Held by whoever dials.
+    /// Lock of the task that dials.
     turn: Turn<()>,
 }
 
@@ -62,8 +62,8 @@ struct SourceConnection {
     refused: Vec<String>,
     /// When it last went to another.
     moved: Option<Instant>,
-    /// What has passed on the connection that was dialled last. Watches on one before that, of another identity or gateway, are taken
-    /// to be as silent as this.
+    /// Traffic of the connection that was dialled last. Watches on an earlier connection, of another identity or gateway,
+    /// are taken to be as silent as this.
     traffic: Option<Arc<IoActivity>>,
 }
 
@@ -98,7 +98,7 @@ impl GatewaySource {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where it reads now.
+    /// Returns the gateway that it reads from now.
     pub(super) fn at(&self) -> Option<String> {
         self.line().open.as_ref().map(|open| open.gateway.clone())
     }

@@ -1,4 +1,5 @@
-//! What reading by HTTP/1.1 at a neighbour and by HTTP/2 at a gateway have in common: the request, and the answer as it comes.
+//! List and watch requests shared by HTTP/1.1 to a pool member and HTTP/2 to a gateway: the request, and the streamed
+//! answer.
 
 use bytes::Bytes;
 use causeway_watch_cache::SourceResponse;
@@ -50,7 +51,7 @@ pub(super) fn to_answer(response: Response<Incoming>) -> SourceResponse {
     }
 }
 
-/// What went wrong, with what is below it: hyper's own words say little.
+/// Returns the error's text with those of its causes: hyper's own words say little.
 pub(super) fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,7 +1,7 @@
-//! Where this node's programs read: Kubernetes' own API over HTTP/1.1 or HTTP/2, with TLS or without, on loopback.
+//! Listener for this node's programs: Kubernetes' own API over HTTP/1.1 or HTTP/2, with TLS or without, on loopback.
 //!
-//! It knows no callers and serves nothing but reading. A page in a browser on this machine does not read it under a name of its
-//! own (`listen`): over TLS those count that the certificate has.
+//! It has no authentication and serves only reads. A page in a browser on this machine does not read it under a name of its
+//! own (`listen`): over TLS the names of the certificate count.
 
 use super::{
     source_selector::SelectedSource,
@@ -34,8 +34,9 @@ use tracing::debug;
 /// Connections at once: a node's kube-proxy, name server and some more have a few each.
 const MOST: usize = 256;
 
-/// What is served here; to neighbours (`at`) a view that comes from another one of them is as one that is out of touch, though
-/// not for long. Who has a `grant` reads what that says, and who has none everything.
+/// Returns the router of a listener. For pool members (`at`) a view that comes from another member is marked as out of
+/// touch, though not for long. A client with a `grant` reads the resources of the grant, and a client without one
+/// everything.
 pub(super) fn serve_options(
     pool: Arc<WatchCache>,
     at: Option<watch::Receiver<Arc<SelectedSource>>>,

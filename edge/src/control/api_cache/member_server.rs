@@ -1,9 +1,9 @@
-//! The site network: neighbours of one pool read here, over TLS with the nodes' own certificates.
+//! The site network: members of one node pool read here, over TLS with the nodes' own certificates.
 //!
-//! A view from here is fresh only while this node reads at a gateway itself; when it does not any more, its neighbours are closed,
-//! to ask anew. Who comes is asked again after the handshake, and whenever the list of members changes: whoever is no member any more is
-//! closed. What this node shows and believes is its identity as it is at each handshake, so a renewed certificate and another root
-//! need no word here.
+//! A view from here is fresh only while this node reads at a gateway itself. When it does not any more, the connections of
+//! the members are closed, so that they select a source anew. A client's membership is checked after the handshake, and
+//! whenever the list of members changes. The connection of a node that is no longer a member is closed. This node uses its
+//! current identity at each handshake, so a renewed certificate and another root need no notification here.
 
 use super::{
     membership::Membership,
@@ -33,10 +33,10 @@ pub(super) fn max_per_member(resources: usize) -> usize {
     (4 * (resources + 1)).max(32)
 }
 
-/// How often a neighbour that stays is looked at again: certificates end, and roots go out of use.
+/// Interval of the checks of a member that stays connected: certificates end, and roots go out of use.
 const AGAIN: Duration = Duration::from_mins(1);
 
-/// What this node shows and believes on its site network. Cheap to clone.
+/// Certificate and roots of this node on its site network. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct MemberTls(Arc<Inner>);
 
@@ -83,7 +83,7 @@ impl MemberTls {
         Ok(made.insert(Arc::new(both)).clone())
     }
 
-    /// The node that has shown this, if it is a neighbour still.
+    /// Returns the node that has presented this chain, if it is still a member.
     fn neighbour(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
         let member = self.now()?.site.member(chain, UnixTime::now());
         member
@@ -92,7 +92,7 @@ impl MemberTls {
     }
 }
 
-/// Where neighbours come in.
+/// Admission policy for pool members.
 pub(super) struct MemberClients {
     pub(super) tls: MemberTls,
     pub(super) at: watch::Receiver<Arc<SelectedSource>>,
@@ -121,14 +121,14 @@ impl ClientPolicy for MemberClients {
     }
 }
 
-/// Returns when this node, which has read at a gateway, does not any more: whoever reads here is to ask anew.
+/// Returns when this node, which has read at a gateway, does not any more: its clients are then to select a source anew.
 async fn upstream_lost(mut at: watch::Receiver<Arc<SelectedSource>>) {
     // Whoever chooses is there as long as this is.
     let _ = at.wait_for(|at| at.is_first_hand()).await;
     let _ = at.wait_for(|at| !at.is_first_hand()).await;
 }
 
-/// Returns once this is no neighbour's any more, with why.
+/// Returns the reason once this chain is no longer that of a member.
 async fn membership_revoked(tls: &MemberTls, chain: &[CertificateDer<'_>]) -> String {
     let mut told = tls.0.told.changes();
     loop {

@@ -27,11 +27,11 @@ use tokio::{net::TcpStream, time::timeout};
 use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
-/// A neighbour answers within this time, or is away.
+/// Time within which a member answers, or is considered away.
 pub(super) const ANSWER: Duration = Duration::from_secs(5);
 /// One of its addresses may be one that is not reached from here.
 const CONNECT: Duration = Duration::from_secs(2);
-/// Where a list's own version stands in its text, at the latest, for a list of one object.
+/// Bytes within which a list's own version stands in its text, for a list of one object.
 const GLANCE: usize = 4 << 20;
 
 /// A member that is read from. Cheap to clone.

@@ -1,8 +1,8 @@
-//! Who the members of this node's pool are: as a gateway told last, and kept on the disk for a start without any.
+//! Members of this node's pool: as a gateway announced them last, and saved on the disk for a start without any gateway.
 //!
-//! Gateways do not agree on who leads. Of several the one counts whose process comes first by its random name: that is the same
-//! one for each edge that has tunnels at all of them, so that a pool has one leader. Two that follow each other would both
-//! turn away, and back, for ever. What was told last holds while no gateway is there.
+//! Gateways may name different leaders. The announcement that counts comes from the gateway whose process has the first
+//! random name: that is the same one for each edge that has tunnels at all of them, so that a pool has one leader. Two nodes
+//! that follow each other would both turn away, and back, for ever. The last announcement holds while no gateway is there.
 
 use causeway_certs::{NodeName, Store, verify::IsMemberFn};
 use causeway_config::host_port;
@@ -18,17 +18,17 @@ use std::{
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// As what it is kept in the data directory.
+/// Name of the saved members in the data directory.
 const KEPT: &str = "members";
 
-/// Who the members are. Cheap to clone.
+/// Members of this node's pool. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Membership(Arc<MembershipState>);
 
 #[derive(Debug)]
 struct MembershipState {
     now: watch::Sender<NodePoolMembers>,
-    /// What each tunnel's gateway has told, the one that counts first.
+    /// Last announcement of each tunnel's gateway, the one that counts first.
     voices: Mutex<BTreeMap<AnnouncerKey, NodePoolMembers>>,
     tunnels: AtomicU64,
 }
@@ -36,14 +36,14 @@ struct MembershipState {
 /// The gateway's process, and of its tunnels the newest: an older one that only waits for its streams hears nothing more.
 type AnnouncerKey = (String, Reverse<u64>);
 
-/// What one tunnel's gateway tells, until that is gone or drains.
+/// Handle for the announcements of one tunnel's gateway, until the gateway is gone or drains.
 pub(crate) struct MembershipUpdater {
     told: Membership,
     key: AnnouncerKey,
 }
 
 impl MembershipUpdater {
-    /// The gateway tells who the members are.
+    /// Takes the members that the gateway announces.
     pub(crate) fn says(&self, mut members: NodePoolMembers) {
         let count = members.members.len();
         if count > NodePoolMembers::MOST {
@@ -72,7 +72,7 @@ impl Drop for MembershipUpdater {
 }
 
 impl Membership {
-    /// What was told before the last end.
+    /// Loads the last announcement of the previous run.
     pub(super) fn load(store: &Store) -> Self {
         let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
             warn!(%error, "who reads with this node is not known until a gateway says it");
@@ -86,7 +86,7 @@ impl Membership {
         }))
     }
 
-    /// For what a gateway tells over a new tunnel.
+    /// Returns the handle for the announcements of a gateway over a new tunnel.
     pub(crate) fn voice(&self, gateway: &str) -> MembershipUpdater {
         let newest = self.0.tunnels.fetch_add(1, Relaxed);
         MembershipUpdater {

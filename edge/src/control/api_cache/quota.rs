@@ -1,4 +1,4 @@
-//! What one of many may have of something that is bounded.
+//! Quotas: the share of each of many in a bounded resource.
 
 use std::{
     collections::HashMap,

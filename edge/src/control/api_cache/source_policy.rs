@@ -1,22 +1,23 @@
-//! Who is read from: a pure function of what is known, and the freshest of several answers.
+//! Choice of the source: a pure function of the known facts, and the freshest of several answers.
 //!
-//! 1. The leader reads at the gateway, and so does a node that has no pool or is no member of it, or has no leader to read from.
-//! 2. The others read at the leader. Where that one does not answer, or has lost its own source, they read at a gateway.
-//! 3. Where no gateway is in touch either, whichever member has a fresh view is read from, by the last list that was told.
+//! 1. The leader reads at the gateway, and so does a node that has no pool or is no member of it, or has no leader to read
+//!    from.
+//! 2. The others read at the leader. If the leader does not answer, or has lost its own source, they read at a gateway.
+//! 3. If no gateway is in touch either, they read at any member that has a fresh view, by the last announced list.
 //!
-//! Only who reads at a gateway itself has a fresh view for its neighbours (`endpoint` marks the others): two that read at each other
-//! would both be in touch, and know nothing new for ever.
+//! Only a node that reads at a gateway itself has a fresh view for other members (`local_server` marks the others). Two that
+//! read at each other would both be in touch, and know nothing new for ever.
 //!
-//! Who leads is for gateways to say: nothing is agreed upon here.
+//! Gateways name the leader: the nodes agree on nothing here.
 
 use causeway_tunnel::control_stream::{NodePoolMember, NodePoolMembers};
 
-/// What is known.
+/// Facts from which the source is chosen.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SelectionInput<'a> {
     /// This node.
     pub(super) own: &'a str,
-    /// Who the members are, as was told last.
+    /// Members of the pool, as last announced.
     pub(super) told: &'a NodePoolMembers,
     /// The leader does not answer, or has no fresh view.
     pub(super) leader_fails: bool,
@@ -24,18 +25,18 @@ pub(super) struct SelectionInput<'a> {
     pub(super) gateway: bool,
 }
 
-/// Who is to be read from.
+/// Source to read from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SourceChoice {
-    /// Whichever gateway answers.
+    /// Any gateway that answers.
     Gateway,
     /// This member, which leads.
     Leader(NodePoolMember),
-    /// Whichever of these has the freshest view; the leader comes first.
+    /// The one of these that has the freshest view; the leader comes first.
     Freshest(Vec<NodePoolMember>),
 }
 
-/// Who is to be read from.
+/// Chooses the source from the current membership and health.
 pub(super) fn choose_source(facts: SelectionInput<'_>) -> SourceChoice {
     let mut others = others(facts);
     let leader = others.first().filter(|first| leads(facts.told, first));
@@ -65,7 +66,7 @@ fn leads(told: &NodePoolMembers, member: &NodePoolMember) -> bool {
     told.leader.as_ref() == Some(&member.node)
 }
 
-/// How good the view of somebody is who answered.
+/// Freshness of the view of a member that answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Freshness {
     /// For how many seconds its source has been away; none while it is fresh.
@@ -85,8 +86,8 @@ impl Freshness {
     }
 }
 
-/// Who of those that answered is read from. Without one that is fresh a node stays with what it has, and takes what is not only
-/// where it has nothing.
+/// Returns the member to read from, of those that answered. Without a fresh one a node stays with its own view, and takes a
+/// stale one only if it has no view.
 pub(super) fn freshest_member<T>(answered: Vec<(T, Freshness)>, has_a_view: bool) -> Option<T> {
     let good = answered
         .into_iter()

@@ -1,8 +1,9 @@
-//! Who is read from now, and the change to another: [`source`](super::source) says who should be, this finds out what that rests on.
+//! Selection of the current source, and the change to another: [`source_policy`](super::source_policy) decides which source
+//! to use, this module gathers the facts for it.
 //!
-//! It looks again when another leader is named, when a gateway comes or goes, when a source ends, and every 10 s. Stores follow
-//! what it has chosen (`hold`); a change costs them a connection and no version, so their own readers do not notice. A leader
-//! that failed is looked at until it has a fresh view again.
+//! It looks again when another leader is named, when a gateway comes or goes, when a source ends, and every 10 s. Stores
+//! follow the selected source (`sync`). A change costs them a connection and no version, so their own clients do not notice.
+//! A leader that failed is probed until it has a fresh view again.
 
 use super::{
     gateway_source::GatewaySource,
@@ -25,7 +26,7 @@ use tracing::info;
 
 /// A gateway is out of touch when no tunnel has stood for this long: one that restarts is no reason to go elsewhere.
 const GATEWAY_LOST_AFTER: Duration = Duration::from_secs(5);
-/// How often it looks, whatever happens.
+/// Interval at which it looks in any case.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// The leader is asked this long before the others are.
 const LEADER_HEAD_START: Duration = Duration::from_millis(300);
@@ -37,7 +38,7 @@ const STRAGGLER_WAIT: Duration = Duration::from_millis(300);
 const POLL_BACKOFF_MIN: Duration = Duration::from_secs(1);
 const POLL_BACKOFF_MAX: Duration = Duration::from_secs(40);
 
-/// Who is read from.
+/// Source that is read from.
 #[derive(Clone)]
 pub(super) struct SelectedSource {
     /// Another one at each change.
@@ -46,7 +47,7 @@ pub(super) struct SelectedSource {
     pub(super) source: Option<Arc<dyn ListWatch>>,
 }
 
-/// Who is read from, by name.
+/// Kind and name of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SourceKind {
     Nobody,
@@ -55,7 +56,7 @@ pub(super) enum SourceKind {
     Neighbour(NodePoolMember),
 }
 
-/// What a store says whose source has ended.
+/// Message of a store whose source has ended.
 pub(super) struct SourceLost {
     pub(super) turn: u64,
     pub(super) why: ReflectorError,
@@ -63,7 +64,7 @@ pub(super) struct SourceLost {
     pub(super) lasted: Duration,
 }
 
-/// Whoever chooses.
+/// Selects the source that the API cache is filled from, and switches it when the source fails.
 pub(super) struct SourceSelector {
     pub(super) own: String,
     pub(super) pool: Arc<WatchCache>,
@@ -78,15 +79,15 @@ pub(super) struct SourceSelector {
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// What is known of the leader and of the others, and what is being asked.
+/// Facts known of the leader and of the other members, and the requests in progress.
 #[derive(Default)]
 struct SelectorState {
     leader_fails: bool,
     /// Since when the leader has not answered.
     silent: Option<Instant>,
-    /// What the leader's view is, once that failed.
+    /// Request for the freshness of the leader's view, once the leader failed.
     look: Option<BoxFuture<'static, Option<Freshness>>>,
-    /// Who has the freshest view, where all are asked.
+    /// Request to all members for the one with the freshest view.
     round: Option<BoxFuture<'static, Option<NodePoolMember>>>,
     /// Before the next round.
     pause: Duration,
@@ -117,7 +118,7 @@ impl SelectedSource {
         })
     }
 
-    /// Whether what is read comes from a gateway, and from no neighbour.
+    /// Whether the objects come from a gateway, and from no other member.
     pub(super) fn is_first_hand(&self) -> bool {
         self.who == SourceKind::Gateway
     }
@@ -178,7 +179,7 @@ impl SourceSelector {
         })
     }
 
-    /// Changes to whoever should be read from now; begins to ask where that is not known.
+    /// Changes to the source that should be used now; begins to ask the members if it is not known.
     fn choose(&self, known: &mut SelectorState) {
         let now = self.at.borrow().who.clone();
         let who = match self.wants(known) {
@@ -256,7 +257,7 @@ impl SourceSelector {
         }
     }
 
-    /// What a view is judged by: one resource stands for all.
+    /// Returns the path by which a view is judged: one resource stands for all.
     fn path(&self) -> Option<String> {
         let first = self.pool.stores().first()?;
         Some(first.resource().path())
@@ -336,7 +337,7 @@ async fn until(moment: Option<Instant>) {
     }
 }
 
-/// What is asked comes to, or never where nothing is.
+/// Waits for the result of the request, or for ever if there is none.
 async fn asked<T>(asking: &mut Option<BoxFuture<'static, T>>) -> T {
     match asking {
         Some(asking) => asking.await,

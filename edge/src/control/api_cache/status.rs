@@ -1,7 +1,8 @@
-//! How reading goes: for `/status`, for metrics, and in the log whenever it is another.
+//! State of the API cache: for `/status`, for metrics, and in the log whenever it changes.
 //!
-//! A node is `pending` until it has a view of everything that it reads; then it follows, or leads. It is ready while that view
-//! is complete and in touch with its source; healthy it stays without one, since it serves what it knows.
+//! A node is `pending` until it has a view of everything that it reads; then it follows, or leads. It is ready while that
+//! view is complete and in touch with its source. It stays healthy without a source, since it serves the objects that it
+//! has.
 
 use super::{
     any_changed,
@@ -18,10 +19,10 @@ use std::{
 use tokio::{sync::watch, time::sleep};
 use tracing::info;
 
-/// What changes within this time is one change.
+/// Time within which several changes are reported as one.
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// Where all of it can be seen. Cheap to clone.
+/// Reporter of the cache's state. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct StatusReporter {
     pub(super) own: String,
@@ -33,7 +34,7 @@ pub(super) struct StatusReporter {
 }
 
 impl StatusReporter {
-    /// What says how it goes.
+    /// Returns a function that reports the current state.
     pub(super) fn status(self) -> Box<dyn Fn() -> ApiCacheStatus + Send + Sync> {
         Box::new(move || self.now())
     }

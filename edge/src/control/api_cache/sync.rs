@@ -1,7 +1,7 @@
-//! What follows whoever is chosen: each store, kept filled from there, and what the cloud's API says its version is.
+//! Synchronisation with the selected source: fills each store from it, and asks for the version of the cloud's API.
 //!
-//! When another one is chosen the store goes on there from the version that it has. When its source ends it says so and tries
-//! again after a pause, as long as no other is chosen.
+//! When another source is selected, the store continues there from the version that it has. When its source ends, the store
+//! reports that and tries again after a pause, as long as no other source is selected.
 
 use super::source_selector::{SelectedSource, SourceLost};
 use causeway_rt::backoff::Backoff;
@@ -85,7 +85,7 @@ pub(super) async fn sync_store(
     }
 }
 
-/// Asks whoever is chosen what the cloud's API says its version is, for as long as it is polled.
+/// Asks the selected source for the version of the cloud's API, for as long as it is polled.
 pub(super) async fn poll_version(
     pool: Arc<WatchCache>,
     mut at: watch::Receiver<Arc<SelectedSource>>,

@@ -283,5 +283,5 @@ fn version(list: &serde_json::Value) -> String {
         .to_owned()
 }
 
-/// What a test holds on to.
+/// Nodes that a test uses.
 type Nodes<'a> = &'a [&'a Edge];

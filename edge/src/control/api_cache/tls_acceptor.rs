@@ -1,7 +1,7 @@
-//! Where readers come in over TLS: handshakes are tasks, a bounded number of them, each with a bound in
-//! time; connections are bounded, too, and handed over to one server. Of both each source has a share (`ConnectionLimit`), and
-//! each guest has one of the connections. A handshake that rests gives its place to another one.
-//! Who comes is asked after the handshake and for as long as the connection stays.
+//! TLS acceptor of the API cache: handshakes are tasks, a bounded number of them, each with a bound in time; connections are
+//! bounded, too, and handed over to one server. Of both each source has a share (`ConnectionLimit`), and each client has a
+//! quota of the connections. A handshake that rests gives its place to another one. The client is authorized after the
+//! handshake and for as long as the connection stays.
 
 use super::quota::Quota;
 use crate::{
@@ -34,13 +34,13 @@ use tracing::{debug, info_span, warn};
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Handshakes at once: each costs a signature or two.
 const HANDS: usize = 256;
-/// How long what was said once is told at debug only.
+/// Time for which a message that was logged once is logged at debug only.
 const QUIET: Duration = Duration::from_mins(10);
 
-/// What whoever comes has shown: its certificate, and what stands behind it.
+/// Certificate chain that the client has presented: its certificate, and the certificates behind it.
 pub(super) type PresentedChain = Arc<[CertificateDer<'static>]>;
 
-/// Who is let in.
+/// Policy that decides which clients are admitted.
 pub(super) trait ClientPolicy: Send + Sync + 'static {
     /// How handshakes go now.
     ///
@@ -48,7 +48,7 @@ pub(super) trait ClientPolicy: Send + Sync + 'static {
     /// If there can be none now.
     fn accepts(&self) -> Result<TlsAcceptor, String>;
 
-    /// Who has shown this, or why it may not stay.
+    /// Returns the name of the client that has presented this chain, or the reason why it may not stay.
     fn guest(&self, chain: &[CertificateDer<'_>]) -> Result<String, String>;
 
     /// Returns once a guest has to go, with why.
@@ -70,7 +70,7 @@ pub(super) struct QuotaAcceptor {
 }
 
 impl QuotaAcceptor {
-    /// Serves whoever is let in, until `stop`.
+    /// Serves admitted clients, until `stop`.
     pub(super) async fn run(self, router: Router, stop: CancellationToken) {
         let Ok(address) = self.listener.local_addr() else {
             return;
@@ -113,11 +113,11 @@ struct AcceptQueue {
     guests: &'static str,
     hand_over: mpsc::Sender<(LimitedConnection<TlsStream<TcpStream>>, SocketAddr)>,
     stop: CancellationToken,
-    /// When it was said that somebody was refused.
+    /// Throttle of the log message about refused clients.
     refused: Arc<LogThrottle>,
 }
 
-/// What is said aloud once in a while, for whoever wonders why nobody reads here.
+/// Throttle of a warning that is logged once in a while, for operators who look for the reason of missing clients.
 #[derive(Default)]
 struct LogThrottle(Mutex<Option<Instant>>);
 
@@ -160,7 +160,7 @@ impl AcceptQueue {
         }
     }
 
-    /// Says why somebody was not let in.
+    /// Logs the reason why a client was refused.
     fn refused(&self, why: &str) {
         let guests = self.guests;
         if self.refused.is_due() {
@@ -173,7 +173,7 @@ impl AcceptQueue {
         }
     }
 
-    /// TLS, or why not, and by what whoever came can be told.
+    /// Performs the TLS handshake; on failure returns the reason, and the socket by which the client can be told.
     async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, (String, TcpStream)> {
         let accepts = match self.host.accepts() {
             Ok(accepts) => accepts,
@@ -191,7 +191,7 @@ impl AcceptQueue {
         })
     }
 
-    /// Hands the connection over, and closes it once whoever came has to go.
+    /// Hands the connection over, and closes it once the client has to go.
     async fn keep(&self, tls: TlsStream<TcpStream>, from: SocketAddr) {
         let chain = tls.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: PresentedChain = chain.iter().map(|one| one.clone().into_owned()).collect();

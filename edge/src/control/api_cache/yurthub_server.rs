@@ -1,9 +1,10 @@
-//! `YurtHub`s (`OpenYurt` v1.6.1 and later) read here as at a hub that leads them: list and watch, over TLS, with the certificate of a node of
-//! their cluster.
+//! `YurtHub`s (`OpenYurt` v1.6.1 and later) read here as from a `YurtHub` that leads them: list and watch, over TLS, with
+//! the certificate of a node of their cluster.
 //!
-//! A hub goes elsewhere only when its request ends. So what it has open here is closed when this node falls out of touch with the
-//! cloud and with whoever has it, and a watch that begins meanwhile is short: a hub whose own link stands, and which has been told so
-//! (`leader-hub-POOL`), soon reads at the API itself, and one without a link comes back for the last state.
+//! A `YurtHub` selects another source only when its request ends. So its open requests here are closed when this node falls
+//! out of touch with the cloud and with every member that is in touch. A watch that begins meanwhile is short. A `YurtHub`
+//! whose own connection to the cloud stands, and which has been told so (`leader-hub-POOL`), soon reads at the API itself.
+//! One without a connection comes back for the last state.
 
 use super::{
     local_server,
@@ -27,20 +28,20 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-/// Connections at once: a hub has one for each resource that it watches.
+/// Connections at once: a `YurtHub` has one for each resource that it watches.
 pub(super) const MAX_CONNECTIONS: usize = 1024;
-/// Of these, for the hub of one node.
+/// Of these, connections of the `YurtHub` of one node.
 pub(super) const MAX_PER_CLIENT: usize = 128;
-/// How often a hub that stays is looked at again: certificates end.
+/// Interval of the checks of a `YurtHub` that stays connected: certificates end.
 const AGAIN: Duration = Duration::from_mins(1);
-/// A node is out of touch after this long without any tunnel, and without a neighbour that has one.
+/// Time without any tunnel, and without a member that has one, after which a node is out of touch.
 const AWAY: Duration = Duration::from_secs(5);
 /// The longest watch, in seconds, while this node is out of touch.
 const SHORT_WATCH: u64 = 30;
 /// By what a client says how long its watch may last (`ListOptions` of `k8s.io/apimachinery`).
 const TIMEOUT: &str = "timeoutSeconds";
 
-/// Whether this node is in touch with the cloud, by itself or by a neighbour.
+/// Connectivity of this node with the cloud, by itself or by another member.
 #[derive(Clone)]
 pub(super) struct UpstreamHealth {
     pub(super) at: watch::Receiver<Arc<SelectedSource>>,
@@ -84,9 +85,9 @@ impl UpstreamHealth {
     }
 }
 
-/// Hubs, as they are let in.
+/// Admission policy for `YurtHub`s.
 pub(super) struct YurtHubClients {
-    /// Whom this node believes, and what it shows, now.
+    /// Current certificate of this node and the roots that it trusts.
     pub(super) known: watch::Receiver<Option<YurtHubServerTls>>,
     pub(super) touch: UpstreamHealth,
 }
@@ -136,7 +137,7 @@ fn guest(
     node.map_err(|refused| refused.to_string())
 }
 
-/// What hubs are served: these resources.
+/// Returns the router for `YurtHub`s, which serves these resources.
 pub(super) fn serving(
     pool: Arc<WatchCache>,
     resources: Vec<GroupVersionResource>,

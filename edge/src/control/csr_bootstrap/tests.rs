@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 /// A cluster that knows who asks, and signs at the third look.
 pub(in crate::control) struct Api {
     pub(in crate::control) ca: Ca,
-    /// For which node it signs, whoever asks.
+    /// Node for which it signs every request.
     signs: &'static str,
     /// Names and requests.
     pub(in crate::control) asked: Mutex<Vec<(String, String)>>,

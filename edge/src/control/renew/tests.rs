@@ -1,4 +1,4 @@
-//! The schedule by clocks of our own, and renewals over TLS against a gateway that answers as told.
+//! The schedule by clocks of our own, and renewals over TLS against a gateway with prepared answers.
 
 use super::*;
 use crate::{Bound, Config, Edge, config, control::csr_bootstrap::tests::Api, status::Status};

@@ -1,9 +1,10 @@
 //! Tunnels at every gateway: at each address that the gateways' names lead to.
 //!
-//! The names are resolved anew from time to time, whenever the network changes, and when a gateway tells others. A new address
-//! gets tunnels of its own. One that a name leads to no longer keeps those that stand, for a name server may be wrong and
-//! a gateway that goes says so itself; what has ended is not dialled again. A name that cannot be resolved changes nothing.
-//! Where an address leads to several gateways, `seek` finds those to which it did not lead at first.
+//! The names are resolved anew from time to time, whenever the network changes, and when a gateway announces other names. A
+//! new address gets tunnels of its own. Tunnels stay at an address to which no name leads any more, for a name server may be
+//! wrong and a gateway that leaves announces that itself. A tunnel there that has ended is not dialled again. A name that
+//! cannot be resolved changes nothing. If an address leads to several gateways, `discovery` finds those to which it did not
+//! lead at first.
 
 use super::{LEAVING, TunnelContext, discovery::GatewayDiscovery, slots::TunnelSlots};
 use crate::control::{
@@ -26,7 +27,7 @@ const MOST: usize = 64;
 struct AllGateways<'a> {
     links: Arc<TunnelContext>,
     tasks: &'a TaskGroup,
-    /// Where they are now.
+    /// Current addresses of the gateways.
     places: watch::Sender<Vec<GatewayAddr>>,
     at: BTreeMap<GatewayAddr, AddressTunnels>,
     /// Why names cannot be resolved, as far as it has been said.
@@ -136,7 +137,7 @@ impl AllGateways<'_> {
         }
     }
 
-    /// Each address once, by the name that it is kept by already if there is one.
+    /// Returns each address once, by the name under which it is known already if there is one.
     fn distinct(&self, places: BTreeSet<GatewayAddr>) -> BTreeSet<GatewayAddr> {
         let (known, new): (Vec<_>, Vec<_>) = places
             .into_iter()

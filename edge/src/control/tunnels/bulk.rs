@@ -1,7 +1,7 @@
-//! Which slots move bulk, and since when none does.
+//! Tracker of the slots that move bulk, and of the time since when none does.
 //!
-//! Sessions mark their slot as their tunnel's load tells; the slot behind waits for that, and leaves when no slot
-//! has been marked for a while.
+//! Sessions mark their slot according to their tunnel's load. The slot behind waits for that, and leaves when no slot has
+//! been marked for a while.
 
 use causeway_tunnel::load::BULK_SPAN;
 use std::{collections::BTreeMap, time::Duration};

@@ -1,9 +1,10 @@
-//! Which gateways are reached, and by whom, where an edge has tunnels at all of them.
+//! Table of the connected gateways and the tunnel groups that own them, for an edge that has tunnels at all of them.
 //!
 //! A name may lead to several addresses of one gateway (IPv4 and IPv6, or one of its own and a load balancer's), and one
 //! address to several gateways (a balancer's). A gateway takes the newest tunnel of an edge for the one that counts, so two
-//! [`Party`]s of tunnels at one gateway would end each other's for ever. Whoever comes first holds it; the others wait until
-//! it is lost. A party holds one gateway: by an address that leads to several it does not come to have tunnels at two.
+//! [`TunnelGroup`]s at one gateway would end each other's tunnels for ever. The first group owns the gateway; the others
+//! wait until it is lost. A group owns one gateway: by an address that leads to several it does not come to have tunnels at
+//! two.
 
 use crate::control::dial::GatewayAddr;
 use causeway_rt::backoff::Backoff;
@@ -32,7 +33,7 @@ struct OwnersByInstance {
     dead: BTreeSet<GatewayAddr>,
 }
 
-/// Which gateways are reached. Cheap to clone.
+/// Table of the connected gateways. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ConnectedGateways {
     table: Arc<watch::Sender<OwnersByInstance>>,
@@ -48,7 +49,7 @@ struct GatewayOwner {
     by: TunnelGroup,
     since: Instant,
     tunnels: usize,
-    /// It serves on, and is of no use to callers who come.
+    /// Whether it drains: it still serves, but is of no use to new clients.
     drains: bool,
     /// How many gateways there are, as it says.
     replicas: Option<u32>,
@@ -67,7 +68,7 @@ pub(super) struct GatewayCount {
     pub(super) reached: u32,
     /// And how many there are, if one of those says so; of those that drain, where all do.
     pub(super) of: Option<u32>,
-    /// At how many there are tunnels, whatever these are of use for.
+    /// Number of gateways with tunnels, whether these are of use or not.
     held: u32,
     /// How often one that was of use began to drain or was lost.
     pub(super) lost: u64,
@@ -95,7 +96,7 @@ impl GatewayCount {
     }
 }
 
-/// A gateway is held for as long as this lives.
+/// Lease of a gateway, which lasts as long as this lives.
 #[derive(Debug)]
 pub(super) struct GatewayLease {
     reached: ConnectedGateways,
@@ -198,7 +199,7 @@ impl ConnectedGateways {
             .await;
     }
 
-    /// Wakes nobody where nothing has come, gone or changed its word.
+    /// Changes the table. Wakes no task if no gateway has come, gone or announced another state.
     fn change(&self, change: impl FnOnce(&mut OwnersByInstance)) {
         self.table.send_if_modified(|table| {
             let before = GatewayCount::of(table);

@@ -1,13 +1,14 @@
 //! Looks for further gateways behind the addresses that an edge knows.
 //!
-//! An address may be a balancer's, behind which there are several gateways: whoever dials it comes to one of them. Where a
-//! gateway says that there are more than are reached, the addresses are dialled in turn, with pauses that grow (`Pace`):
-//! 1. a gateway that is reached already is left after its hello, before it has heard anything of this edge;
+//! An address may belong to a balancer with several gateways behind it: a connection to it reaches one of them. If a gateway
+//! announces that there are more gateways than are connected, the addresses are dialled in turn, with pauses that grow
+//! (`Pace`):
+//! 1. a gateway that is connected already is left after its hello, before it has heard anything of this edge;
 //! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
-//! 3. pauses begin anew when a gateway that was of use drains or is lost, when gateways say another number, and when a network
-//!    that was in the way changes. An address at which nothing answers is left to its own tunnels (`slots`).
+//! 3. pauses begin anew when a gateway that was of use drains or is lost, when gateways announce another number, and when a
+//!    network fault ends. An address at which nothing answers is left to its own tunnels (`slots`).
 //!
-//! A balancer that leads to one of them only, whatever for, costs one attempt in each of the longest pauses.
+//! A balancer that leads to one of them only, for any reason, costs one attempt in each of the longest pauses.
 
 use super::{
     TunnelContext, TunnelUnavailable,
@@ -29,7 +30,7 @@ use tracing::{debug, info, info_span, warn};
 /// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
 const FIRST: Duration = Duration::from_secs(1);
 /// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
-/// one of 1,500, where a balancer leads each time to any; that is how long a gateway waits before it takes callers (`deploy/`).
+/// one of 1,500, if a balancer leads each time to any; that is how long a gateway waits before it takes clients (`deploy/`).
 const ATTEMPTS_PER_GATEWAY: u32 = 2;
 /// How often what changes may have pauses begin anew in as many of the longest pauses.
 const ANEW: u32 = 8;
@@ -37,10 +38,10 @@ const ANEW: u32 = 8;
 /// Finds the gateways that have no address of their own.
 pub(super) struct GatewayDiscovery {
     links: Arc<TunnelContext>,
-    /// Where gateways are looked for.
+    /// Addresses at which gateways are looked for.
     places: watch::Receiver<Vec<GatewayAddr>>,
     turn: usize,
-    /// Where they refuse this edge, as far as it has been said.
+    /// Refusal of this edge by the gateways, as far as it has been logged.
     refused: Option<String>,
 }
 
@@ -202,8 +203,8 @@ impl DiscoveryBackoff {
         self.tries = 0;
     }
 
-    /// There are others than before, or another number of them. Whoever makes them change all the time has pauses begin anew
-    /// once in `most`; a roll of some gateways has them begin anew each time.
+    /// Records that the gateways or their number changed. If they change all the time, pauses begin anew once in `most`; a
+    /// roll of some gateways has them begin anew each time.
     fn changed(&mut self, most: Duration) {
         let lasts = self.found.is_none_or(|found| found.elapsed() > OF_USE);
         let span = most.saturating_mul(ANEW);

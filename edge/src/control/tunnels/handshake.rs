@@ -22,14 +22,14 @@ use causeway_tunnel::{
 use std::{future::Future, pin::pin, time::Duration};
 use tracing::{debug, info};
 
-/// What a tunnel has once it is registered.
+/// Parts of a tunnel once it is registered.
 pub(super) struct EstablishedTunnel {
     pub(super) control: ControlStream,
     /// Identifies the gateway's process.
     pub(super) gateway: String,
-    /// Where all gateways are reached.
+    /// Lease of the gateway, if the edge has tunnels at all gateways.
     pub(super) claim: Option<GatewayLease>,
-    /// What its gateway tells of the node's pool, where this node reads.
+    /// Handle for the gateway's announcements of the node's pool, if this node has an API cache.
     pub(super) voice: Option<MembershipUpdater>,
 }
 
@@ -133,8 +133,8 @@ impl TunnelHandshake {
     }
 }
 
-/// Which gateway's process it is. An older one says no more than its name; two that say the same are one, rather than to end each
-/// other's tunnels.
+/// Returns the name of the gateway's process. An older gateway only has its own name. Two that send the same name count as
+/// one, so that they do not end each other's tunnels.
 fn process(hello: &GatewayHello) -> &str {
     hello.instance.as_ref().unwrap_or(&hello.gateway)
 }

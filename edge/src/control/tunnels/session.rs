@@ -1,9 +1,9 @@
-//! One tunnel: its streams and its end, after its hello (`greeting`).
+//! One tunnel: its streams and its end, after its hello (`handshake`).
 //!
-//! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are
-//! tasks of the session: when the tunnel is lost each ends by itself, and passes the reset on to its app.
-//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11). An edge that
-//! stops while streams are open still serves new ones that have no other way to the node.
+//! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are tasks of the
+//! session: when the tunnel is lost each ends by itself, and passes the reset on to its upstream. To leave, the edge says
+//! so, serves the open streams, and lets the gateway close; the edge initiates no GOAWAY (invariant 11). An edge that
+//! stops while streams are open still serves new ones that have no other tunnel to the node.
 
 use super::{
     super::{
@@ -43,7 +43,7 @@ use tokio_rustls::client::TlsStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
-/// How long streams get to pass the loss of their tunnel on to their apps.
+/// Time that streams get to pass the loss of their tunnel on to their upstreams.
 const LOSS: Duration = Duration::from_secs(5);
 /// After its last stream a leaving tunnel waits this long for the gateway to close it: a stream may have
 /// been opened while the word was on its way.
@@ -75,9 +75,9 @@ pub(super) struct TunnelSession {
     _standing: TunnelGuard,
     /// Says until when it counts among the newest sessions.
     newest: Option<DropGuard>,
-    /// Where all gateways are reached.
+    /// Lease of the gateway, if the edge has tunnels at all gateways.
     claim: Option<GatewayLease>,
-    /// What its gateway tells of the node's pool, until it drains.
+    /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
     voice: Option<MembershipUpdater>,
 }
 
@@ -147,17 +147,17 @@ enum Phase {
     },
 }
 
-/// Whose tunnel it is.
+/// Owner of the tunnel.
 pub(super) struct SessionOwner {
     pub(super) party: TunnelGroup,
     pub(super) slot: u32,
     /// It belongs to a tunnel that stands: no other gateway than that one's will do.
     pub(super) keeps: bool,
-    /// Which slots move bulk.
+    /// Tracker of the slots that move bulk.
     pub(super) bulk: Arc<BulkTracker>,
 }
 
-/// What a slot hears of its session, once.
+/// Message of a session to its slot, sent once.
 pub(super) enum SessionEnd {
     /// It is over.
     Ended(ConnectError),
@@ -240,7 +240,7 @@ impl TunnelSession {
         std::mem::take(&mut self.shown)
     }
 
-    /// Where it leads.
+    /// Returns the address of the gateway.
     pub(super) fn place(&self) -> &GatewayAddr {
         &self.place
     }
@@ -338,8 +338,8 @@ impl TunnelSession {
         }
     }
 
-    /// Tells the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as well if the
-    /// gateway has no other tunnel for them.
+    /// Announces to the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as
+    /// well if the gateway has no other tunnel for them.
     fn leave(&mut self) -> Phase {
         self.load.turn_over();
         if !self.links.stop.is_cancelled() || self.load.earlier() == 0 {
@@ -377,7 +377,7 @@ impl TunnelSession {
         self.voice = None;
     }
 
-    /// What is answered at once.
+    /// Returns the message that is answered at once, if there is one.
     async fn answer(
         &mut self,
         line: &Result<GatewayMessage, ControlStreamError>,
@@ -393,7 +393,7 @@ impl TunnelSession {
         }
     }
 
-    /// What the gateway says while the tunnel stands. False when it will say no more.
+    /// Handles a message that the gateway sends while the tunnel stands. Returns false when the gateway will send no more.
     async fn hear(
         &mut self,
         line: Result<GatewayMessage, ControlStreamError>,

@@ -33,7 +33,7 @@ use tracing::{debug, info, info_span, warn};
 #[derive(Clone)]
 pub(super) struct TunnelSlots {
     links: Arc<TunnelContext>,
-    /// Which of these move bulk.
+    /// Tracker of those of these slots that move bulk.
     bulk: Arc<BulkTracker>,
     party: TunnelGroup,
     only: Option<FixedAddress>,
@@ -47,9 +47,9 @@ const SAY: Duration = Duration::from_mins(5);
 
 /// The trouble that was said last, and when.
 #[derive(Default)]
-struct Said(Option<(String, Instant)>);
+struct LastReport(Option<(String, Instant)>);
 
-impl Said {
+impl LastReport {
     /// Whether this is to be said: other trouble than before, or some that was not said for a while.
     fn is_news(&mut self, what: &str) -> bool {
         let said = self.0.as_ref();
@@ -61,7 +61,7 @@ impl Said {
     }
 }
 
-/// Tunnels that have been told to leave.
+/// Tunnels that were asked to leave.
 pub(super) struct Leaving {
     sessions: Arc<TaskGroup>,
     /// Time that their streams get once the edge stops.
@@ -99,7 +99,7 @@ enum SlotEvent {
 }
 
 impl TunnelSlots {
-    /// At whichever gateway answers first.
+    /// Creates slots at any gateway that answers first.
     pub(super) fn anywhere(links: Arc<TunnelContext>) -> Self {
         Self {
             party: links.reached.party(),
@@ -210,7 +210,7 @@ impl TunnelSlots {
         tasks: &Arc<TaskGroup>,
     ) {
         let mut backoff = self.links.backoff();
-        let mut said = Said::default();
+        let mut said = LastReport::default();
         let mut old: Option<SessionHandle> = None;
         let (mut begun, anew) = begun.unzip();
         let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
@@ -229,7 +229,7 @@ impl TunnelSlots {
                 Err(TunnelUnavailable::Reached(instance)) => (SlotEvent::Reached(instance), None),
                 Ok(session) => {
                     backoff.reset();
-                    said = Said::default();
+                    said = LastReport::default();
                     request_drain(old.take());
                     self.stand(session, (stop, &mut anew), tasks).await
                 }
@@ -349,7 +349,7 @@ impl TunnelSlots {
         }
     }
 
-    /// Of which gateway trouble is told.
+    /// Returns the gateway for which failures are reported.
     fn whose(&self) -> String {
         let only = self.only.as_ref();
         only.map_or_else(|| ANY.to_owned(), |only| only.place.to_string())
@@ -403,7 +403,7 @@ impl TunnelSlots {
     async fn pause(
         &self,
         trouble: &ConnectError,
-        (backoff, said): (&mut Backoff, &mut Said),
+        (backoff, said): (&mut Backoff, &mut LastReport),
         (changes, anew, stop): (
             &mut NetworkMonitor,
             &mut watch::Receiver<()>,
@@ -501,7 +501,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn trouble_that_lasts_is_said_when_it_changes_and_now_and_then() {
-        let mut said = Said::default();
+        let mut said = LastReport::default();
         assert!(said.is_news("refused"));
         for _ in 0..100 {
             assert!(!said.is_news("refused"));

@@ -266,7 +266,7 @@ impl Running {
     }
 }
 
-/// An app that echoes.
+/// Starts an upstream that echoes.
 async fn echo(tasks: &TaskGroup) -> SocketAddr {
     let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = app.local_addr().unwrap();

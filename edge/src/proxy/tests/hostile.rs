@@ -1,6 +1,6 @@
 //! A gateway that means harm: every spelling of an address that the node's owner has not allowed.
 //!
-//! What is listened for is real: a service of this machine that is none of the node's ports.
+//! The listener is real: a service of this machine that is none of the node's ports.
 
 use super::*;
 
@@ -21,7 +21,7 @@ const HERE: [&str; 13] = [
     "127.1",
 ];
 
-/// What clouds and links keep for themselves, and a private network.
+/// Addresses that clouds and links reserve, and a private network.
 const ELSEWHERE: [&str; 7] = [
     "169.254.169.254",
     "[::ffff:169.254.169.254]",

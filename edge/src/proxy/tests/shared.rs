@@ -1,4 +1,4 @@
-//! Streams to apps that speak HTTP/2: they share connections, and nobody waits for anybody else's end.
+//! Streams to upstreams that speak HTTP/2: they share connections, and no stream waits for the end of another.
 
 use super::*;
 use causeway_tunnel::http2_pool::MAX_CONNECTIONS;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-/// An HTTP/2 app: it answers, save `/watch`, which waits for good, and `/herd`, which waits on the first connection.
+/// An HTTP/2 upstream: it answers, save `/watch`, which waits for good, and `/herd`, which waits on the first connection.
 struct App {
     /// Streams that it allows at once.
     allows: u32,

@@ -9,7 +9,7 @@ use crate::{
     config::{ListenerProtocol, Serial},
     proxy::{
         Proxy,
-        authn::{AuthMethod, ClientIdentity, Shown, UID, Validity},
+        authn::{AuthMethod, ClientIdentity, PresentedCertificate, UID, Validity},
     },
     worker::WorkerId,
 };
@@ -234,7 +234,7 @@ fn caller(
     Ok(Some(ClientIdentity {
         root: proven.root,
         certificate: Serial::try_from(proven.serial).ok().map(|serial| {
-            Arc::new(Shown {
+            Arc::new(PresentedCertificate {
                 serial,
                 chain: chain.to_vec(),
                 not_after: proven.not_after,

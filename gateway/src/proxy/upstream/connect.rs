@@ -1,7 +1,7 @@
 //! TLS to an app that is believed, over a CONNECT stream of the node's tunnel.
 //!
 //! What both versions of HTTP begin on. It ends in order only if nobody has given it up: what is dropped before is reset,
-//! so that no app takes what was given up for what was wanted (design trap 3).
+//! so that no app takes what was given up for what was wanted (invariant 3).
 
 use super::{
     error,

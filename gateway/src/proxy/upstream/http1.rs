@@ -2,7 +2,7 @@
 //!
 //! A task of its own drives it ([`drive`]) from its first request to its end, and lays it by while it rests. Whoever asks
 //! holds it as [`Asking`]; one that is dropped before its answer came to an end resets the stream below, so that no app
-//! takes what was given up for what was wanted (design trap 3). All that it waits for has a bound.
+//! takes what was given up for what was wanted (invariant 3). All that it waits for has a bound.
 
 use super::{
     body::UpstreamRequestBody,

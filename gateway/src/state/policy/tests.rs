@@ -42,7 +42,7 @@ fn compiled(rules: impl Into<Vec<Rule>>) -> Policy {
 }
 
 /// A question, to be changed.
-struct Asked {
+struct PolicyCase {
     user: &'static str,
     groups: Vec<String>,
     uris: Vec<String>,
@@ -58,7 +58,7 @@ struct Asked {
     path: String,
 }
 
-impl Asked {
+impl PolicyCase {
     fn new() -> Self {
         Self {
             user: "ann",
@@ -102,15 +102,15 @@ impl Asked {
     }
 }
 
-fn asked(change: impl FnOnce(&mut Asked)) -> Asked {
-    let mut asked = Asked::new();
+fn asked(change: impl FnOnce(&mut PolicyCase)) -> PolicyCase {
+    let mut asked = PolicyCase::new();
     change(&mut asked);
     asked
 }
 
 #[test]
 fn nothing_is_allowed_that_no_rule_allows() {
-    let decision = Policy::default().decide(&Asked::new().question());
+    let decision = Policy::default().decide(&PolicyCase::new().question());
     assert_eq!(
         decision,
         Decision {
@@ -118,7 +118,7 @@ fn nothing_is_allowed_that_no_rule_allows() {
             by: None
         }
     );
-    assert!(!Asked::new().of(&compiled([])));
+    assert!(!PolicyCase::new().of(&compiled([])));
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn the_first_rule_that_matches_decides_and_is_named() {
         named("all", Effect::Allow, 5),
         named("too late", Effect::Deny, 7),
     ]);
-    let decision = policy.decide(&Asked::new().question());
+    let decision = policy.decide(&PolicyCase::new().question());
     let by = MatchedRule {
         rule: "all".into(),
         line: 5,
@@ -163,13 +163,13 @@ fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
         groups: texts(["op*"]),
         ..Subjects::default()
     };
-    assert!(Asked::new().of(&compiled([who(some.clone())])));
+    assert!(PolicyCase::new().of(&compiled([who(some.clone())])));
     let near = Subjects {
         networks: networks("10.1.0.0/16"),
         ..some.clone()
     };
     let policy = compiled([who(near)]);
-    assert!(Asked::new().of(&policy));
+    assert!(PolicyCase::new().of(&policy));
     assert!(asked(|asked| asked.from = Some("::ffff:10.1.9.9".parse().unwrap())).of(&policy));
     assert!(!asked(|asked| asked.from = Some("10.2.0.1".parse().unwrap())).of(&policy));
     assert!(!asked(|asked| asked.from = None).of(&policy));
@@ -177,15 +177,15 @@ fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
         networks: networks("::ffff:10.1.0.0/112"),
         ..some
     };
-    assert!(Asked::new().of(&compiled([who(mapped)])));
+    assert!(PolicyCase::new().of(&compiled([who(mapped)])));
     let every = |text| {
         compiled([who(Subjects {
             networks: networks(text),
             ..Subjects::default()
         })])
     };
-    assert!(Asked::new().of(&every("0.0.0.0/0")));
-    assert!(!Asked::new().of(&every("::/0")));
+    assert!(PolicyCase::new().of(&every("0.0.0.0/0")));
+    assert!(!PolicyCase::new().of(&every("::/0")));
     let six = asked(|asked| asked.from = Some("2001:db8::1".parse().unwrap()));
     assert!(
         six.of(&every("2001:db8::/32")) && six.of(&every("::/0")) && !six.of(&every("0.0.0.0/0"))
@@ -215,7 +215,7 @@ fn nobody_is_no_user_and_says_no_groups_of_his_own() {
     assert!(nobody.of(&users(ANONYMOUS)) && nobody.of(&groups(UNAUTHENTICATED)));
     assert!(!nobody.of(&users("*")) && !nobody.of(&groups("system:*")));
     assert!(!nobody.of(&groups(AUTHENTICATED)));
-    assert!(Asked::new().of(&groups(AUTHENTICATED)));
+    assert!(PolicyCase::new().of(&groups(AUTHENTICATED)));
     let boaster = asked(|asked| asked.groups = vec![UNAUTHENTICATED.into()]);
     assert!(!boaster.of(&groups(UNAUTHENTICATED)));
 }
@@ -241,14 +241,14 @@ fn a_node_is_named_by_all_that_is_given() {
         })
     };
     let all = [("tier", "gold"), ("site", "a")];
-    assert!(Asked::new().of(&place("edge-*", "north", labels(&all))));
-    assert!(!Asked::new().of(&place("edge-2*", "north", labels(&all))));
-    assert!(!Asked::new().of(&place("edge-*", "south", labels(&all))));
+    assert!(PolicyCase::new().of(&place("edge-*", "north", labels(&all))));
+    assert!(!PolicyCase::new().of(&place("edge-2*", "north", labels(&all))));
+    assert!(!PolicyCase::new().of(&place("edge-*", "south", labels(&all))));
     for other in [
         [("tier", "gold"), ("site", "b")],
         [("tier", "tin"), ("site", "a")],
     ] {
-        assert!(!Asked::new().of(&place("*", "*", labels(&other))));
+        assert!(!PolicyCase::new().of(&place("*", "*", labels(&other))));
     }
     let bare = asked(|asked| asked.pool = None);
     assert!(!bare.of(&place("*", "*", labels(&all))));
@@ -275,7 +275,7 @@ fn what_a_session_may_carry_is_denied_where_any_of_it_is() {
             rule(Effect::Allow)
         ])));
         assert!(!session.of(&compiled([what(Effect::Allow, narrow.clone())])));
-        assert!(Asked::new().of(&compiled([
+        assert!(PolicyCase::new().of(&compiled([
             what(Effect::Deny, narrow.clone()),
             rule(Effect::Allow)
         ])));
@@ -318,7 +318,7 @@ fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_t
         assert!(!odd.of(&denies), "{path}");
         assert!(!odd.of(&allows), "{path}");
     }
-    assert!(Asked::new().of(&denies) && Asked::new().of(&allows));
+    assert!(PolicyCase::new().of(&denies) && PolicyCase::new().of(&allows));
     let post = RequestMatch {
         methods: texts(["POST"]),
         ..RequestMatch::default()
@@ -377,13 +377,13 @@ fn what_would_narrow_nothing_is_not_compiled() {
 fn rules_can_be_replaced_while_they_are_read() {
     let writer = PolicyWriter::new(Some(compiled([])));
     let reader = writer.reader();
-    assert!(!reader.decide(&Asked::new().question()).allow);
+    assert!(!reader.decide(&PolicyCase::new().question()).allow);
     writer.replace(Some(compiled([rule(Effect::Allow)])));
-    assert!(reader.decide(&Asked::new().question()).allow);
+    assert!(reader.decide(&PolicyCase::new().question()).allow);
     writer.replace(Some(compiled([])));
     assert!(!reader.is_open());
     writer.replace(None);
-    assert!(reader.is_open() && reader.decide(&Asked::new().question()).allow);
+    assert!(reader.is_open() && reader.decide(&PolicyCase::new().question()).allow);
 }
 
 /// One of these, or the key is not there.
@@ -459,7 +459,7 @@ fn like(pattern: &str, text: &str) -> bool {
 }
 
 /// What the rule says in so many words, read one after the other.
-fn matches(rule: &Rule, asked: &Asked) -> bool {
+fn matches(rule: &Rule, asked: &PolicyCase) -> bool {
     fn any<T>(list: &Specified<Vec<T>>, fits: impl Fn(&T) -> bool) -> bool {
         list.0.as_ref().is_none_or(|list| list.iter().any(fits))
     }
@@ -561,7 +561,7 @@ fn what_is_at_no_node_is_named_by_its_address_and_by_no_key_of_nodes() {
         assert_eq!(asked.of(&policy), allowed, "{address} by {rules:?}");
     }
     assert!(
-        !Asked::new().of(&compiled([services()])),
+        !PolicyCase::new().of(&compiled([services()])),
         "a node has no such address"
     );
 }
@@ -577,7 +577,7 @@ fn what_is_compiled_decides_as_the_rules_read() {
         let policy = compiled(rules.clone());
         for _ in 0..20 {
             let mut one = |from: &[&'static str]| from[random.random_range(0..from.len())];
-            let mut asked = Asked::new();
+            let mut asked = PolicyCase::new();
             asked.user = one(&["ann", "bob", "al", "zoe"]);
             asked.groups = vec![one(&["ops", "devs", "none"]).to_owned()];
             asked.from = Some(

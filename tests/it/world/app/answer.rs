@@ -94,7 +94,7 @@ pub(crate) fn small_chunks(total: usize) -> Script {
         .chunks(64, total)
 }
 
-/// What a HEAD gets: the length of a body that does not follow.
+/// Returns the response to a HEAD: the length of a body that does not follow.
 pub(crate) fn to_head(length: usize) -> Script {
     Script::new().body().write(format!(
         "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n"
@@ -123,7 +123,7 @@ pub(crate) fn parts(kind: &str, parts: &[&str], gate: &super::Gate) -> Script {
     told.until(gate).write("0\r\n\r\n")
 }
 
-/// A body without end; `App::end` tells when the caller's leaving arrived.
+/// A body without end; `App::end` tells when the client's leaving arrived.
 pub(crate) fn endless() -> Script {
     let chunk = format!("400\r\n{}\r\n", "x".repeat(0x400));
     Script::new()

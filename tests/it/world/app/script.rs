@@ -1,7 +1,7 @@
-//! What a test app does, step by step: a script is built like a sentence and played on a connection.
+//! Behaviour of a test upstream, step by step: a script is built by chained calls and played on a connection.
 //!
-//! A script that runs to its end leaves the connection open for the next request (HTTP) or closes it (TCP);
-//! `close` and `reset` end it there. At each step that waits, the peer's leaving ends the script and is recorded.
+//! A script that runs to its end leaves the connection open for the next request (HTTP) or closes it (TCP). `close` and
+//! `reset` end it there. At each step that waits, the departure of the peer ends the script and is recorded.
 
 use super::{End, Head, Record, wire::Wire};
 use std::{sync::Arc, time::Duration};

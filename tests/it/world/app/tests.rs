@@ -26,7 +26,7 @@ async fn read(socket: &mut TcpStream, length: usize) -> String {
 
 const GET: &str = "GET /a?b HTTP/1.1\r\nHost: edge-1\r\n\r\n";
 
-/// What the app sends until it closes.
+/// Returns the bytes that the upstream sends until it closes.
 async fn answer_of(script: Script) -> io::Result<String> {
     let app = App::http(move |_| script.clone()).await;
     rest(talk(&app, GET).await).await

@@ -67,7 +67,7 @@ impl Head {
     }
 }
 
-/// What bytes pass over.
+/// Transport that carries the bytes.
 pub(super) trait Transport: AsyncRead + AsyncWrite + Send + Unpin {
     /// The socket below.
     fn tcp(&self) -> &TcpStream;

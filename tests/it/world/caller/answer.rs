@@ -1,4 +1,4 @@
-//! An answer as a caller sees it, and what a failure must look like.
+//! An answer as a client sees it, and what a failure must look like.
 
 use crate::world::log::Log;
 use hyper::{HeaderMap, body::Bytes};

@@ -1,4 +1,4 @@
-//! A gateway of its own for a test: CA, configuration, process, and what edges and callers need of it.
+//! A gateway of its own for a test: CA, configuration, process, and what edges and clients need of it.
 //!
 //! Each site has its own directory, ports that the system chose, and dies with the test.
 
@@ -17,14 +17,14 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A front that serves anybody, without TLS.
+/// Listener without authentication and without TLS.
 pub(crate) const OPEN: &str =
     "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 
-/// The node port that the front stands for.
+/// The node port that the listener stands for.
 const PORT: u16 = 9100;
 
-/// A gateway with one https front, `web`, and a caller, `alice`.
+/// A gateway with one https listener, `web`, and a client, `alice`.
 pub(crate) struct Site {
     folder: TempDir,
     pub(crate) gateway: Process,
@@ -40,7 +40,7 @@ impl Site {
         Self::with("").await
     }
 
-    /// A running gateway whose front serves anybody, without TLS.
+    /// A running gateway whose listener serves anybody, without TLS.
     pub(crate) async fn open_to_all(tunnel: &str) -> Self {
         Self::listening(tunnel, OPEN).await
     }
@@ -51,7 +51,7 @@ impl Site {
         Self::with_fronts(&format!("fronts: [{front}]\n{configuration}")).await
     }
 
-    /// The same, which has no fronts but those.
+    /// The same, which has no listeners but those.
     pub(crate) async fn with_fronts(configuration: &str) -> Self {
         Self::listening("127.0.0.1:0", configuration).await
     }
@@ -90,7 +90,7 @@ impl Site {
         }
     }
 
-    /// What a gateway says that does not come to run in this folder.
+    /// Returns the output of a gateway that fails to start in this folder.
     pub(crate) async fn refused(folder: &TempDir, configuration: &str) -> Ended {
         write(folder, configuration);
         let gateway = gateway(causeway(""), folder.path(), "127.0.0.1:0");
@@ -265,12 +265,12 @@ impl Site {
         edge
     }
 
-    /// Whoever calls the first front, which serves anybody, without TLS.
+    /// Returns a client of the first listener, which serves everyone without TLS.
     pub(crate) fn nobody(&self) -> Caller {
         self.nobody_at(Place::Plain(self.front.parse().unwrap()))
     }
 
-    /// The same at another front.
+    /// The same at another listener.
     pub(crate) fn nobody_at(&self, place: Place) -> Caller {
         let root = CertificateDer::from_pem_file(self.data().join("ca.pem")).unwrap();
         Caller::new(place, &root, Log::default())

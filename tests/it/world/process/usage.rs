@@ -1,4 +1,4 @@
-//! What a process costs, as the system tells it.
+//! Resource usage of a process, as the system reports it.
 
 use std::{fs, time::Duration};
 

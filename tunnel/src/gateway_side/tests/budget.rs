@@ -1,4 +1,4 @@
-//! What stalled streams may hold, at either end.
+//! Tests of the bytes that stalled streams may hold, at either end.
 
 use super::*;
 use crate::{buffered::MemoryBudget, flow_control};
@@ -13,7 +13,7 @@ use tokio::{
 const BUDGET: usize = 8 << 20;
 /// The least window there is.
 const FLOOR: usize = 64 << 10;
-/// What a stalled stream is given time for.
+/// Time that a stalled stream is given.
 const QUIET: Duration = Duration::from_millis(150);
 
 fn settings(pressure: Arc<MemoryBudget>) -> GatewaySideConfig {

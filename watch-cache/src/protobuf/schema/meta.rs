@@ -1,4 +1,4 @@
-//! What objects of every kind have: metadata, conditions, references; and the answer that is no object.
+//! Fields of objects of every kind: metadata, conditions, references; and `Status`, the response that is no object.
 
 use super::Kind::{Flag, Int, Json, Many, Message, Text, Time};
 use super::{Field, LABELS, TEXTS};

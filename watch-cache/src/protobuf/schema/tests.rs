@@ -1,10 +1,10 @@
-//! The tables against the `generated.proto` files of the newest Kubernetes among the modules of `tests/kube/assets`: an update
-//! of that module fails here if there are fields that are in no table.
+//! Compares the tables with the `generated.proto` files of the newest Kubernetes among the modules of `tests/kube/assets`: an
+//! update of that module fails here if there are fields that are in no table.
 
 use super::*;
 use std::{collections::HashMap, fs, io::Write, path::PathBuf, process::Command};
 
-/// Where the files of each API are, below the module k8s.io/api or k8s.io/apimachinery.
+/// Location of the files of each API, below the module k8s.io/api or k8s.io/apimachinery.
 const FILES: &[(usize, &str)] = &[
     (0, "core/v1"),
     (0, "discovery/v1"),

@@ -1,11 +1,11 @@
-//! Requests in a closed loop: over one connection for each caller, or over a new one each time.
+//! Requests in a closed loop: over one connection for each client, or over a new one each time.
 //!
 //! Kept connections are opened before the clock starts. A request that is on its way when the time is over does
 //! not count. A new connection counts from its first packet to the last byte of its answer.
 
 use crate::{
     cli,
-    http1::Line,
+    http1::Connection,
     measure::{Failures, Latencies, per_second},
     report::{self, rounded},
     road::Road,
@@ -26,11 +26,11 @@ struct Caller {
     road: Arc<Road>,
     request: Vec<u8>,
     new: bool,
-    met: Met,
+    met: CallOutcome,
 }
 
-/// What a caller met.
-struct Met {
+/// Results of one client.
+struct CallOutcome {
     latencies: Latencies,
     failures: Failures,
     full: u64,
@@ -56,14 +56,14 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
             road: road.clone(),
             request: request.clone().into_bytes(),
             new: asked.new,
-            met: Met::new(),
+            met: CallOutcome::new(),
         };
         callers.spawn(caller.call(start.clone(), asked.lasting));
     }
     start.wait().await;
     report::say(&json!({"event": "ready", "callers": asked.callers}));
     let began = Instant::now();
-    let mut all = Met::new();
+    let mut all = CallOutcome::new();
     while let Some(met) = callers.join_next().await {
         all.join(met.context("a caller panicked")?);
     }
@@ -86,7 +86,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
     Ok(())
 }
 
-impl Met {
+impl CallOutcome {
     fn new() -> Self {
         Self {
             latencies: Latencies::new(),
@@ -107,7 +107,7 @@ impl Met {
 }
 
 impl Caller {
-    async fn call(mut self, start: Arc<Barrier>, lasting: Duration) -> Met {
+    async fn call(mut self, start: Arc<Barrier>, lasting: Duration) -> CallOutcome {
         let mut kept = None;
         if !self.new {
             // What fails here fails again below, where it is counted.
@@ -124,7 +124,7 @@ impl Caller {
     }
 
     /// Over and over, without end.
-    async fn repeat(&mut self, kept: &mut Option<Line>) {
+    async fn repeat(&mut self, kept: &mut Option<Connection>) {
         loop {
             let began = Instant::now();
             match self.once(kept).await {
@@ -138,7 +138,7 @@ impl Caller {
         }
     }
 
-    async fn once(&mut self, kept: &mut Option<Line>) -> anyhow::Result<()> {
+    async fn once(&mut self, kept: &mut Option<Connection>) -> anyhow::Result<()> {
         let mut line = match kept.take() {
             Some(line) => line,
             None => self.open().await?,
@@ -155,7 +155,7 @@ impl Caller {
         Ok(())
     }
 
-    async fn open(&mut self) -> anyhow::Result<Line> {
+    async fn open(&mut self) -> anyhow::Result<Connection> {
         let opened = self.road.open().await?;
         self.met.opened += 1;
         match opened.resumed {

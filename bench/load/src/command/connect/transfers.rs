@@ -1,11 +1,11 @@
-//! Bulk: each caller moves its bytes once, all beginning at the same moment.
+//! Bulk: each client moves its bytes once, all beginning at the same moment.
 //!
-//! The time is from that moment until the last caller is done, which for an upload is when the app has said how
+//! The time is from that moment until the last client is done, which for an upload is when the app has said how
 //! much it got; another number than was sent is an error.
 
 use crate::{
     cli,
-    http1::Line,
+    http1::Connection,
     measure::per_second,
     report::{self, rounded},
     road::Road,
@@ -15,12 +15,12 @@ use serde_json::json;
 use std::{sync::Arc, time::Duration};
 use tokio::{sync::Barrier, task::JoinSet, time::Instant};
 
-/// What is sent.
+/// Block of bytes to send.
 static BLOCK: [u8; 64 << 10] = [b'.'; 64 << 10];
 /// Longest answer to an upload.
 const SHORT: u64 = 64;
 
-/// Which way, and how many bytes.
+/// Direction of a transfer, with the number of bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
     Down(u64),
@@ -70,7 +70,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> an
 }
 
 async fn transfer(
-    mut line: Line,
+    mut line: Connection,
     kind: Kind,
     host: &str,
     upgrade: Option<&str>,
@@ -117,7 +117,7 @@ async fn transfer(
     }
 }
 
-async fn answered(line: &mut Line, wanted: u16) -> anyhow::Result<Option<u64>> {
+async fn answered(line: &mut Connection, wanted: u16) -> anyhow::Result<Option<u64>> {
     let head = line.head().await?;
     ensure!(
         head.status == wanted,
@@ -128,7 +128,7 @@ async fn answered(line: &mut Line, wanted: u16) -> anyhow::Result<Option<u64>> {
     Ok(head.length)
 }
 
-async fn pour(line: &mut Line, mut left: u64) -> anyhow::Result<()> {
+async fn pour(line: &mut Connection, mut left: u64) -> anyhow::Result<()> {
     while left > 0 {
         let length = usize::try_from(left).unwrap_or(usize::MAX).min(BLOCK.len());
         line.send(BLOCK.get(..length).unwrap_or_default()).await?;

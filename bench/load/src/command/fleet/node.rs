@@ -29,7 +29,7 @@ use tracing::Span;
 /// A gateway's TCP handshake, and its TLS and its hello: an edge's defaults.
 const TCP: Duration = Duration::from_secs(2);
 const BOUND: Duration = Duration::from_secs(5);
-/// The longest waits of an edge: where nobody answers, and where a gateway refuses.
+/// The longest waits of an edge: if nothing answers, and if a gateway refuses.
 const SILENT_MAX: Duration = Duration::from_secs(2);
 const REFUSED_MAX: Duration = Duration::from_mins(1);
 
@@ -44,7 +44,7 @@ pub(super) struct Node {
 /// Why there is no tunnel.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failed {
-    /// Nobody answers; it is tried again soon.
+    /// Nothing answers; the node tries again soon.
     #[error("{0}")]
     Silent(String),
     /// The gateway said no, and maybe for how long.

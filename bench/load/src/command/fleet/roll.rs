@@ -32,7 +32,7 @@ pub(super) struct Change {
     at: Instant,
 }
 
-/// What nodes report to.
+/// Recipient of the nodes' reports.
 #[derive(Debug)]
 pub(super) struct Roll {
     changed: UnboundedSender<Change>,

@@ -26,7 +26,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::Span;
 
-/// What the gateway's first byte takes at most.
+/// Maximum time until the gateway's first byte.
 const BOUND: Duration = Duration::from_secs(5);
 /// After a failure, lest it be a loop of failures.
 const PAUSE: Duration = Duration::from_millis(10);

@@ -1,11 +1,11 @@
-//! The time of a change, as it stands in an annotation of what is changed, and is found in the bytes of a watch.
+//! Time of a change, as an annotation of the changed object contains it, and as it is found in the bytes of a watch.
 //!
-//! `~m1763933000123456~`: a mark, and microseconds of the Unix epoch. It is the same text in JSON and in protobuf, so whoever looks
-//! for it has to know neither.
+//! `~m1763933000123456~`: a mark, and microseconds of the Unix epoch. The text is the same in JSON and in protobuf, so a
+//! search for it needs to parse neither.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// What stands around it, and nowhere else in a slice.
+/// Delimiter on both sides of a stamp; it occurs nowhere else in a slice.
 const AROUND: u8 = b'~';
 /// Digits of the microseconds, from 2001 to 2286.
 const DIGITS: usize = 16;
@@ -23,8 +23,8 @@ fn since() -> Duration {
     since.unwrap_or_default()
 }
 
-/// Where each stamp stands, with how long ago its change was made if it has that mark, and how much of `bytes` has been looked
-/// at: a stamp may be cut in two.
+/// Reports the position of each stamp, with the age of its change if the stamp has that mark. Returns how much of `bytes` has
+/// been examined: a stamp may be cut in two.
 pub(super) fn all(bytes: &[u8], mark: u8, mut found: impl FnMut(usize, Option<Duration>)) -> usize {
     let (now, mut at) = (since(), 0);
     while let Some(next) = bytes[at..].iter().position(|byte| *byte == AROUND) {

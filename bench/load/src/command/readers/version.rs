@@ -1,8 +1,8 @@
-//! The version of an object, found in the bytes of a watch in front of its stamp.
+//! The version of an object, found in the bytes of a watch before its stamp.
 //!
 //! Both forms have an object's metadata in one order: its UID, its version, and later its annotations.
 
-/// As far in front of an annotation as a version may stand.
+/// Maximum distance of a version before an annotation.
 pub(super) const AHEAD: usize = 1024;
 
 /// In protobuf: field 5 with the 36 letters of a UID, then field 6.

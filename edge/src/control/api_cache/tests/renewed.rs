@@ -1,4 +1,4 @@
-//! A node among its neighbours, while what it shows and what it believes become others.
+//! A node among the members of its pool, while its certificate and its roots change.
 
 use super::super::{
     member_server::{MemberClients, MemberTls},
@@ -19,7 +19,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// A node with its neighbours, and no sockets.
+/// A node with the members of its pool, and no sockets.
 struct Node {
     held: IdentityStore,
     host: MemberClients,
@@ -68,7 +68,8 @@ impl Node {
         self.held.change(change).await.unwrap();
     }
 
-    /// What `other` shows here when it comes, and what this node shows then; or why it is not let in.
+    /// Returns the chain that `other` presents here when it connects, and the certificate that this node presents then, or
+    /// the reason of a refusal.
     async fn receives(
         &self,
         other: &Self,

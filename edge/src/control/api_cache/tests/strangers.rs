@@ -1,4 +1,4 @@
-//! Who is not let in on the site network.
+//! Clients that are refused on the site network.
 
 use super::super::member_server::max_per_member;
 use super::world::{Cloud, Edge, Gateway, SOON, World, at, identity, pool, raw};
@@ -33,7 +33,7 @@ async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
     (gateway, edge, members)
 }
 
-/// As whoever has this identity dials a site.
+/// Returns the configuration with which a node of this identity dials a site.
 fn dials(identity: &EdgeIdentity) -> Arc<ClientConfig> {
     PoolMemberTls::new(identity, Arc::new(|_| true))
         .unwrap()
@@ -47,7 +47,7 @@ async fn dial(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<TlsStre
     TlsConnector::from(config).connect(name, tcp).await
 }
 
-/// What is answered to whoever dials so; with TLS 1.3 a refusal comes after the handshake.
+/// Returns the answer to a client that dials so; with TLS 1.3 a refusal comes after the handshake.
 async fn answered(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<String> {
     let mut tls = dial(edge, config).await?;
     tls.write_all(ASK).await?;

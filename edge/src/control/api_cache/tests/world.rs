@@ -125,7 +125,7 @@ impl Cloud {
     }
 }
 
-/// The cloud, as whoever fills a store knows it.
+/// The cloud, as the source of a store.
 struct Api(Arc<Cloud>);
 
 impl ListWatch for Api {
@@ -176,7 +176,7 @@ pub(super) struct Gone {
 }
 
 #[derive(Clone)]
-struct Door {
+struct TestListener {
     tunnel: Arc<ServerConfig>,
     control: Arc<ServerConfig>,
     trust: TrustStore,
@@ -216,7 +216,7 @@ impl Gateway {
         let (told, welcomes) = mpsc::channel(16);
         let members = watch::Sender::new(None);
         let readings = Arc::new(AtomicUsize::new(0));
-        let door = Door {
+        let door = TestListener {
             tunnel: tunnel_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap(),
             control: join_server(leaf.resolver(), &trust, None).unwrap(),
             members: members.subscribe(),
@@ -248,7 +248,7 @@ impl Gateway {
         }
     }
 
-    /// Tells all edges.
+    /// Announces the members to all edges.
     pub(super) fn tell(&self, members: &NodePoolMembers) {
         self.members.send_replace(Some(members.clone()));
     }
@@ -278,7 +278,7 @@ impl Gone {
     }
 }
 
-impl Door {
+impl TestListener {
     async fn serve(self, tcp: TcpStream, from: SocketAddr) {
         let lazy = LazyConfigAcceptor::new(Acceptor::default(), CountedIo::new(tcp));
         let Ok(start) = lazy.await else { return };
@@ -377,7 +377,7 @@ pub(super) struct Edge {
     tasks: TaskGroup,
 }
 
-/// What a node shows, of this CA.
+/// Returns an identity of this CA for a node.
 pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -404,14 +404,14 @@ impl World {
 }
 
 impl Node {
-    /// Its members, as if told before its last end.
+    /// Saves its members, as if announced before its last end.
     pub(super) fn knows(&self, members: &NodePoolMembers) {
         let store = Store::open(self.data.path(), OpenMode::Existing).unwrap();
         let text = serde_json::to_string(members).unwrap();
         store.write_runtime("members", &text).unwrap();
     }
 
-    /// Reads Services, for itself and its neighbours; `more` of the reader's keys.
+    /// Starts a cache of Services, for itself and the members of its pool; `more` has further keys of `reader`.
     pub(super) async fn start(&self, gateways: &[&Gateway], more: Value) -> Edge {
         let mut reader = json!({
             "listen": "127.0.0.1:0",
@@ -475,7 +475,7 @@ impl Edge {
         assert_eq!(self.tasks.drain(SOON).await, 0);
     }
 
-    /// Waits until reading goes as wanted.
+    /// Waits until the cache has the wanted status.
     pub(super) async fn until(&self, wanted: impl Fn(&ApiCacheStatus) -> bool) -> ApiCacheStatus {
         let began = Instant::now();
         loop {

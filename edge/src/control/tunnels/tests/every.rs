@@ -300,7 +300,7 @@ async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody
     assert_eq!(edge.reader.status().tunnels.len(), 1);
 }
 
-/// An edge with tunnels at every gateway behind the balancer, and an app at its port 7.
+/// Starts an edge with tunnels at every gateway behind the balancer, and an upstream at its port 7.
 async fn behind(world: &World, balancer: &Balancer, app: SocketAddr) -> Running {
     let mut more = every();
     more["ports"] = json!({ "7": { "target": app.to_string() } });

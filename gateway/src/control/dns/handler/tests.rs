@@ -45,12 +45,12 @@ fn table() -> NodesWriter {
     writer
 }
 
-struct Desk {
+struct TestServer {
     zones: Zones,
     nodes: Nodes,
 }
 
-impl Desk {
+impl TestServer {
     fn new() -> Self {
         Self {
             zones: zones(&["nodes.Example.internal"], &["10.96.0.20", "fd00::20"]),
@@ -88,7 +88,7 @@ fn question(name: &str, kind: RecordType) -> Message {
 
 #[test]
 fn an_edge_is_this_gateway_and_a_node_elsewhere_is_itself() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let zone = "nodes.example.internal.";
     for (node, kind, found, data) in [
         (
@@ -131,7 +131,7 @@ fn an_edge_is_this_gateway_and_a_node_elsewhere_is_itself() {
 
 #[test]
 fn case_makes_no_other_name_and_the_answer_is_to_the_name_as_it_was_asked() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let (found, message) = desk.ask("eDGe-1.noDES.example.INTERNAL.", RecordType::A);
     assert_eq!(found, QueryOutcome::Edge);
     assert_eq!(
@@ -152,7 +152,7 @@ fn case_makes_no_other_name_and_the_answer_is_to_the_name_as_it_was_asked() {
 
 #[test]
 fn what_is_no_node_is_not_there_and_is_forgotten_within_a_second() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     for node in [
         "edge-2",
         "edge-1.site-b",
@@ -188,7 +188,7 @@ fn assert_negative(message: &Message) {
 
 #[test]
 fn an_edge_that_joins_is_found_by_the_next_question() {
-    let (table, mut desk) = (table(), Desk::new());
+    let (table, mut desk) = (table(), TestServer::new());
     desk.nodes = table.reader();
     let ask = || desk.short("late.nodes.example.internal.", RecordType::A);
     assert_eq!(ask().1, ResponseCode::NXDomain);
@@ -200,7 +200,7 @@ fn an_edge_that_joins_is_found_by_the_next_question() {
 
 #[test]
 fn the_zone_has_an_apex_with_a_server_that_has_an_address() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let (found, code, soa) = desk.short("nodes.example.internal.", RecordType::SOA);
     assert_eq!(
         (found, code, soa.len()),
@@ -221,7 +221,7 @@ fn the_zone_has_an_apex_with_a_server_that_has_an_address() {
 
 #[test]
 fn what_is_not_ours_is_refused() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     for (name, kind) in [
         ("example.internal.", RecordType::A),
         ("edge-1.", RecordType::A),
@@ -248,7 +248,7 @@ fn what_is_not_ours_is_refused() {
 
 #[test]
 fn the_root_as_a_zone_answers_bare_names_and_the_longest_zone_has_the_word() {
-    let mut desk = Desk::new();
+    let mut desk = TestServer::new();
     desk.zones = zones(&[".", "far.", "nodes.example"], &["10.96.0.20"]);
     assert_eq!(desk.short("edge-1.", RecordType::A).2, ["10.96.0.20"]);
     assert_eq!(
@@ -267,7 +267,7 @@ fn the_root_as_a_zone_answers_bare_names_and_the_longest_zone_has_the_word() {
 
 #[test]
 fn a_question_for_everything_gets_little() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let (_, message) = desk.ask("edge-1.nodes.example.internal.", RecordType::ANY);
     let [record] = message.answers.as_slice() else {
         panic!("{message}");
@@ -279,7 +279,7 @@ fn a_question_for_everything_gets_little() {
 
 #[test]
 fn an_answer_that_does_not_fit_says_so_and_is_whole_over_tcp() {
-    let mut desk = Desk::new();
+    let mut desk = TestServer::new();
     let many: Vec<String> = (0..100).map(|last| format!("fd00::{last:x}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
     desk.zones = zones(&["nodes.example.internal"], &many);
@@ -312,7 +312,7 @@ fn an_answer_that_does_not_fit_says_so_and_is_whole_over_tcp() {
 
 #[test]
 fn another_version_of_edns_is_told_which_there_is() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let mut asked = question("edge-1.nodes.example.internal.", RecordType::A);
     let mut edns = Edns::new();
     edns.set_version(1);
@@ -327,7 +327,7 @@ fn another_version_of_edns_is_told_which_there_is() {
 
 #[test]
 fn only_questions_are_answered_and_what_cannot_be_read_gets_less_than_it_sent() {
-    let desk = Desk::new();
+    let desk = TestServer::new();
     let asked = question("edge-1.nodes.example.internal.", RecordType::A);
     let bytes = asked.to_vec().unwrap();
     for operation in [1, 2, 4, 5, 6, 15] {
@@ -363,7 +363,7 @@ fn only_questions_are_answered_and_what_cannot_be_read_gets_less_than_it_sent() 
     }
 }
 
-fn assert_malformed(desk: &Desk, question: &[u8]) {
+fn assert_malformed(desk: &TestServer, question: &[u8]) {
     let (found, answer) = desk.bytes(question, Transport::Udp);
     assert_eq!(found, QueryOutcome::Malformed, "{question:?}");
     let Some(answer) = answer else {
@@ -379,7 +379,7 @@ fn assert_malformed(desk: &Desk, question: &[u8]) {
 
 #[test]
 fn without_the_section_everything_is_refused() {
-    let mut desk = Desk::new();
+    let mut desk = TestServer::new();
     desk.zones = Zones::of(&Config::default()).unwrap();
     assert_eq!(
         desk.short("edge-1.", RecordType::A).1,
@@ -393,9 +393,9 @@ fn before_the_cluster_has_named_its_nodes_an_unknown_name_is_servfail() {
     let writer = NodesWriter::default();
     writer.put(name("edge-1"), Node::default());
     writer.pending("not known yet");
-    let desk = Desk {
+    let desk = TestServer {
         nodes: writer.reader(),
-        ..Desk::new()
+        ..TestServer::new()
     };
     let code = |node: &str| {
         let asked = format!("{node}.nodes.example.internal.");
@@ -403,7 +403,7 @@ fn before_the_cluster_has_named_its_nodes_an_unknown_name_is_servfail() {
     };
     assert_eq!(code("edge-1"), ResponseCode::NoError);
     assert_eq!(code("edge-2"), ResponseCode::ServFail);
-    let root = Desk {
+    let root = TestServer {
         zones: zones(&["."], &["10.96.0.20"]),
         nodes: writer.reader(),
     };
