@@ -1,7 +1,7 @@
-//! The audit log's lines about whoever was turned away before there was a stream.
+//! Audit log lines about clients and edges that were rejected before a stream began.
 //!
-//! Lines about streams are written by `proxy/access_log.rs`. All have the target [`AUDIT`]; who writes them down, and
-//! where, is the binary's.
+//! `proxy/access_log.rs` writes the lines about streams. All lines have the target [`AUDIT`]. The binary decides how and where
+//! they are written.
 
 use std::fmt::Display;
 
@@ -10,7 +10,7 @@ use causeway_rt::listener::RemoteAddr;
 /// The target of lines for the audit log.
 pub const AUDIT: &str = "audit";
 
-/// A caller whose certificate has ended its handshake: nothing is known of it but why.
+/// Logs a client whose handshake failed because of its certificate. Only the reason is known about this client.
 pub(crate) fn log_rejected_client(front: &str, peer: RemoteAddr, why: &dyn Display) {
     tracing::info!(front, %peer, %why, "a caller's certificate is refused");
     tracing::info!(target: AUDIT, event = "refused", front, %peer, reason = "certificate", detail = %why);

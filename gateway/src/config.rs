@@ -1,8 +1,8 @@
 //! The gateway's configuration: typed, with a default and a reason for each number.
 //!
-//! Doc comments here are what a user reads: they become the help of flags and the
-//! reference in the README. Neither files nor the environment are read here (the binary
-//! does that); `validate` finds what no type can express, all of it at once.
+//! Users read the doc comments of this module: they become the help of flags and the reference in the README. This module
+//! reads neither files nor the environment (the binary does). `validate` finds all faults that types cannot express, and
+//! reports them together.
 
 mod api_cache;
 mod dns;
@@ -50,45 +50,45 @@ pub use upstream_tls::UpstreamTls;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Directory of the CA, the tokens and the known nodes; made with mode 0700.
+    /// Directory of the CA, the tokens and the known nodes; created with mode 0700.
     pub data_dir: PathBuf,
-    /// Threads that serve, each with its own nodes; 0 is one per CPU.
+    /// Worker threads, each of which serves its own nodes; 0 is one per CPU.
     pub cores: usize,
-    /// Where edges arrive.
+    /// Listener for tunnels of edges.
     pub tunnel: Tunnel,
     /// Health, metrics and status.
     pub admin: Admin,
-    /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
+    /// Listeners for clients. Without this key: one `https` listener on 0.0.0.0:10263 for clients with a certificate of the own CA.
     pub fronts: Vec<Listener>,
     /// The DNS server that answers names of nodes; without this key there is none.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub dns: Specified<Dns>,
-    /// Leads callers of the nodes' own addresses to fronts, by rules in this host's kernel. Without this key: none.
+    /// Redirects connections to the nodes' own addresses to listeners, by rules in this host's kernel. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub redirect: Option<Redirect>,
-    /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
+    /// File of the access policy. Without this key every client that a listener admits may do everything on every node.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub policy: Specified<PathBuf>,
-    /// Node ports to which this gateway itself speaks TLS, in place of the node's edge, whose port is then of scheme `tcp`: the key lies here alone.
+    /// Node ports to which this gateway itself speaks TLS, in place of the node's edge, whose port then has the scheme `tcp`. The key is on the gateway alone.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub apps: BTreeMap<u16, UpstreamTls>,
-    /// The cluster whose nodes this gateway is for.
+    /// The cluster whose nodes this gateway serves.
     pub kubernetes: Option<Kubernetes>,
-    /// What edges may read of the cluster, for whoever asks on their nodes. Without this key: nothing.
+    /// Cluster resources that edges may read, for clients on their nodes. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub readers: Option<ApiCache>,
-    /// What is served at most.
+    /// Limits of what the gateway serves.
     pub limits: Limits,
-    /// How long is waited at most.
+    /// Timeouts.
     pub timeouts: Timeouts,
-    /// Which streams get an access record: `all`, `failures` or `none`.
+    /// Streams that get an access record: `all`, `failures` or `none`.
     pub access_log: AccessLog,
-    /// File of the audit log, JSON lines: who was refused what, and who opened and closed which session. Appended to; may be moved away at any time.
+    /// File of the audit log, JSON lines: refused clients with the reason, and the start and end of each session with its client. The gateway appends to the file, which may be moved away at any time.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub audit_log: Specified<PathBuf>,
     /// The log.
     pub log: Log,
-    /// What edges are told of the node ports that the cluster lists: by [`Config::listing`], and by no file.
+    /// Announcement to edges of the node ports that the cluster lists; set by [`Config::listing`], and by no file.
     #[serde(skip)]
     pub listed: Option<AnnouncedPorts>,
 }
@@ -119,7 +119,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The files that it names: what they say counts as much as what it says itself.
+    /// Returns the files that the configuration names. Their contents count as much as the configuration itself.
     pub fn files(&self) -> Vec<PathBuf> {
         let of_front = |front: &Listener| {
             let shown = front.certificate.iter();
@@ -151,7 +151,7 @@ impl AsRef<Log> for Config {
     }
 }
 
-/// The tunnel port: where edges dial in, join and renew.
+/// The tunnel port, at which edges connect, join and renew.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnel {
@@ -160,37 +160,37 @@ pub struct Tunnel {
     pub listen: SocketAddr,
     /// `host:port` by which edges reach this gateway; the hosts are also the names in its certificate.
     pub advertise: Vec<String>,
-    /// `host:port` of further gateways, told to edges when they connect.
+    /// `host:port` of further gateways, announced to edges when they connect.
     pub gateways: Vec<String>,
-    /// How many gateways there are, 64 or fewer, told to edges: those with `tunnels.gateways: every` look for all of them behind each address, as of a balancer. Without it: what `kubernetes.advertise` counts.
+    /// Number of gateways, 64 or fewer, announced to edges. Edges with `tunnels.gateways: every` look for that many gateways behind each address, such as a load balancer's. Without this key: the number that `kubernetes.advertise` counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Names of nodes that are not welcome, whatever else is known of them: for gateways that share a configuration and no data directory. Others are revoked by `causeway edge revoke`.
+    /// Names of revoked nodes, which are refused in any case: for gateways that share a configuration and no data directory. Other nodes are revoked by `causeway edge revoke`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub revoked: Vec<String>,
-    /// Certificates that another system makes and renews, the gateway's and all edges', in place of those of the own CA.
+    /// Certificates of the gateway and of all edges that an external CA issues and renews, in place of those of the own CA.
     pub identity: Option<Identity>,
-    /// Bound of an edge's TLS handshake.
+    /// Timeout of an edge's TLS handshake.
     #[serde(with = "DurationStr")]
     pub handshake_timeout: Duration,
-    /// Bound of the hello's answer.
+    /// Timeout of the answer to the hello.
     #[serde(with = "DurationStr")]
     pub hello_timeout: Duration,
-    /// A PING is sent when nothing was read, or nothing written, for this long.
+    /// Time without a read, or without a write, after which the gateway sends a PING.
     #[serde(with = "DurationStr")]
     pub ping_after: Duration,
-    /// A tunnel gets no new streams when nothing was read for this long after a PING.
+    /// Time without a read after a PING, after which the tunnel gets no new streams.
     #[serde(with = "DurationStr")]
     pub ping_timeout: Duration,
-    /// A tunnel is closed when still nothing was read after this much more.
+    /// Further time without a read, after which the gateway closes the tunnel.
     #[serde(with = "DurationStr")]
     pub close_after: Duration,
-    /// Bytes that the open streams of one node may leave unread; windows shrink to keep it.
+    /// Bytes that the open streams of one node may leave unread. Flow-control windows shrink to stay below this limit.
     #[serde(with = "ByteSize")]
     pub memory: usize,
-    /// Streams that one tunnel carries at once.
+    /// Maximum number of concurrent streams of one tunnel.
     pub max_streams_per_tunnel: usize,
-    /// Life of an edge's certificate; edges renew after two thirds of it.
+    /// Lifetime of an edge's certificate; edges renew after two thirds of it.
     #[serde(with = "DurationStr")]
     pub edge_certificate_lifetime: Duration,
 }
@@ -222,7 +222,7 @@ impl Default for Tunnel {
 }
 
 impl Tunnel {
-    /// The nodes that are revoked here, of a configuration that has been validated.
+    /// Returns the revoked nodes of a configuration that has been validated.
     pub(crate) fn unwelcome(&self) -> BTreeSet<NodeName> {
         let names = self.revoked.iter();
         names
@@ -235,10 +235,10 @@ impl Tunnel {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
-    /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
+    /// Address of health, metrics and status. It has no authentication, so keep it on loopback.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// Further address, of `/metrics` alone, for scrapers elsewhere: `IP:PORT` or `unix:/path`. It authenticates nobody either.
+    /// Additional address, for `/metrics` alone, for scrapers on other hosts: `IP:PORT` or `unix:/path`. It has no authentication either.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metrics_listen: Option<ListenAddr>,
 }
@@ -252,37 +252,37 @@ impl Default for Admin {
     }
 }
 
-/// What is served at most; beyond it callers get 503 with Retry-After.
+/// Limits. Above a limit, clients get 503 with Retry-After.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Streams in all.
+    /// Concurrent streams in total.
     pub streams: usize,
-    /// Streams of one caller.
+    /// Concurrent streams of one client.
     pub per_caller: usize,
-    /// Streams to one node.
+    /// Concurrent streams to one node.
     pub per_node: usize,
-    /// Clients' connections in all. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most; where no place is free, the oldest connection without an open stream is closed for a new one.
+    /// Client connections in total. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most. At the limit, the oldest connection without an open stream is closed for a new one.
     pub connections: usize,
-    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
+    /// Bytes that clients may leave unread of answers, and upstreams of uploads, in total. Above half of this limit flow-control windows are small; above it new streams get 503.
     #[serde(with = "ByteSize")]
     pub unread: usize,
-    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits in their windows. Beyond it those that have stood still for longest are reset.
+    /// Memory of stalled streams, whose client or upstream does not read: 320 KiB each, and the bytes that wait in their windows. Above this limit the streams that have been stalled longest are reset.
     #[serde(with = "ByteSize")]
     pub stalled: usize,
-    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
+    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), above which stalled streams are reset, the longest first. 0 is half of the kernel's own limit for memory pressure (`net.ipv4.tcp_mem`).
     #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
-    /// Bytes of a request's target: path and query. What is longer gets 414.
+    /// Bytes of a request's target: path and query. A longer target gets 414.
     #[serde(with = "ByteSize")]
     pub uri_bytes: usize,
-    /// The same at listeners with `errors: kubernetes`, for `kubectl exec` with long arguments. 65,534 bytes is what a path, and a target over HTTP/2, can have at most; a query over HTTP/1.1 may be as long as this.
+    /// The same at listeners with `errors: kubernetes`, for `kubectl exec` with long arguments. A path, and a target over HTTP/2, can have at most 65,534 bytes. A query over HTTP/1.1 may be as long as this limit.
     #[serde(with = "ByteSize")]
     pub kubernetes_uri_bytes: usize,
-    /// Bytes of the fields of a request's head.
+    /// Bytes of the header fields of a request.
     #[serde(with = "ByteSize")]
     pub header_bytes: usize,
-    /// Fields in a request's head, and in the head of an answer at ports of `apps` over HTTP/1.1.
+    /// Number of header fields of a request, and of an answer over HTTP/1.1 at ports of `apps`.
     pub headers: usize,
 }
 
@@ -314,41 +314,41 @@ impl Default for Limits {
     }
 }
 
-/// How long is waited at most.
+/// Timeouts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
-    /// A caller's TLS handshake.
+    /// TLS handshake of a client.
     #[serde(with = "DurationStr")]
     pub tls: Duration,
-    /// A request's head, from its first byte or the connection's start.
+    /// Head of a request, from its first byte or from the connection's start.
     #[serde(with = "DurationStr")]
     pub header: Duration,
     /// The edge's answer to CONNECT, which includes its dial to the target.
     #[serde(with = "DurationStr")]
     pub open: Duration,
-    /// The app's answer to an upgrade.
+    /// The upstream's answer to an upgrade.
     #[serde(with = "DurationStr")]
     pub upgrade_first_byte: Duration,
-    /// The app's taking something of a request's body that waits.
+    /// Upload without progress: the upstream reads nothing of the request body that waits.
     #[serde(with = "DurationStr")]
     pub upload: Duration,
-    /// A caller's taking something of an answer that waits; sessions have no such bound.
+    /// Download without progress: the client reads nothing of the answer that waits. Sessions have no such timeout.
     #[serde(with = "DurationStr")]
     pub download: Duration,
-    /// A caller's connection without a request.
+    /// Client connection without a request.
     #[serde(with = "DurationStr")]
     pub idle_keepalive: Duration,
-    /// What open streams get to end when the gateway stops.
+    /// Time in which open streams may end when the gateway stops.
     #[serde(with = "DurationStr")]
     pub drain: Duration,
-    /// An authorization asked of somebody else, and keys of an issuer of JWTs.
+    /// Authorization by another system, and the fetch of a JWT issuer's keys.
     #[serde(with = "DurationStr")]
     pub authorize: Duration,
-    /// A request to a node whose last tunnel ended, waiting for the next one: it waits until this long after that end, or after the gateway's start, and is answered 503 then. `0s` answers at once.
+    /// Request to a node whose last tunnel has ended, which waits for the next tunnel. The request waits until this long after that end, or after the gateway's start, and then gets 503. `0s` answers at once.
     #[serde(with = "DurationStr")]
     pub reconnect: Duration,
-    /// A gateway that has just started, until the edges that it had at its end are back: it is not ready (`/readyz`) before, and serves all the same. `0s` waits for none.
+    /// Start of a gateway, until the edges that it had before it stopped have reconnected. Until then it is not ready (`/readyz`), but it serves requests. `0s` does not wait.
     #[serde(with = "DurationStr")]
     pub edges: Duration,
 }
@@ -380,13 +380,13 @@ impl Default for Timeouts {
     }
 }
 
-/// Which streams get an access record.
+/// Streams that get an access record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
     /// Every stream.
     All,
-    /// Streams that failed, here or at the app (5xx).
+    /// Streams that failed, at the gateway or at the upstream (5xx).
     Failures,
     /// No stream.
     None,

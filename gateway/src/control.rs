@@ -1,11 +1,10 @@
-//! The control path: admits and enrols edges, shows the gateway's state, ends it in order.
+//! The control plane: admits and enrols edges, reports the gateway's state, and drains it.
 //!
-//! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
-//! Reading order is an edge's life: it enrols (or its cluster asks the `signer` for it), is admitted, is shown, and is asked to go
-//! elsewhere. Beside it, `pool` serves what edges read of their cluster, `jwks`
-//! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
-//! callers of nodes' own addresses here; `address_conflicts` reports those that several nodes have, and
-//! `certificate_expiry` the certificates that end.
+//! The control plane fills the tables of `state` and is never on the data path; nothing here imports `proxy`. The modules follow
+//! an edge's life: it enrols (or its cluster requests its certificate from the `signer`), is admitted, is listed, and is asked to
+//! connect elsewhere. Beside these, `api_cache` serves what edges read of their cluster, `jwks` fetches the keys that verify
+//! clients' JWTs, `dns` resolves node names for clients, and `nat` redirects connections to nodes' own addresses to listeners.
+//! `address_conflicts` reports addresses that several nodes have, and `certificate_expiry` certificates that expire.
 
 pub(crate) mod broadcast;
 pub mod ca_rotation;

@@ -1,7 +1,7 @@
-//! Why a stream fails: a row of the error table, a sentence for the caller, a cause for the log.
+//! Error of a stream: a row of the error table, a sentence for the client, and a cause for the log.
 //!
-//! A [`Reason`] decides status, word and whether trying again helps, each by an exhaustive `match`: a new
-//! row breaks every place that must know it. Only `proxy::reply` turns an [`Error`] into bytes.
+//! A [`Reason`] decides the status, the word and whether a retry helps, each by an exhaustive `match`: a new row breaks every
+//! place that must know it. Only `proxy::error_response` turns an [`Error`] into bytes.
 
 use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
@@ -17,11 +17,11 @@ pub enum Reason {
     NodeUnknown,
     /// The node is known and has no tunnel.
     NodeAway,
-    /// What names the node names two, or none that this gateway is for.
+    /// The request names two nodes, or none that this gateway is for.
     Misdirected,
-    /// The caller has not shown who it is.
+    /// The client has not proven its identity.
     Unauthenticated,
-    /// The caller may not do this.
+    /// The client may not do this.
     Forbidden,
     /// The edge's own policy refuses the target.
     EdgePolicy,
@@ -43,7 +43,8 @@ pub enum Reason {
     TunnelLost,
     /// The target or the edge was too slow.
     TargetTimeout,
-    /// Whoever has to say who calls, who may, or where a pod is, or to note by which key a target is known, does not answer.
+    /// A service that must authenticate or authorize the client, find the node of a pod, or record the key of a target does not
+    /// answer.
     Undecided,
     /// A limit is reached.
     LimitReached,
@@ -151,7 +152,7 @@ impl Reason {
         }
     }
 
-    /// Whether somebody was kept from something: what an audit wants to know.
+    /// Whether the request was refused, so that the audit log records it.
     pub fn is_refusal(self) -> bool {
         matches!(
             self,
@@ -223,7 +224,7 @@ impl Reason {
         }
     }
 
-    /// How long a caller should wait before it tries again, where that helps.
+    /// Returns how long a client should wait before it retries, if a retry helps.
     pub fn retry_after(self) -> Option<Duration> {
         match self {
             Self::NodeAway | Self::Undecided => Some(Duration::from_secs(2)),
@@ -251,7 +252,7 @@ impl Reason {
         }
     }
 
-    /// What a problem's title says (RFC 9457 §3.1.3): the same for every occurrence.
+    /// Returns the title of the problem (RFC 9457 §3.1.3): the same for every occurrence.
     pub fn title(self) -> &'static str {
         match self {
             Self::NodeUnknown => "No such node",
@@ -282,7 +283,7 @@ impl Reason {
         }
     }
 
-    /// The error with the sentence that its caller reads.
+    /// Returns the error with the sentence that the client reads.
     pub fn error(self, detail: impl Into<Cow<'static, str>>) -> Error {
         Error {
             reason: self,
@@ -329,9 +330,9 @@ impl From<RejectCode> for Reason {
 pub struct Error {
     /// The row of the error table.
     pub reason: Reason,
-    /// What happened, for the caller: who, why, and since when.
+    /// Description of the failure, for the client: who, why, and since when.
     pub detail: Cow<'static, str>,
-    /// What lies below, for the log.
+    /// Underlying cause, for the log.
     pub cause: Option<BoxError>,
     /// Whether it is a bearer token that does not count (RFC 6750 §3.1, `invalid_token`).
     pub of_token: bool,

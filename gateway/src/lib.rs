@@ -1,7 +1,7 @@
 //! Causeway's cloud side: the gateway.
 //!
-//! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), the control
-//! path comes last (`control`): proxy reads, control writes, state lies between.
+//! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), and the control plane
+//! comes last (`control`): `proxy` reads the tables, `control` writes them.
 
 pub mod audit;
 pub mod config;

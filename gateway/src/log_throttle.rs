@@ -1,4 +1,4 @@
-//! What happens often and is said seldom: a flood would flood the log.
+//! Throttle for log lines about frequent events, so that a flood of events does not flood the log.
 
 use std::{
     sync::{Mutex, PoisonError},

@@ -1,9 +1,8 @@
-//! Every metric of the gateway, declared once; a doc comment here is the metric's help text.
+//! Metrics of the gateway, each declared once; a doc comment here is the metric's help text.
 //!
-//! The way of a request touches metrics through guards and through handles that are resolved when the
-//! gateway starts: no lock is taken for a request. Labels have a fixed set of values (fronts, reasons),
-//! never a node's or a caller's name: what is known by node is in the admin API. Fields are private, so
-//! that a metric that nothing touches does not compile.
+//! The request path touches metrics through guards and through handles that are resolved when the gateway starts: a request takes
+//! no lock. Labels have a fixed set of values (listeners, reasons), never the name of a node or a client: the admin API has the
+//! data of each node. Fields are private, so that an unused metric does not compile.
 
 mod api_cache;
 mod histogram;
@@ -34,7 +33,7 @@ use std::{
 const PREFIX: &str = "causeway_gateway";
 
 type Label = (&'static str, &'static str);
-/// Of a front: its name is the user's.
+/// Label of a listener, whose name is the user's.
 type ListenerLabel = (&'static str, String);
 type SecondsGauge = Gauge<f64, AtomicU64>;
 
@@ -61,23 +60,23 @@ macro_rules! declare {
 // Behind the macro, which is known from there on.
 
 declare! {
-    /// Callers' connections that are open.
+    /// Open connections of clients.
     open_connections: Family<[ListenerLabel; 1], Gauge>,
-    /// Callers' connections accepted.
+    /// Connections of clients that were accepted.
     connections: Family<[ListenerLabel; 1], Counter>,
-    /// TLS handshakes that failed, at fronts and at the tunnel port.
+    /// TLS handshakes that failed, at listeners and at the tunnel port.
     handshakes_failed: Family<[Label; 2], Counter>,
     /// Streams that are open.
     open_streams: Family<[ListenerLabel; 1], Gauge>,
     /// Streams that ended, by outcome: ok, or the reason of the failure.
     streams: Family<[ListenerLabel; 2], Counter>,
-    /// Streams that ended, by class of the status that the caller saw.
+    /// Streams that ended, by class of the status that the client saw.
     responses: Family<[ListenerLabel; 2], Counter>,
     /// Time from a stream's begin to its end.
     stream_duration_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
     /// Time from a stream's begin to the first byte of its answer.
     stream_first_byte_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
-    /// Payload bytes of ended streams; up is from the caller to the app.
+    /// Payload bytes of ended streams; up is from the client to the upstream.
     stream_bytes: Family<[ListenerLabel; 2], Counter>,
     /// Streams served by another core than their node's.
     streams_crossed: Counter,
@@ -97,21 +96,22 @@ declare! {
     enrolments: Family<[Label; 2], Counter>,
     /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
     tunnel_round_trip_seconds: Family<[Label; 1], SecondsGauge>,
-    /// Bytes that wait here, of answers for callers and of uploads for apps, when each was last looked at.
+    /// Bytes buffered here when each stream was last sampled, of answers for clients and of uploads for upstreams.
     unread_bytes: Gauge,
-    /// Streams in which bytes wait that nobody takes, when they were last looked at.
+    /// Streams with buffered bytes that the receiver does not take, when each was last sampled.
     stalled_streams: Gauge,
-    /// Streams that were reset because nobody took the bytes that waited in them, by what ran short: `memory` (`limits.stalled`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
+    /// Streams that were reset because the receiver did not take their buffered bytes, by the exhausted resource: `memory`
+    /// (`limits.stalled`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
     evicted_streams: Family<[Label; 1], Counter>,
-    /// Questions by DNS, by what was found.
+    /// DNS queries, by result.
     dns_queries: Family<[Label; 1], Counter>,
-    /// Connections to apps to which the gateway itself speaks TLS, by the version of HTTP that the app chose.
+    /// Connections to upstreams to which the gateway itself speaks TLS, by the version of HTTP that the upstream chose.
     app_connections: Family<[Label; 1], Counter>,
     /// Whether the gateway drains.
     draining: Gauge,
     /// Fetches of the keys of issuers of JWTs, by outcome.
     jwks_fetches: Family<[Label; 1], Counter>,
-    /// Questions to the cluster's API about callers, by what was asked and by outcome.
+    /// Reviews of clients that the cluster's API was asked for, by kind and by outcome.
     reviews: Family<[Label; 2], Counter>,
     /// Configurations that were read anew, by outcome.
     reloads: Family<[Label; 1], Counter>,
@@ -129,23 +129,23 @@ declare! {
     cluster_hosts_writes: Family<[Label; 1], Counter>,
     /// Whether the list of ports in the cluster is refused as it is.
     cluster_ports_refused: Gauge,
-    /// Requests for certificates at the cluster's API, by what was done: approved, signed, left (as they are), failed.
+    /// Certificate signing requests of the cluster's API, by action: approved, signed, left (unchanged), failed.
     cluster_certificates: Family<[Label; 1], Counter>,
-    /// Objects that are kept for edges to read, by resource.
+    /// Objects that are cached for edges, by resource.
     pool_objects: Family<[ListenerLabel; 1], Gauge>,
-    /// The cluster's version of what is kept of each resource.
+    /// Version of the cluster of each cached resource.
     pool_version: Family<[ListenerLabel; 1], Gauge>,
-    /// Since when what fills a resource is away, in Unix time; 0 while it is not.
+    /// Time since which the source of a resource is lost, in Unix time; 0 while it is not lost.
     pool_lost_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
     /// Watches that are open, by resource.
     pool_watchers: Family<[ListenerLabel; 1], Gauge>,
     /// Connections by which edges read.
     pool_readers: Gauge,
-    /// Connections by which edges may read at once (`readers.connections`).
+    /// Maximum number of concurrent connections of edges to the API cache (`readers.connections`).
     pool_readers_limit: Gauge,
     /// Pools with a leader among the edges that are connected here.
     pool_leaders: Gauge,
-    /// When certificates in use end, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
+    /// Expiry of certificates in use, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
     certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
 }
 
@@ -196,7 +196,7 @@ impl Metrics {
         format.encode(&[&self.registry])
     }
 
-    /// The handles of a front, by its configured name.
+    /// Returns the handles of a listener, by its configured name.
     pub fn front(&self, name: &str) -> Arc<ListenerMetrics> {
         Arc::new(ListenerMetrics::of(&self.declared, name))
     }
@@ -212,7 +212,7 @@ impl Metrics {
         self.declared.streams_crossed.inc();
     }
 
-    /// An app was connected to.
+    /// Counts a connection to an upstream.
     pub fn app_connected(&self, http2: bool) {
         let labels = [("http", if http2 { "2" } else { "1.1" })];
         self.declared.app_connections.get_or_create(&labels).inc();
@@ -290,7 +290,7 @@ impl Metrics {
         self.declared.dns_queries.get_or_create(&labels).inc();
     }
 
-    /// What waits unread now, in bytes.
+    /// Sets the number of buffered bytes and of stalled streams.
     pub fn unread(&self, bytes: usize, stalled: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.declared.unread_bytes.set(bytes);
@@ -305,7 +305,7 @@ impl Metrics {
             .set(i64::try_from(tunnels).unwrap_or(i64::MAX));
     }
 
-    /// What the tunnels' round trips are now.
+    /// Sets the quantiles of the tunnels' round-trip times.
     pub fn round_trips(&self, mut all: Vec<Duration>) {
         all.sort_unstable();
         for (label, hundredths) in [("0.5", 50), ("0.9", 90), ("0.99", 99), ("1", 100)] {
@@ -327,7 +327,7 @@ impl Metrics {
         self.declared.last_reload_successful.set(well.into());
     }
 
-    /// What is counted of a cluster's nodes.
+    /// Returns the handles of the metrics of a cluster's nodes.
     pub fn cluster(&self) -> KubernetesMetrics {
         let lost = &self.declared.cluster_lost_timestamp_seconds;
         KubernetesMetrics::of(&self.declared.cluster_nodes, lost)

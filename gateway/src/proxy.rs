@@ -1,11 +1,11 @@
-//! The way of a request. Read [`Proxy::handle`] first: its steps are the files below, in order.
+//! Request path. Read [`Proxy::handle`] first: its steps are the files below, in order.
 //!
-//! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
-//! and target; (4) `authorize` decides; (5) the registry picks a tunnel, and `limits` admits a stream on it;
-//! (6) `forward`, `upgrade` or `relay` opens the stream, where `app` does not speak TLS through one and `direct` does not dial itself
-//! what is at no edge; (7) `reply` alone turns failures into bytes;
-//! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
-//! decision that is somebody else's (`reviews` for one), or a key that is not here.
+//! Step by step: (1) `listener` accepts, finishes TLS and describes the connection; (2) `authn` identifies the client; (3)
+//! `route` finds node and target; (4) `authz` decides; (5) the registry selects a tunnel, and `limits` admits a stream on it; (6)
+//! `forward`, `upgrade` or `relay` opens the stream, unless `upstream` speaks TLS through one or `direct` dials an address that
+//! is at no edge; (7) only `error_response` turns failures into bytes; (8) `access_log` writes one record per stream. Nothing
+//! here writes a table. Each wait for the control plane has a bound: for a decision of another service (such as `access_review`),
+//! or for a missing key.
 
 pub mod listener;
 
@@ -68,7 +68,7 @@ use route::{Route, RouteInput};
 use std::{pin::pin, sync::Arc, time::SystemTime};
 use upstream::UpstreamTlsPorts;
 
-/// What all fronts of a gateway share.
+/// State that all listeners of a gateway share.
 #[derive(Debug)]
 pub struct ProxyState {
     /// The nodes that are known.
@@ -81,23 +81,23 @@ pub struct ProxyState {
     pub direct: Counter,
     /// The streams that are open.
     pub streams: OpenStreams,
-    /// Apps to which this gateway itself speaks TLS.
+    /// Upstreams to which this gateway itself speaks TLS.
     pub apps: UpstreamTlsPorts,
-    /// Who knows where pods are, if anybody does.
+    /// Lookup of the nodes of pods, if there is one.
     pub pods: Option<Arc<dyn PodLookup>>,
-    /// What the cluster's API says of callers, if there is one.
+    /// Cache of the reviews of clients by the cluster's API, if there is one.
     pub reviews: Option<ReviewCache>,
-    /// Who may do what.
+    /// Authorizer of requests.
     pub authorizer: Arc<dyn Authorize>,
-    /// What is counted.
+    /// Metrics of the gateway.
     pub metrics: Arc<Metrics>,
     /// The bounds of waits.
     pub timeouts: Timeouts,
-    /// Which streams leave a line in the access log.
+    /// Selection of the streams that leave a line in the access log.
     pub access_log: crate::config::AccessLog,
     /// Longest target of a request, in bytes.
     pub uri_bytes: usize,
-    /// The same at listeners whose errors are for kubectl.
+    /// Longest target at listeners whose errors are for kubectl, in bytes.
     pub kubernetes_uri_bytes: usize,
     /// Largest fields of a request, in bytes.
     pub header_bytes: usize,
@@ -105,21 +105,21 @@ pub struct ProxyState {
     pub max_headers: usize,
 }
 
-/// One front on one core.
+/// One listener on one worker.
 #[derive(Clone, Debug)]
 pub struct Proxy {
-    /// What all fronts share.
+    /// State that all listeners share.
     pub shared: Arc<ProxyState>,
-    /// The front.
+    /// The listener.
     pub front: Arc<Listener>,
-    /// The core that serves the connection.
+    /// The worker that serves the connection.
     pub core: WorkerId,
-    /// The owner of what outlives a request: request bodies, upgraded sessions.
+    /// The owner of tasks that outlive a request: request bodies, upgraded sessions.
     pub tasks: Arc<TaskGroup>,
 }
 
 impl Proxy {
-    /// From a caller's request to an app's answer, or to the reply that says why there is none.
+    /// Handles one request from a client. Returns the upstream's answer, or the reply that explains why there is none.
     pub async fn handle(
         &self,
         connection: &Arc<ClientConnection>,
@@ -247,8 +247,8 @@ impl Proxy {
         way.open(kind, request).await
     }
 
-    /// Who calls, and where to. The route is looked up first, because who may come as nobody depends on the
-    /// port that is really reached; but that a route is wrong is told to a known caller only.
+    /// Identifies the client and finds the route. The route is looked up first, because the admission of anonymous clients
+    /// depends on the real port. Only an identified client learns that a route is wrong.
     pub(crate) async fn authenticate_and_route(
         &self,
         connection: &ClientConnection,
@@ -330,14 +330,14 @@ impl Proxy {
     }
 }
 
-/// What the last steps of the way need: a stream is about to be opened.
+/// Context of a stream that is about to be opened, for the last steps of the request path.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamContext<'a> {
-    /// The front and what it shares.
+    /// The listener and the shared state.
     pub proxy: &'a Proxy,
-    /// The caller's connection.
+    /// The client's connection.
     pub connection: &'a Arc<ClientConnection>,
-    /// Who calls.
+    /// Identity of the client.
     pub caller: &'a ClientIdentity,
     /// The node and port that it goes to.
     pub route: &'a Route,
@@ -352,8 +352,8 @@ pub struct StreamContext<'a> {
 }
 
 impl StreamContext<'_> {
-    /// The last step: opens the stream, or asks the app through one. Only the way of most requests is a part of this
-    /// future, which is moved as a whole at each request; the larger ones are allocated.
+    /// Runs the last step: opens the stream, or sends the request to the upstream through one. This future is moved as a whole at
+    /// each request. So only the path of most requests is a part of it; the larger futures are allocated.
     async fn open(
         self,
         kind: StreamKind,

@@ -1,7 +1,7 @@
 //! Wiring: from a configuration to a gateway that runs.
 //!
-//! `bind` builds everything that can fail (data directory, certificates, sockets) and names what does; `run` starts
-//! the doors and lives until it is stopped, then drains: ask, wait, end.
+//! `bind` builds everything that can fail (data directory, certificates, sockets) and names each failure. `run` opens the
+//! listeners, serves until it is stopped, and then drains.
 
 mod build;
 mod ca_reload;
@@ -54,10 +54,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// What the control path gets to say its last words.
+/// Time for the control plane to send its last messages.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// How a gateway is made: a configuration, and what an embedder puts in its own.
+/// Builder of a gateway: a configuration, and the parts that an embedder replaces.
 #[derive(Debug)]
 pub struct Gateway {
     config: Config,
@@ -68,7 +68,7 @@ pub struct Gateway {
     reviews: Option<(Arc<dyn ReviewClient>, Handle)>,
 }
 
-/// Who decides who may do what.
+/// Source of authorization decisions.
 #[derive(Debug)]
 enum AuthorizerSource {
     By(Arc<dyn Authorize>),
@@ -89,7 +89,7 @@ pub fn check(config: &Config) -> Result<(), BindError> {
 }
 
 impl Gateway {
-    /// A gateway of this configuration, which has been validated.
+    /// Returns a gateway of this configuration, which has been validated.
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -102,43 +102,46 @@ impl Gateway {
         }
     }
 
-    /// Decides by `authorizer` who may do what.
+    /// Authorizes requests by `authorizer`.
     #[must_use]
     pub fn authorizer(mut self, authorizer: Arc<dyn Authorize>) -> Self {
         self.deciding = AuthorizerSource::By(authorizer);
         self
     }
 
-    /// Decides by these rules, which may be replaced at any time, who may do what.
+    /// Authorizes requests by these rules, which may be replaced at any time.
     #[must_use]
     pub fn policy(mut self, policy: PolicyReader) -> Self {
         self.deciding = AuthorizerSource::Policy(policy);
         self
     }
 
-    /// Passes on to `reloads` what the admin listener is asked to read anew.
+    /// Forwards reload requests of the admin listener to `reloads`.
     #[must_use]
     pub fn reloads(mut self, reloads: ReloadSender) -> Self {
         self.reloads = reloads;
         self
     }
 
-    /// Asks `pods` where a pod is, for kube-apiservers whose requests name nothing else.
+    /// Looks up by `pods` where a pod runs, for kube-apiservers whose requests name nothing else.
     #[must_use]
     pub fn pods(mut self, pods: Arc<dyn PodLookup>) -> Self {
         self.pods = Some(pods);
         self
     }
 
-    /// Asks `reviews`, on the runtime where this is called, who a token is and who may do what at a kubelet, for fronts
-    /// that want to know. Outside of a runtime it panics.
+    /// Reviews tokens, and access to kubelets, by `reviews`, for listeners that are configured to. The reviews run on the runtime
+    /// where this is called.
+    ///
+    /// # Panics
+    /// Outside of a runtime.
     #[must_use]
     pub fn reviews(mut self, reviews: Arc<dyn ReviewClient>) -> Self {
         self.reviews = Some((reviews, Handle::current()));
         self
     }
 
-    /// Runs on these cores instead of starting its own threads.
+    /// Runs on these workers instead of starting its own threads.
     #[must_use]
     pub fn cores(mut self, cores: Workers) -> Self {
         self.cores = Some(cores);
@@ -148,13 +151,13 @@ impl Gateway {
     /// Opens the data directory and binds all listeners.
     ///
     /// # Errors
-    /// Whatever is missing, malformed or taken, by name.
+    /// The missing, malformed or occupied item, by name.
     pub fn bind(self) -> Result<Bound, BindError> {
         build::bound(self)
     }
 }
 
-/// The names under which edges reach a gateway of this configuration: those of its certificate.
+/// Returns the names under which edges reach a gateway of this configuration: those of its certificate.
 ///
 /// # Errors
 /// If an address has no name.
@@ -162,14 +165,14 @@ pub fn names(config: &Config) -> Result<Vec<HostName>, BindError> {
     tunnel_identity::names(&config.tunnel.advertise, config.tunnel.listen.ip())
 }
 
-/// A gateway whose listeners are bound.
+/// Gateway whose listeners are bound.
 #[derive(Debug)]
 pub struct Bound {
     config: Config,
     store: Store,
-    /// Who notes by which key an app is known, and what is to be noted.
+    /// Writer of pinned keys of upstreams, and the new pins that it is to write.
     pins: (PinWriter, mpsc::Receiver<NewPin>),
-    /// Another gateway on this directory would issue under the same CA and write the same files.
+    /// Lock of the data directory: another gateway on it would issue under the same CA and write the same files.
     claim: DirLock,
     cores: Workers,
     threads: OwnedWorkers,
@@ -178,18 +181,18 @@ pub struct Bound {
     admission: TunnelListener,
     tunnel: listener::BoundSocket,
     admin: AdminListeners,
-    /// For commands, which need no place among the connections of the admin listener.
+    /// Socket for commands, which use no permit of the admin listener's connections.
     admin_socket: Option<listener::BoundSocket>,
     admin_app: admin::AdminState,
     dns: Option<dns::BoundSockets>,
     reloader: Reloader,
     nat: Option<Nat>,
     readiness: Readiness,
-    /// Asks fronts and connections to finish.
+    /// Asks listeners and connections to finish.
     ending: CancellationToken,
 }
 
-/// The cores that this gateway started itself, which end with it.
+/// Workers that this gateway started itself, which end with it.
 #[derive(Debug)]
 struct OwnedWorkers(Option<Workers>);
 
@@ -201,7 +204,7 @@ impl Drop for OwnedWorkers {
     }
 }
 
-/// What is bound where.
+/// Addresses of the bound listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BoundAddresses {
     /// The tunnel port.
@@ -210,25 +213,25 @@ pub struct BoundAddresses {
     pub admin: SocketAddr,
     /// The DNS server, if there is one.
     pub dns: Option<SocketAddr>,
-    /// The fronts by name; unix sockets have no address.
+    /// The listeners for clients by name; unix sockets have no address.
     pub fronts: Vec<(String, Option<SocketAddr>)>,
 }
 
 impl BoundAddresses {
-    /// The address of a front, if it has one.
+    /// Returns the address of a listener, if it has one.
     pub fn front(&self, name: &str) -> Option<SocketAddr> {
         self.fronts.iter().find(|(known, _)| known == name)?.1
     }
 }
 
-/// Evicts streams that stand still.
+/// Evicts stalled streams.
 fn evicting(config: Config, shared: &ProxyState) -> impl Future<Output = ()> + use<> {
     let pressure = shared.limits.pressure().clone();
     evict::run(config, pressure, shared.metrics.clone())
 }
 
 impl Bound {
-    /// Where the gateway listens, with the ports that the system chose.
+    /// Returns the addresses of the listeners, with the ports that the system chose.
     ///
     /// # Panics
     /// Never: a bound TCP socket has an address.
@@ -246,22 +249,22 @@ impl Bound {
         }
     }
 
-    /// The data directory.
+    /// Returns the data directory.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// The table of nodes, for whoever knows more of them.
+    /// Returns the table of nodes, for a source of further node data.
     pub fn nodes(&self) -> NodesWriter {
         self.reloader.parts().authority.roll.nodes.clone()
     }
 
-    /// The nodes and pinned keys on the disk and in their tables, for whoever shares them with other gateways.
+    /// Returns the nodes and pinned keys on the disk and in their tables, for state that is shared with other gateways.
     pub fn roll(&self) -> NodeSync {
         self.reloader.parts().authority.roll.clone()
     }
 
-    /// Who signs for edges of a cluster, for whoever knows what they ask it.
+    /// Returns the signer for edges of a cluster, for the component that receives their requests.
     pub fn signer(&self) -> Signer {
         let authority = &self.reloader.parts().authority;
         Signer {
@@ -272,38 +275,38 @@ impl Bound {
         }
     }
 
-    /// What edges read, if they may read anything: for whoever fills it.
+    /// Returns the cache that edges read, if they may read anything, for the component that fills it.
     pub fn pool(&self) -> Option<Arc<WatchCache>> {
         let reading = self.admission.reading.as_ref()?;
         Some(reading.pool().clone())
     }
 
-    /// Where hubs of each pool read, and each change of that, if edges may read anything: for whoever tells hubs.
+    /// Returns a watch of the endpoints at which `YurtHub`s of each pool read, if edges may read anything.
     pub fn hubs(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
         Some(self.admission.reading.as_ref()?.hubs())
     }
 
-    /// The roots that edges are to believe, as PEM, and each change of them.
+    /// Returns a watch of the roots that edges are to trust, as PEM.
     pub fn roots(&self) -> watch::Receiver<String> {
         self.reloader.parts().authority.roots.subscribe()
     }
 
-    /// What the gateway counts.
+    /// Returns the metrics of the gateway.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.shared.metrics.clone()
     }
 
-    /// Holds callers off (`/readyz`) until what is returned is dropped.
+    /// Keeps clients away (`/readyz`) until the returned value is dropped.
     pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
         self.readiness.hold(why)
     }
 
-    /// By which to say what `/readyz` says.
+    /// Returns the state of `/readyz`.
     pub fn readiness(&self) -> Readiness {
         self.readiness.clone()
     }
 
-    /// By which to tell whether the gateway lives, at any time from now on.
+    /// Returns a handle that checks the liveness of the gateway, at any time from now on.
     pub fn pulse(&self) -> Watchdog {
         Watchdog {
             cores: self.cores.clone(),
@@ -312,12 +315,12 @@ impl Bound {
         }
     }
 
-    /// By which to give the gateway another configuration, at any time from now on.
+    /// Returns a handle that gives the gateway another configuration, at any time from now on.
     pub fn reloader(&self) -> Reloader {
         self.reloader.clone()
     }
 
-    /// Begins the work for whose end nobody waits.
+    /// Starts the background tasks, whose end is not awaited.
     fn beside(&self) -> TaskGroup {
         let (tasks, runtime) = (TaskGroup::default(), self.cores.runtime(WorkerId(0)));
         watch(
@@ -413,15 +416,15 @@ impl Bound {
     }
 }
 
-/// The listeners of the section `admin`.
+/// Listeners of the section `admin`.
 #[derive(Debug)]
 struct AdminListeners {
     pages: listener::BoundSocket,
-    /// For scrapers elsewhere, who see nothing but metrics.
+    /// Listener for scrapers on other hosts, which serves nothing but metrics.
     metrics: Option<listener::BoundSocket>,
 }
 
-/// Serves the admin listener, that of metrics, and the socket for commands if there is one, which have connections of their own.
+/// Serves the admin listener, that of metrics, and the socket for commands if there is one. Each has its own connection limit.
 async fn serve_admin(
     (listeners, socket): (AdminListeners, Option<listener::BoundSocket>),
     app: admin::AdminState,
@@ -444,7 +447,7 @@ async fn serve_admin(
     );
 }
 
-/// Starts the tasks that renew the tunnel port's certificate, that end tunnels of nodes that are not at the edge any more, and
+/// Starts the tasks that renew the tunnel port's certificate, that close tunnels of nodes that are not at the edge any more, and
 /// that report addresses of several nodes and certificates that expire.
 fn watch(
     (tasks, runtime): (&TaskGroup, &Handle),

@@ -1,4 +1,4 @@
-//! Tables: what control writes and the way of a request reads, without waiting.
+//! Tables that the control plane writes and the request path reads, without waiting.
 
 pub mod advertised;
 pub mod api_cache_connections;

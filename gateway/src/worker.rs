@@ -1,8 +1,8 @@
-//! Cores: one thread with its own current-thread runtime each.
+//! Workers: threads with a current-thread runtime each.
 //!
-//! A node belongs to hash(node) mod cores, and so do its tunnels and, where the ClientHello or the original
-//! destination names it, its callers' sockets: the way of a request then never changes threads. This is
-//! the only file that starts threads.
+//! A node belongs to worker hash(node) mod the number of workers. So do its tunnels and, if the `ClientHello` or the original
+//! destination names the node, its clients' sockets: a request then never changes threads. This is the only file that starts
+//! threads.
 
 use causeway_certs::NodeName;
 use std::{
@@ -15,15 +15,15 @@ use std::{
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::CancellationToken;
 
-/// The index of a core.
+/// Index of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerId(pub usize);
 
-/// All cores of a gateway. Dropping the last clone ends their threads.
+/// All workers of a gateway. Dropping the last clone ends their threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
     runtimes: Arc<[Handle]>,
-    /// None where the only core is the caller's own runtime.
+    /// The threads; `None` if the only worker is the current runtime.
     threads: Option<Arc<WorkerThreads>>,
 }
 
@@ -64,7 +64,7 @@ impl Workers {
         })
     }
 
-    /// The runtime that calls this is the only core: for tests and for small embedders.
+    /// Returns the current runtime as the only worker: for tests and for small embedders.
     pub fn here() -> Self {
         Self {
             runtimes: Arc::new([Handle::current()]),
@@ -72,15 +72,15 @@ impl Workers {
         }
     }
 
-    /// Ends the threads that were started, and with them all that still runs there: what is cut off is dropped,
-    /// and so reset, before this returns.
+    /// Ends the threads that were started, and all tasks on them. The tasks are dropped, and so their streams are reset, before
+    /// this returns.
     pub fn end(&self) {
         if let Some(threads) = &self.threads {
             threads.end();
         }
     }
 
-    /// The core that a node belongs to.
+    /// Returns the worker that a node belongs to.
     pub fn of(&self, node: &NodeName) -> WorkerId {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
@@ -88,12 +88,12 @@ impl Workers {
         WorkerId(usize::try_from(hasher.finish() % count).unwrap_or(0))
     }
 
-    /// The runtime of a core.
+    /// Returns the runtime of a worker.
     pub fn runtime(&self, core: WorkerId) -> &Handle {
         &self.runtimes[core.0 % self.runtimes.len()]
     }
 
-    /// All cores.
+    /// Returns all workers.
     pub fn all(&self) -> impl Iterator<Item = WorkerId> + use<> {
         (0..self.runtimes.len()).map(WorkerId)
     }

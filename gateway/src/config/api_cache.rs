@@ -1,7 +1,7 @@
-//! The section `readers`: what edges may read of the cluster, for whoever asks on their nodes.
+//! Configuration section `readers`: cluster resources that edges may read, for clients on their nodes.
 //!
-//! Edges read nothing where the section is not there. What it names is kept here in memory, filled from the cluster's API
-//! or from a directory, and served by the tunnel port to whichever edge the first rule for its pool lets read.
+//! Without the section edges read nothing. The gateway caches the listed resources in memory, filled from the cluster's API or
+//! from a directory. The tunnel port serves them to an edge as the first rule for the edge's pool allows.
 
 use std::path::PathBuf;
 
@@ -11,54 +11,54 @@ use serde::{Deserialize, Serialize};
 
 use super::Config;
 
-/// The least that a window of events is: one object of the largest that etcd takes has to find room in it.
+/// Minimum of `window`: one object of the largest size that etcd accepts has to fit.
 const LEAST_WINDOW: usize = 2 << 20;
 
-/// What edges may read of the cluster.
+/// Cluster resources that edges may read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ApiCache {
-    /// Resources that are kept here, `GROUP/VERSION/PLURAL`, or `VERSION/PLURAL` of the core group.
+    /// Resources that the gateway caches, `GROUP/VERSION/PLURAL`, or `VERSION/PLURAL` of the core group.
     pub resources: Vec<String>,
-    /// Which edges may read what: the first rule for an edge's pool holds, and an edge that none is for reads nothing. Without this key: every edge everything.
+    /// Rules of what edges may read. The first rule for an edge's pool applies; an edge without a rule reads nothing. Without this key: every edge reads everything.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow: Option<Vec<AccessRule>>,
-    /// Connections by which edges read at once: one of the leader of each pool, and one of each edge that has no leader to read from.
+    /// Concurrent connections by which edges read: one of the leader of each pool, and one of each edge that has no leader to read from.
     pub connections: usize,
-    /// Bytes of encoded answers that are kept for the next who asks the same.
+    /// Bytes of encoded answers that are cached for the next identical request.
     #[serde(with = "ByteSize")]
     pub cache: usize,
-    /// Bytes of the latest changes of each resource: from there an edge that was away goes on without reading everything anew.
+    /// Bytes of the latest changes of each resource. An edge that was disconnected resumes from these changes and does not read everything again.
     #[serde(with = "ByteSize")]
     pub window: usize,
-    /// Directory of JSON or YAML files with objects, in place of a cluster's API; read anew when one of them changes.
+    /// Directory of JSON or YAML files with objects, in place of a cluster's API; read again when one of them changes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub manifests: Option<PathBuf>,
 }
 
-/// What edges of some pools may read.
+/// Rule of what edges of some pools may read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccessRule {
-    /// Confirmed pools; `*` stands for any characters. Without this key: every edge, also one of no pool.
+    /// Confirmed pools; `*` stands for any characters. Without this key: every edge, also one without a pool.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pools: Option<Vec<String>>,
-    /// Of `readers.resources` those that they may read. Without this key: all.
+    /// The subset of `readers.resources` that the edges may read. Without this key: all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Vec<String>>,
-    /// Namespaces whose objects they may read. Without this key: all, and what is in none.
+    /// Namespaces whose objects the edges may read. Without this key: all namespaces, and cluster-scoped objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespaces: Option<Vec<String>>,
 }
 
-/// Which rule an edge reads by.
+/// Rule that applies to an edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessLevel {
-    /// There are no rules: everything.
+    /// There are no rules: the edge may read everything.
     Everything,
-    /// This one of `readers.allow`.
+    /// The rule of `readers.allow` with this index.
     By(usize),
-    /// None is for it.
+    /// No rule applies to the edge.
     Nothing,
 }
 
@@ -82,12 +82,12 @@ impl Default for ApiCache {
 }
 
 impl ApiCache {
-    /// The resources, of a configuration that has been validated.
+    /// Returns the resources of a configuration that has been validated.
     pub fn resources(&self) -> Vec<GroupVersionResource> {
         parsed(&self.resources)
     }
 
-    /// What is kept at most.
+    /// Returns the memory limits of the cache.
     pub fn limits(&self) -> CacheLimits {
         CacheLimits {
             cache: u64::try_from(self.cache).unwrap_or(u64::MAX),
@@ -95,7 +95,7 @@ impl ApiCache {
         }
     }
 
-    /// By which rule an edge of this pool reads.
+    /// Returns the rule that applies to an edge of this pool.
     pub fn right(&self, pool: Option<&str>) -> AccessLevel {
         let Some(rules) = &self.allow else {
             return AccessLevel::Everything;
@@ -111,7 +111,7 @@ impl ApiCache {
             .map_or(AccessLevel::Nothing, AccessLevel::By)
     }
 
-    /// What that rule lets be read; nothing where that is everything.
+    /// Returns the scope that the rule allows, or `None` if that is everything.
     pub fn grant(&self, right: AccessLevel) -> Option<AccessScope> {
         let rule = match right {
             AccessLevel::Everything => return None,
@@ -214,7 +214,7 @@ fn parsed(texts: &[String]) -> Vec<GroupVersionResource> {
     texts.iter().filter_map(|text| text.parse().ok()).collect()
 }
 
-/// Whether a name fits a pattern, in which `*` stands for any characters.
+/// Whether a name matches a pattern, in which `*` stands for any characters.
 fn fits(pattern: &str, name: &str) -> bool {
     let Some((begin, rest)) = pattern.split_once('*') else {
         return pattern == name;

@@ -1,7 +1,7 @@
-//! The section `dns`: the server that answers names of nodes.
+//! Configuration section `dns`: the server that answers names of nodes.
 //!
-//! It is there when the section is. What the name of an edge's node means is said here or follows from where the fronts
-//! listen, and is never guessed: a front on a wildcard address says nothing about how callers reach it.
+//! The server runs if the section is present. The addresses for the name of an edge's node are configured here or follow from
+//! the listeners' addresses. They are never guessed: a wildcard address does not say how clients reach the listener.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::Config;
 
-/// Longest zone: a node's name and the server's own have to find room in front of it.
+/// Maximum length of a zone: a node's name and the server's own name have to fit in front of it.
 const MAX_ZONE: usize = 190;
-/// Answers that are kept for longer than this follow no edge any more.
+/// Maximum of `ttl`: answers that are cached for longer follow no edge any more.
 const MAX_TTL: Duration = Duration::from_hours(24);
 
 /// The DNS server of node names.
@@ -24,11 +24,11 @@ pub struct Dns {
     /// Address of the DNS server, for UDP and TCP.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// Zones in which nodes have names, `NODE.ZONE`; `.` is for bare names, and for forwarders that ask somebody else about what is no node.
+    /// Zones in which nodes have names, `NODE.ZONE`. `.` is for bare names, and for forwarders that ask another server about names that are no nodes.
     pub zones: Vec<String>,
-    /// What the name of an edge's node means: the addresses at which callers reach this gateway's fronts. Without it where these listen, if that is no wildcard.
+    /// Addresses that the name of an edge's node resolves to: those at which clients reach this gateway's listeners. Without this key: the addresses of the listeners, if none is a wildcard.
     pub addresses: Vec<IpAddr>,
-    /// How long an answer may be kept, in whole seconds.
+    /// Time for which an answer may be cached, in whole seconds.
     #[serde(with = "DurationStr")]
     pub ttl: Duration,
 }
@@ -65,7 +65,7 @@ impl Dns {
     }
 }
 
-/// Each zone is one, and none is there twice.
+/// Checks that each zone is valid and that no zone is listed twice.
 pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors) {
     let mut earlier = Vec::new();
     for (index, zone) in zones.iter().enumerate() {
@@ -88,7 +88,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
     }
 }
 
-/// Each can be that of a front.
+/// Checks that each address can be that of a listener.
 pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut ConfigErrors) {
     for (index, address) in addresses.iter().enumerate() {
         if address.is_unspecified() || address.is_multicast() {
@@ -98,14 +98,14 @@ pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut Conf
     }
 }
 
-/// A zone without the root's dot and in lower case; the root is empty.
+/// Returns a zone without the root's dot and in lower case; the root is empty.
 fn plain(zone: &str) -> String {
     let zone = zone.strip_suffix('.').unwrap_or(zone);
     zone.to_ascii_lowercase()
 }
 
 impl Config {
-    /// The zones in which nodes have names as well: the DNS server's and the hosts file's.
+    /// Returns the zones in which nodes have names as well: the DNS server's and the hosts file's.
     pub fn zones(&self) -> Vec<String> {
         let served = self.dns.0.iter().flat_map(|dns| &dns.zones);
         let kubernetes = self.kubernetes.iter();
@@ -114,7 +114,8 @@ impl Config {
         served.chain(written).cloned().collect()
     }
 
-    /// What the names of edges' nodes mean: `dns.addresses`, else where the fronts listen; empty where that says nothing.
+    /// Returns the addresses that names of edges' nodes resolve to: `dns.addresses`, else those of the listeners. Empty if
+    /// neither gives an address.
     pub fn named_addresses(&self) -> Vec<IpAddr> {
         match &self.dns.0 {
             Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
@@ -122,8 +123,8 @@ impl Config {
         }
     }
 
-    /// Where the fronts listen, if all of them say it. Loopback counts only where there is nothing else: beside fronts for
-    /// all callers there often are some for this machine.
+    /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback counts only if there is no
+    /// other address, since beside listeners for all clients there often are some for this machine.
     pub(super) fn front_addresses(&self) -> Vec<IpAddr> {
         let address = |listen: &ListenAddr| match listen {
             ListenAddr::Tcp(address) => Some(address.ip()),
@@ -139,7 +140,7 @@ impl Config {
     }
 }
 
-/// Each address once, IPv4 as IPv4.
+/// Returns each address once, and IPv4-mapped addresses as IPv4.
 pub(super) fn canonical(addresses: impl Iterator<Item = IpAddr>) -> Vec<IpAddr> {
     let mut all = Vec::new();
     for address in addresses.map(|address| address.to_canonical()) {

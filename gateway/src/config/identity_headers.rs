@@ -6,20 +6,20 @@ use causeway_tunnel::wire::PRIVATE_PREFIX;
 use http::HeaderName;
 use serde::{Deserialize, Serialize};
 
-/// The names of the fields that tell an app who calls.
+/// Names of the request fields that tell an upstream who the client is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct IdentityHeaders {
-    /// Field for the caller's name, such as `X-Remote-User`.
+    /// Field for the client's name, such as `X-Remote-User`.
     pub user: Option<String>,
-    /// Field for the caller's groups, one field each, such as `X-Remote-Group`.
+    /// Field for the client's groups, one field each, such as `X-Remote-Group`.
     pub groups: Option<String>,
-    /// Prefixes of the request fields that clients may not send because they say the same of a client, such as `X-Remote-`. Without this key: the names above up to their last hyphen, so that `X-Remote-Uid` and `X-Remote-Extra-Scopes` are removed where `user` is `X-Remote-User`.
+    /// Prefixes of the request fields that clients may not send because they describe the client as well, such as `X-Remote-`. Without this key: the names above up to their last hyphen, so that `X-Remote-Uid` and `X-Remote-Extra-Scopes` are removed if `user` is `X-Remote-User`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub strip_prefixes: Option<Vec<String>>,
 }
 
-/// What a hop, a message or this gateway says in fields of its own.
+/// Names of fields that HTTP, an intermediary or this gateway uses itself.
 const TAKEN: &[&str] = &[
     "accept",
     "accept-encoding",
@@ -74,7 +74,7 @@ const TAKEN: &[&str] = &[
 const EXTENSIONS: &str = "x-";
 
 impl IdentityHeaders {
-    /// Each key with the name that it gives.
+    /// Returns each key with the field name that it gives.
     pub(crate) fn names(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let keys = [("user", &self.user), ("groups", &self.groups)];
         keys.into_iter()
@@ -101,8 +101,8 @@ fn stem(name: &str) -> Option<String> {
     (stem != EXTENSIONS).then(|| stem.to_owned())
 }
 
-/// Returns the name as the loosest applications read it: CGI reads `_` as `-`, PHP `.` too, and some servers all that is
-/// neither a letter nor a digit.
+/// Returns the name as the most lenient applications read it: CGI reads `_` as `-`, PHP `.` too, and some servers all
+/// characters that are neither letters nor digits.
 pub(crate) fn fold(name: &str) -> String {
     name.bytes()
         .map(|byte| char::from(fold_byte(byte)))
@@ -126,7 +126,7 @@ pub(crate) fn is_taken(name: &str) -> bool {
 /// Checks the prefix of a family of fields.
 ///
 /// # Errors
-/// Fault of the prefix, if there is one.
+/// The fault of the prefix, if there is one.
 pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
     if HeaderName::from_bytes(prefix.as_bytes()).is_err() {
         return Err(format!(
@@ -141,10 +141,10 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// The name of such a field.
+/// Parses the name of an identity field.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The fault of the name, if there is one.
 pub(crate) fn field(name: &str) -> Result<HeaderName, String> {
     let parsed = HeaderName::from_bytes(name.as_bytes());
     let parsed =

@@ -1,7 +1,7 @@
-//! An issuer of JWTs as a front's configuration names it: whose tokens count, for whom they are, which keys prove it.
+//! Issuer of JWTs in a listener's configuration: its name, the audiences of its tokens, and the keys that verify them.
 //!
-//! Tokens are proven by signatures of a pair of keys alone: a shared secret or no signature at all cannot be
-//! configured. Keys come from a file, or over HTTPS; in the clear from this very machine only.
+//! Only signatures of an asymmetric key pair verify tokens. A shared secret, or no signature, cannot be configured. Keys come
+//! from a file or over HTTPS; plain HTTP is allowed on loopback only.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,44 +13,44 @@ use causeway_config::DurationStr;
 use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// An issuer whose tokens a front takes.
+/// Issuer whose tokens a listener accepts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Jwt {
-    /// What its tokens say in `iss`, to the letter.
+    /// Exact value of `iss` in its tokens.
     pub issuer: String,
-    /// For whom its tokens must be: `aud` holds one of these.
+    /// Accepted audiences: `aud` of a token must contain one of these.
     pub audiences: Vec<String>,
     /// Its keys (JWKS): a file, or an `https://` URL; `http://` on loopback only.
     pub jwks: Jwks,
-    /// CAs that the URL's certificate may come from (PEM file); without it those of the system.
+    /// CAs that may sign the URL's certificate (PEM file). Without this key: those of the system.
     #[serde(default)]
     pub jwks_ca: Option<PathBuf>,
-    /// How often keys are fetched from the URL; a token with an unknown key id asks for them sooner.
+    /// Interval at which keys are fetched from the URL. A token with an unknown key id causes an earlier fetch.
     #[serde(default = "refresh", with = "DurationStr")]
     pub jwks_refresh: Duration,
-    /// How long keys count that cannot be fetched anew.
+    /// Maximum age of keys that cannot be fetched again.
     #[serde(default = "max_age", with = "DurationStr")]
     pub jwks_max_age: Duration,
-    /// The claim that names the caller.
+    /// Claim that holds the client's name.
     #[serde(default = "sub")]
     pub username_claim: String,
-    /// Put before that name. Without this key names of Kubernetes (`system:…`) are refused; `""` takes them as they are.
+    /// Prefix of that name. Without this key names of Kubernetes (`system:…`) are refused; `""` accepts them as they are.
     #[serde(default)]
     pub username_prefix: Option<String>,
-    /// The claim that holds the caller's groups: a list, or one.
+    /// Claim that holds the client's groups: a list, or one.
     #[serde(default = "groups")]
     pub groups_claim: String,
-    /// The same for groups as `username_prefix` for names.
+    /// Prefix of groups, as `username_prefix` is for names.
     #[serde(default)]
     pub groups_prefix: Option<String>,
-    /// How its tokens may be signed.
+    /// Accepted signature algorithms.
     #[serde(default = "algorithms")]
     pub algorithms: Vec<Algorithm>,
 }
 
 impl Jwt {
-    /// An issuer with everything else at its default.
+    /// Returns an issuer with everything else at its default.
     pub fn new(issuer: impl Into<String>, audience: impl Into<String>, jwks: Jwks) -> Self {
         Self {
             issuer: issuer.into(),
@@ -67,7 +67,7 @@ impl Jwt {
         }
     }
 
-    /// The files that it names.
+    /// Returns the files that the issuer's configuration names.
     pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
         let keys = match &self.jwks {
             Jwks::File(path) => Some(path),
@@ -77,12 +77,12 @@ impl Jwt {
     }
 }
 
-/// An issuer that rotates announces a key for longer than this before it signs with it.
+/// Default of `jwks_refresh`. An issuer that rotates keys announces a key for longer than this before it signs with it.
 fn refresh() -> Duration {
     Duration::from_mins(10)
 }
 
-/// An outage of an issuer over a night should lock nobody out, and a key that was withdrawn should not live on.
+/// Default of `jwks_max_age`. An issuer's outage over a night should lock no client out, and a withdrawn key should not remain valid.
 fn max_age() -> Duration {
     Duration::from_hours(24)
 }
@@ -99,7 +99,7 @@ fn algorithms() -> Vec<Algorithm> {
     Algorithm::ALL.to_vec()
 }
 
-/// Where keys come from.
+/// Source of an issuer's keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Jwks {
     /// A file.
@@ -183,7 +183,7 @@ impl schemars::JsonSchema for Jwks {
     }
 }
 
-/// How a token may be signed (RFC 7518 §3.1, RFC 8037): by a private key, never by a shared secret.
+/// Signature algorithm of a token (RFC 7518 §3.1, RFC 8037): by a private key, never by a shared secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[allow(missing_docs, reason = "the RFC's names")]
 pub enum Algorithm {
@@ -199,7 +199,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// All of them.
+    /// All algorithms.
     pub const ALL: [Self; 9] = [
         Self::RS256,
         Self::RS384,

@@ -1,7 +1,7 @@
-//! The cluster whose nodes a gateway is for, and what is believed of its Node objects.
+//! Configuration section `kubernetes`: the cluster whose nodes a gateway serves, and how far it trusts their Node objects.
 //!
-//! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
-//! allow, and of labels the policy believes those alone that it cannot write.
+//! A kubelet writes its own Node object. The gateway trusts its addresses and pods only within the networks that are
+//! configured here, and the policy trusts only labels that the kubelet cannot write.
 
 mod advertise;
 mod certificates;
@@ -29,48 +29,48 @@ pub use yurthub::YurtHub;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
-    /// File that says how to reach the API server; without it the gateway is a pod of the cluster.
+    /// Kubeconfig file for the API server. Without this key the gateway is a pod of the cluster.
     pub kubeconfig: Option<PathBuf>,
-    /// Labels of nodes at the edge, `KEY=VALUE`, or `KEY` for any value; a node with one of them is.
+    /// Labels of edge nodes, `KEY=VALUE`, or `KEY` for any value. A node with one of these labels is an edge node.
     pub edge_labels: Vec<Label>,
-    /// Label whose value is the pool of a node that no token has given one; empty for none. A kubelet can write labels of its own Node, but for those of `node-restriction.kubernetes.io/`: the policy goes by this pool only where the label counts there (`policy_labels`).
+    /// Label whose value is the pool of a node whose pool no token has set; empty for none. A kubelet can write labels of its own Node, except those of `node-restriction.kubernetes.io/`. The policy uses this pool only if it trusts the label (`policy_labels`).
     pub pool_label: String,
-    /// Keys of labels of Node objects that count in the policy, beside those of `node-restriction.kubernetes.io/`, which no kubelet can write. List those that you keep kubelets from writing. What a join token says of a label holds before.
+    /// Keys of labels of Node objects that the policy trusts, beside those of `node-restriction.kubernetes.io/`, which no kubelet can write. List only labels that you keep kubelets from writing. A label in a join token takes precedence.
     pub policy_labels: Vec<String>,
-    /// Networks in which addresses of Node objects are believed, 16 of each at most; empty is all, which a front with `direct` does not permit. A kubelet can write any address into its own.
+    /// Networks in which addresses of Node objects are trusted, 16 addresses of each Node at most. Empty is all, which a listener with `direct` does not permit. A kubelet can write any address into its own Node.
     #[serde(with = "IpNetList")]
     pub address_networks: Vec<IpNet>,
-    /// The cluster's pod networks, in which pods of edge nodes are reached by address; empty is none.
+    /// The cluster's pod networks, in which clients reach pods of edge nodes by address; empty is none.
     #[serde(with = "IpNetList")]
     pub pod_networks: Vec<IpNet>,
-    /// How long counts what a `SubjectAccessReview` has allowed.
+    /// Cache TTL of allowed `SubjectAccessReview`s.
     #[serde(with = "DurationStr")]
     pub review_allowed_for: Duration,
-    /// How long counts what one has refused.
+    /// Cache TTL of refused `SubjectAccessReview`s.
     #[serde(with = "DurationStr")]
     pub review_refused_for: Duration,
-    /// How long counts a token that a `TokenReview` knows: so long is one taken that was withdrawn.
+    /// Cache TTL of tokens that a `TokenReview` has accepted. A withdrawn token is accepted for this long.
     #[serde(with = "DurationStr")]
     pub token_allowed_for: Duration,
-    /// How long one counts for nothing that a `TokenReview` does not know.
+    /// Cache TTL of tokens that a `TokenReview` has refused.
     #[serde(with = "DurationStr")]
     pub token_refused_for: Duration,
-    /// Keep a hosts file of all nodes in a `ConfigMap`, for `CoreDNS`' plugin `hosts`. Without this key: none.
+    /// Writes a hosts file of all nodes into a `ConfigMap`, for the plugin `hosts` of `CoreDNS`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hosts: Option<CoreDnsHosts>,
-    /// Serve the node ports that a `ConfigMap` lists, as it lists them. Without this key: none but those of `fronts`.
+    /// Serves the node ports that a `ConfigMap` lists, and follows its changes. Without this key: only those of `fronts`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ports: Option<PortList>,
-    /// Tell edges where gateways are by what a Service says, beside `tunnel.advertise`, and have it in the gateway's certificates. Without this key: `tunnel.advertise` alone.
+    /// Announces to edges the gateway addresses that a Service has, beside `tunnel.advertise`, and adds them to the gateway's certificates. Without this key: `tunnel.advertise` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advertise: Option<AdvertisedService>,
-    /// Sign what edges ask the cluster's `certificates.k8s.io` for, in place of join tokens. Without this key: nothing is.
+    /// Signs certificate requests of edges in the cluster's `certificates.k8s.io`, in place of join tokens. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub certificates: Option<CsrSigning>,
-    /// Tell `YurtHub`s (`OpenYurt` v1.6.1 and later) to read at edges of their pool, where these have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
+    /// Directs `YurtHub`s (`OpenYurt` v1.6.1 and later) to edges of their pool that have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<YurtHub>,
-    /// Keep revocations of nodes and the keys of `apps.*.pin` in this Secret as well, `NAMESPACE/NAME`, which is to be there. All gateways that name it have the same, within some seconds, and a new pod has it from its start. Without this key: they are in `data_dir` alone.
+    /// Stores revocations of nodes and the keys of `apps.*.pin` in this Secret as well, `NAMESPACE/NAME`, which must exist. All gateways that name the Secret have the same data within some seconds, and a new pod has it from its start. Without this key: the data is in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
 }
@@ -110,11 +110,11 @@ impl Default for Kubernetes {
     }
 }
 
-/// Keys under which a kubelet can write no label of its own Node (the admission plugin `NodeRestriction`).
+/// Prefix of label keys that a kubelet cannot write on its own Node (the admission plugin `NodeRestriction`).
 const RESTRICTED: &str = "node-restriction.kubernetes.io";
 
 impl Kubernetes {
-    /// Whether the policy goes by labels of Node objects with this key.
+    /// Whether the policy trusts labels of Node objects with this key.
     pub fn counts_label(&self, key: &str) -> bool {
         is_restricted(key) || self.policy_labels.iter().any(|listed| listed == key)
     }
@@ -145,7 +145,7 @@ impl Config {
     }
 }
 
-/// Whether no kubelet can write a label of this key.
+/// Whether no kubelet can write a label with this key.
 pub fn is_restricted(key: &str) -> bool {
     key.split_once('/').is_some_and(|(prefix, _)| {
         prefix
@@ -154,14 +154,14 @@ pub fn is_restricted(key: &str) -> bool {
     })
 }
 
-/// A label that is asked for, as Kubernetes writes it.
+/// Required label, in the notation of Kubernetes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 #[schemars(with = "String")]
 pub struct Label {
-    /// Its key.
+    /// Key of the label.
     pub key: String,
-    /// Its value; any will do where there is none.
+    /// Value of the label; `None` matches any value.
     pub value: Option<String>,
 }
 

@@ -1,8 +1,7 @@
-//! One front of the configuration: a listener for callers, and whom it serves.
+//! Configuration of one listener: its address, its protocol, and the clients that it serves.
 //!
-//! `name`, `kind` and `listen` have no default, so that no front opens by a slip. Nothing
-//! here is open without `anonymous: true`: callers are authenticated by certificate or
-//! token, or by the mode of a unix socket.
+//! `name`, `kind` and `listen` have no default, so that no listener opens by mistake. No listener is open to everyone without
+//! `anonymous: true`: clients authenticate by certificate or token, or by the mode of a unix socket.
 
 use std::path::PathBuf;
 
@@ -12,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{IdentityHeaders, Jwt};
 
-/// A listener for callers.
+/// Listener for clients.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[allow(
@@ -22,77 +21,77 @@ use super::{IdentityHeaders, Jwt};
 pub struct Listener {
     /// Name in logs and metrics; unique.
     pub name: String,
-    /// What callers speak: `https`, `http`, `tcp` or `connect`.
+    /// Protocol of the clients: `https`, `http`, `tcp` or `connect`.
     pub kind: ListenerProtocol,
     /// `IP:PORT` or `unix:/path`. `$(NAME)` is a variable of the environment, such as a pod's own address.
     pub listen: ListenAddr,
-    /// The node that all callers of this front mean; required for `tcp`.
+    /// Node that all clients of this listener reach; required for `tcp`.
     #[serde(default)]
     pub node: Option<String>,
-    /// The node port that this listener stands for; 10250 for `https`, required for `tcp`.
+    /// Node port that this listener stands for; 10250 for `https`, required for `tcp`.
     #[serde(default)]
     pub port: Option<u16>,
-    /// Certificate shown to callers; without it one is minted from the own CA.
+    /// Certificate presented to clients. Without this key the gateway issues one from the own CA.
     #[serde(default)]
     pub certificate: Option<Certificate>,
-    /// Names in the certificate that is minted when a caller asks for no node.
+    /// Names in the certificate that the gateway issues if a client requests no node.
     #[serde(default)]
     pub names: Vec<String>,
-    /// How callers are known.
+    /// Authentication of clients.
     #[serde(default)]
     pub callers: ClientAuth,
-    /// Node ports that are kubelets': there the cluster's API has to allow as well what a caller does (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet asks it); empty is none.
+    /// Node ports of kubelets. At these ports the cluster's API must allow the request as well (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet requests it). Empty is none.
     #[serde(default)]
     pub subject_access_review: Vec<u16>,
-    /// End the streams of a client whose certificate, JWT or reviewed token has expired, and refuse new ones on its open connections.
+    /// Ends the streams of a client whose certificate, JWT or reviewed token has expired, and refuses new ones on its open connections.
     #[serde(default = "yes")]
     pub disconnect_expired: bool,
-    /// Pass the caller's `Authorization` on to the app instead of keeping it here.
+    /// Passes the client's `Authorization` to the upstream instead of removing it.
     #[serde(default)]
     pub forward_authorization: bool,
-    /// Tell the app who calls, in fields that callers cannot set.
+    /// Request fields that tell the upstream who the client is, and that clients cannot set.
     #[serde(default)]
     pub identity_headers: IdentityHeaders,
-    /// Request fields that tell the app the client's address, and the scheme and host that it asks for. What clients send in these and alike fields is removed.
+    /// Request fields that tell the upstream the client's address, and the scheme and host of the request. The gateway removes what clients send in these and similar fields.
     #[serde(default = "ForwardingHeader::all")]
     pub forwarding_headers: Vec<ForwardingHeader>,
-    /// Networks of proxies in front of this listener. What they send in such fields is kept: `Forwarded` and `X-Forwarded-For` are appended to, `X-Real-IP` becomes the last address of `X-Forwarded-For` that is in none of these networks.
+    /// Networks of proxies in front of this listener. Their values of such fields remain: `Forwarded` and `X-Forwarded-For` are appended to, `X-Real-IP` becomes the last address of `X-Forwarded-For` that is in none of these networks.
     #[serde(default, with = "IpNetList")]
     pub trusted_proxies: Vec<IpNet>,
-    /// Serve callers that cannot be known. A `tcp` front that does is plain TCP, without TLS.
+    /// Serves clients that cannot be authenticated. A `tcp` listener with this key is plain TCP, without TLS.
     #[serde(default)]
     pub anonymous: bool,
-    /// Networks from which such callers are served; empty is all.
+    /// Networks from which anonymous clients are served; empty is all.
     #[serde(default, with = "IpNetList")]
     pub anonymous_from: Vec<IpNet>,
-    /// Node ports at which such callers are served; empty is all.
+    /// Node ports at which anonymous clients are served; empty is all.
     #[serde(default)]
     pub anonymous_ports: Vec<u16>,
-    /// Form of failures: `problem` (RFC 9457), or `kubernetes` where callers are kube-apiservers.
+    /// Format of errors: `problem` (RFC 9457), or `kubernetes` if the clients are kube-apiservers.
     #[serde(default)]
     pub errors: ErrorFormat,
-    /// Connections arrive by DNAT: the address dialled names node and port.
+    /// Connections arrive by DNAT: the original destination address gives node and port.
     #[serde(default)]
     pub original_destination: bool,
-    /// Networks in which a `connect` front dials itself what is at no node's edge (pods and Services in the cloud); empty is none.
+    /// Networks in which a `connect` listener itself dials addresses that no edge serves (pods and Services in the cloud); empty is none.
     #[serde(default, with = "IpNetList")]
     pub direct: Vec<IpNet>,
-    /// Networks from which connections begin with a PROXY v2 header: its source calls, and with `original_destination` its destination names node and port. Others are served without one.
+    /// Networks from which connections begin with a PROXY v2 header. Its source is the client, and with `original_destination` its destination gives node and port. Connections from other networks are served without a header.
     #[serde(default, with = "IpNetList")]
     pub proxy_protocol: Vec<IpNet>,
 }
 
 impl Listener {
-    /// kubelet's port, which is what an `https` front stands for unless told otherwise.
+    /// kubelet's port, the default node port of an `https` listener.
     pub const KUBELET: u16 = 10250;
 
-    /// The front of a configuration that names none: certificates of the own CA only.
+    /// Returns the default listener: it accepts certificates of the own CA only.
     pub fn https() -> Self {
         let listen = ListenAddr::Tcp(std::net::SocketAddr::from(([0, 0, 0, 0], 10263)));
         Self::new("https", ListenerProtocol::Https, listen)
     }
 
-    /// A front with everything else at its default.
+    /// Returns a listener with everything else at its default.
     pub fn new(name: impl Into<String>, kind: ListenerProtocol, listen: ListenAddr) -> Self {
         Self {
             name: name.into(),
@@ -119,7 +118,7 @@ impl Listener {
         }
     }
 
-    /// The node port that this listener stands for, if any.
+    /// Returns the node port that this listener stands for, if any.
     pub fn node_port(&self) -> Option<u16> {
         match self.kind {
             ListenerProtocol::Https => self.port.or(Some(Self::KUBELET)),
@@ -127,8 +126,8 @@ impl Listener {
         }
     }
 
-    /// Callers speak TLS here. `http` and unix sockets never do, nor does a `tcp` front that serves anybody: ssh
-    /// and netcat speak none, and where the app speaks first there is nothing to tell the two by.
+    /// Whether clients speak TLS here. `http` listeners and unix sockets have no TLS, nor has an anonymous `tcp` listener: ssh and
+    /// netcat speak no TLS, and if the upstream sends first, the gateway cannot distinguish the two.
     pub fn has_tls(&self) -> bool {
         let bare = self.kind == ListenerProtocol::Http
             || (self.kind == ListenerProtocol::Tcp && self.anonymous);
@@ -140,7 +139,7 @@ fn yes() -> bool {
     true
 }
 
-/// A request field that tells the app of the client's request.
+/// Request field that describes the client's request to the upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 pub enum ForwardingHeader {
     /// Address, host and scheme in one (RFC 7239).
@@ -152,7 +151,7 @@ pub enum ForwardingHeader {
     /// `http` or `https`.
     #[serde(rename = "X-Forwarded-Proto", alias = "x-forwarded-proto")]
     XForwardedProto,
-    /// The host that the client asks for.
+    /// The host of the client's request.
     #[serde(rename = "X-Forwarded-Host", alias = "x-forwarded-host")]
     XForwardedHost,
     /// The client's address, never a list.
@@ -173,13 +172,13 @@ impl ForwardingHeader {
     }
 }
 
-/// What callers of a front speak.
+/// Protocol that the clients of a listener speak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ListenerProtocol {
-    /// HTTP/1.1 and HTTP/2 over TLS, which ends here.
+    /// HTTP/1.1 and HTTP/2 over TLS, which ends at the gateway.
     Https,
-    /// HTTP/1.1 and HTTP/2 in the clear.
+    /// HTTP/1.1 and HTTP/2 without TLS.
     Http,
     /// Any bytes, to one node and port.
     Tcp,
@@ -188,7 +187,7 @@ pub enum ListenerProtocol {
 }
 
 impl ListenerProtocol {
-    /// The word used in configuration, logs and metrics.
+    /// Returns the word used in configuration, logs and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Https => "https",
@@ -203,27 +202,27 @@ impl ListenerProtocol {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Certificate {
-    /// File of the certificate and the intermediates behind it.
+    /// File of the certificate and the intermediates after it.
     pub chain: PathBuf,
     /// File of the key.
     pub key: PathBuf,
 }
 
-/// How callers are known.
+/// Authentication of clients.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClientAuth {
-    /// By a caller certificate of the own CA (`causeway ca caller`).
+    /// Accepts client certificates of the own CA (`causeway ca caller`).
     pub own_ca: bool,
-    /// By a client certificate of these CAs (PEM files).
+    /// Accepts client certificates of these CAs (PEM files).
     pub client_ca: Vec<PathBuf>,
     /// Serial numbers of client certificates that are revoked, in hexadecimal as `openssl x509 -serial` and the audit log write them. Their open streams end at the reload.
     pub revoked: Vec<Serial>,
-    /// By a bearer token of this file (`causeway caller token`), which keeps hashes only.
+    /// Accepts bearer tokens of this file (`causeway caller token`), which contains hashes only.
     pub tokens: Option<PathBuf>,
-    /// By a JWT of these issuers.
+    /// Accepts JWTs of these issuers.
     pub jwt: Vec<Jwt>,
-    /// By a bearer token that the cluster's API knows (`TokenReview`), such as a service account's; `{}` for tokens that are for the API server itself.
+    /// Accepts bearer tokens that the cluster's API confirms (`TokenReview`), such as a service account's; `{}` for tokens whose audience is the API server itself.
     pub token_review: Option<TokenReview>,
 }
 
@@ -277,15 +276,15 @@ impl From<Serial> for String {
     }
 }
 
-/// Tokens about which the cluster's API is asked.
+/// Tokens that the cluster's API reviews.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenReview {
-    /// For whom they must be: their `aud` holds one of these. Empty is the API server itself.
+    /// Accepted audiences: `aud` of a token must contain one of these. Empty is the API server itself.
     pub audiences: Vec<String>,
 }
 
-/// The form of a failure.
+/// Format of an error.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]
@@ -294,7 +293,7 @@ pub enum ErrorFormat {
     /// Status, `application/problem+json` and `Proxy-Status`.
     #[default]
     Problem,
-    /// 502 with `text/plain` and no Retry-After, or for an upgrade a `Status`: what kubectl shows its user in every case.
+    /// 502 with `text/plain` and no Retry-After, or for an upgrade a `Status`: kubectl shows this text to its user in every case.
     Kubernetes,
 }
 

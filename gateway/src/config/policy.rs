@@ -1,8 +1,8 @@
-//! The policy file: rules of who may do what on which node; the first that matches decides.
+//! The access policy file: rules that allow or deny requests of clients to nodes. The first rule that matches decides.
 //!
-//! What a rule does not speak of, it does not narrow. A key that is there and empty is a fault: a list that
-//! a template left empty must not open what it was to narrow. Nothing is guessed: a pattern that can never
-//! match, or means two things, is a fault as well.
+//! A key that is absent does not narrow a rule. A key that is present and empty is a fault: a list that a template left empty
+//! must not open what it was to narrow. Nothing is guessed: a pattern that can never match, or has two meanings, is a fault as
+//! well.
 
 mod path;
 
@@ -17,10 +17,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 pub use path::canonical;
 
-/// More rules than anybody writes: a bound on what one file costs.
+/// Maximum number of rules, far above practical policies: it bounds the cost of one file.
 const MAX_RULES: usize = 100_000;
 
-/// Who may do what on which node. What no rule allows is refused.
+/// Access policy of clients on nodes. A request that no rule allows is refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
@@ -35,41 +35,41 @@ pub struct Rule {
     /// Name in logs; unique.
     #[serde(default)]
     pub name: Option<String>,
-    /// Whom it is about; everybody whom a front lets in without this key.
+    /// Clients that the rule applies to. Without this key: every client that a listener admits.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub who: Specified<Subjects>,
-    /// Which nodes it is about; all without this key.
+    /// Nodes that the rule applies to. Without this key: all.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub r#where: Specified<NodeSelector>,
-    /// What it is about; everything without this key.
+    /// Requests that the rule applies to. Without this key: all.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub what: Specified<RequestMatch>,
-    /// What follows: `allow` or `deny`.
+    /// Effect of the rule: `allow` or `deny`.
     pub then: Effect,
-    /// The line that it begins in, from 1; 0 where there is no file.
+    /// Line of the file in which the rule begins, from 1; 0 without a file.
     #[serde(skip)]
     pub line: usize,
 }
 
-/// Whom a rule is about: whoever is one of `users`, `groups` or `spiffe`, and comes from one of `networks`.
+/// Clients that a rule applies to. A client must match one of `users`, `groups` or `spiffe`, and must come from one of `networks`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Subjects {
-    /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
+    /// Names of clients; `*` stands for any characters. An anonymous client is `system:anonymous`, which only the literal name matches.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub users: Specified<Vec<String>>,
-    /// Groups of callers; whoever is known is in `system:authenticated`, others are in `system:unauthenticated`.
+    /// Groups of clients. Authenticated clients are in `system:authenticated`, others are in `system:unauthenticated`.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub groups: Specified<Vec<String>>,
-    /// URIs in callers' certificates: `spiffe://example.org/ns/monitoring/*`.
+    /// URIs in client certificates: `spiffe://example.org/ns/monitoring/*`.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub spiffe: Specified<Vec<String>>,
-    /// Networks that callers come from.
+    /// Source networks of clients.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub networks: Specified<SourceNetworks>,
 }
 
-/// The nodes that a rule is about: those that every given key holds for. With `direct` it is about no node.
+/// Nodes that a rule applies to: those that match every given key. With `direct` the rule applies to no node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NodeSelector {
@@ -79,15 +79,15 @@ pub struct NodeSelector {
     /// Confirmed pools.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub pools: Specified<Vec<String>>,
-    /// Confirmed labels; a node has all of them.
+    /// Confirmed labels; a node must have all of them.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub labels: Specified<BTreeMap<String, String>>,
-    /// Networks of addresses at no edge that a front dials itself (its key `direct`), in place of nodes.
+    /// Networks of addresses that no edge serves and that a listener dials itself (its key `direct`), in place of nodes.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub direct: Specified<SourceNetworks>,
 }
 
-/// What a rule is about: what every given key holds for.
+/// Requests that a rule applies to: those that match every given key.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RequestMatch {
@@ -97,7 +97,7 @@ pub struct RequestMatch {
     /// HTTP methods.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub methods: Specified<Vec<String>>,
-    /// Paths, each with all that is below it: `/metrics` is also `/metrics/cadvisor`.
+    /// Paths, each with everything below it: `/metrics` includes `/metrics/cadvisor`.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub paths: Specified<Vec<String>>,
     /// Kinds of streams: `request`, `upgrade` or `connect`.
@@ -105,7 +105,7 @@ pub struct RequestMatch {
     pub streams: Specified<Vec<Action>>,
 }
 
-/// What a stream does.
+/// Kind of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
@@ -113,12 +113,12 @@ pub enum Action {
     Request,
     /// A request that switches protocols (kubectl exec, websocket).
     Upgrade,
-    /// A TCP session, by CONNECT or through a `tcp` front.
+    /// A TCP session, by CONNECT or through a `tcp` listener.
     Connect,
 }
 
 impl Action {
-    /// The word of the policy file.
+    /// Returns the word of the policy file.
     pub fn word(self) -> &'static str {
         match self {
             Self::Request => "request",
@@ -128,13 +128,13 @@ impl Action {
     }
 }
 
-/// What follows from a rule.
+/// Effect of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Effect {
-    /// It may.
+    /// The request is allowed.
     Allow,
-    /// It may not.
+    /// The request is denied.
     Deny,
 }
 
@@ -213,7 +213,7 @@ impl schemars::JsonSchema for PortRange {
 }
 
 impl Rule {
-    /// How it is called in logs and refusals: its name, or its place.
+    /// Returns the rule's label for logs and refusals: its name, or its place.
     pub fn called(&self, index: usize) -> String {
         let name = self.name.clone();
         name.unwrap_or_else(|| format!("rules[{index}]"))
@@ -269,7 +269,7 @@ impl RuleValidator<'_> {
         }
     }
 
-    /// Each of a list that was given, unless that is empty.
+    /// Adds the faults of each item of a given list, and a fault if the list is empty.
     fn each<T>(
         &mut self,
         key: &str,
@@ -366,7 +366,7 @@ impl RuleValidator<'_> {
 const EMPTY: &str =
     "is empty, which would match nothing; name at least one, or remove the key for any";
 
-/// What is wrong with a pattern.
+/// Returns the fault of a pattern, if there is one.
 fn pattern(text: &str) -> Option<String> {
     if text.is_empty() {
         return Some("is empty; write a name, or * for any".into());
@@ -379,14 +379,14 @@ fn pattern(text: &str) -> Option<String> {
     None
 }
 
-/// What is wrong with the key or the value of a label, if anything.
+/// Returns the fault of a label's key or value, if there is one.
 pub fn label(text: &str) -> Option<String> {
     let star =
         || format!("\"{text}\" has a star, which stands for itself in a label; write the word");
     pattern(text).or_else(|| text.contains('*').then(star))
 }
 
-/// What is wrong with a path.
+/// Returns the fault of a path, if there is one.
 fn path(text: &str) -> Option<String> {
     if canonical(text).as_deref() != Some(text) || text.contains(['*', '?', '#']) {
         return Some(format!(

@@ -1,7 +1,7 @@
-//! Which connections to nodes' own addresses are led to which front.
+//! Configuration section `redirect`: connections to nodes' own addresses that are redirected to listeners.
 //!
-//! Owns the section `redirect` and what can be wrong with it. Never knows an address of a node: these come from the
-//! table of nodes. Nothing is redirected but what is named here.
+//! This module defines the section and its checks. It knows no address of a node: these come from the table of nodes. Only
+//! ports and pods that are named here are redirected.
 
 use super::{Listener, ListenerProtocol};
 use causeway_config::{ConfigErrors, ListenAddr};
@@ -12,18 +12,18 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-/// Rules in the kernel of this host that lead callers of the nodes' own addresses to fronts. Needs `CAP_NET_ADMIN`.
+/// Rules in the kernel of this host that redirect connections to the nodes' own addresses to listeners. Needs `CAP_NET_ADMIN`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Redirect {
-    /// Fronts with `original_destination`, each for the node port that it stands for.
+    /// Listeners with `original_destination`, each for the node port that it stands for.
     pub fronts: Vec<String>,
-    /// Further node ports, and the front for each.
+    /// Further node ports, and the listener for each.
     pub ports: BTreeMap<u16, String>,
-    /// A `tcp` front with `original_destination` to which all TCP to pods of nodes at the edge is led, whatever its port; their networks are those of Node objects within `kubernetes.pod_networks`. Without this key: none.
+    /// A `tcp` listener with `original_destination` to which all TCP connections to pods of edge nodes are redirected, to any port. The pods' networks are those of Node objects within `kubernetes.pod_networks`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pods: Option<String>,
-    /// Name of the nftables table (family inet) of these rules, which is this gateway's alone.
+    /// Name of the nftables table (family inet) of these rules, which no one else may use.
     pub table: String,
 }
 
@@ -39,7 +39,7 @@ impl Default for Redirect {
 }
 
 impl Redirect {
-    /// Each node port that is redirected, and the front that it leads to. Faulty entries are left out.
+    /// Returns each node port that is redirected, and its listener. Faulty entries are left out.
     pub(crate) fn by_port<'a>(&'a self, fronts: &'a [Listener]) -> BTreeMap<u16, &'a Listener> {
         let named = |name: &str| fronts.iter().find(|front| front.name == name);
         let own = self.fronts.iter().filter_map(|name| {
@@ -51,13 +51,13 @@ impl Redirect {
         own.chain(further).collect()
     }
 
-    /// The front to which pods lead.
+    /// Returns the listener to which connections to pods are redirected.
     pub(crate) fn of_pods<'a>(&self, fronts: &'a [Listener]) -> Option<&'a Listener> {
         let name = self.pods.as_ref()?;
         fronts.iter().find(|front| front.name == *name)
     }
 
-    /// `networks`: those in which pods are believed.
+    /// Checks the section. `networks` are the trusted pod networks.
     pub(super) fn check(&self, fronts: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
         if self.fronts.is_empty() && self.ports.is_empty() && self.pods.is_none() {
             faults.add(
@@ -119,7 +119,7 @@ impl Redirect {
     }
 }
 
-/// Whether this can be the name of a table.
+/// Checks that this can be the name of a table.
 fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     let mut letters = table.chars();
     let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
@@ -132,10 +132,10 @@ fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     }
 }
 
-/// Well below what the kernel takes.
+/// Maximum length of a table's name, well below the kernel's limit.
 const MAX_TABLE: usize = 64;
 
-/// The front of this name, if connections can be led to it.
+/// Returns the listener of this name, and adds a fault if connections cannot be redirected to it.
 fn known<'a>(
     path: &str,
     name: &str,
@@ -162,7 +162,8 @@ fn known<'a>(
     Some(front)
 }
 
-/// The kernel leads a connection from elsewhere to the address at which it came in, and one from here to loopback.
+/// Whether redirected connections reach this address. The kernel redirects a connection from another host to the address at
+/// which it arrived, and one from this host to loopback.
 fn reached(listen: SocketAddr) -> bool {
     let own = [
         IpAddr::from(Ipv4Addr::LOCALHOST),

@@ -1,4 +1,4 @@
-//! The section `tunnel.identity`: certificates of gateways and edges that another system makes.
+//! Configuration section `tunnel.identity`: certificates of gateways and edges that an external CA issues.
 
 use super::Config;
 use causeway_certs::{Requested, Store, TrustDomain};
@@ -6,30 +6,30 @@ use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Certificates that another system (cert-manager, Vault, a company's PKI) makes and renews, in files, each of which is watched.
+/// Certificates that an external CA (cert-manager, Vault, a company's PKI) issues and renews, in files, each of which is watched.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Identity {
-    /// File of the gateway's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.
+    /// File of the gateway's certificate and the intermediates after it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chain: Option<PathBuf>,
-    /// File of the key.
+    /// File of the private key.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<PathBuf>,
-    /// In place of both: name of the signer whom the cluster's `certificates.k8s.io` is asked for that certificate, again and again. It is kept in `data_dir`; somebody else approves and signs.
+    /// In place of both: name of the signer from which the gateway requests, and renews, that certificate through the cluster's `certificates.k8s.io`. It is stored in `data_dir`. Another system approves and signs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signer: Option<String>,
-    /// With `signer`: the trust domain of the certificate that is asked for.
+    /// With `signer`: the trust domain of the requested certificate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trust_domain: Option<String>,
     /// Files of the CAs of edges, whose certificates have the one URI `spiffe://TRUST-DOMAIN/edge/NODE`.
     pub client_ca: Vec<PathBuf>,
-    /// Let in each node that has such a certificate; otherwise those of `causeway edge add` only.
+    /// Admits each node that has such a certificate; otherwise only those of `causeway edge add`.
     pub any_node: bool,
 }
 
 impl Identity {
-    /// The signer that is asked, and for which trust domain, where that is so.
+    /// Returns the signer and the trust domain of the requested certificate, if one is requested.
     pub fn asked(&self) -> Option<(&str, TrustDomain)> {
         let domain = TrustDomain::parse(self.trust_domain.as_deref()?).ok()?;
         Some((self.signer.as_deref()?, domain))
@@ -41,7 +41,7 @@ impl Identity {
 }
 
 impl Config {
-    /// With the place where this gateway keeps what it has asked for.
+    /// Returns this configuration with the paths at which the gateway stores requested certificates.
     #[must_use]
     pub fn completed(mut self) -> Self {
         if let Some(identity) = &mut self.tunnel.identity

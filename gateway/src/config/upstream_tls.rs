@@ -1,33 +1,33 @@
-//! A node port to which the gateway itself speaks TLS, in place of the node's edge.
+//! TLS from the gateway itself to a node port, in place of the node's edge.
 //!
-//! So the key that the app gives much power to, such as a kubelet's client, lies in the cloud alone. The edge passes
-//! bytes: its port has the scheme `tcp`. Never silently unverified: `ca`, or `pin: true`, or `verify: false`.
+//! A powerful client key, such as that of a kubelet's client, is then in the cloud alone. The edge passes bytes: its port has
+//! the scheme `tcp`. Unverified TLS must be explicit: `ca`, or `pin: true`, or `verify: false`.
 
 use std::path::PathBuf;
 
 use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 
-/// How to speak TLS to a port of every node.
+/// TLS to a port of every node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UpstreamTls {
-    /// PEM file of the CAs that may have signed the app's certificate, which must name the node, or an address that is confirmed to be the node's.
+    /// PEM file of the CAs that may sign the upstream's certificate, which must name the node, or an address that is confirmed to be the node's.
     pub ca: Option<PathBuf>,
-    /// PEM file of the client certificate shown to the app.
+    /// PEM file of the client certificate presented to the upstream.
     pub certificate: Option<PathBuf>,
     /// PEM file of its key.
     pub key: Option<PathBuf>,
-    /// In place of both: name of the signer whom the cluster's `certificates.k8s.io` is asked for that certificate, such as `kubernetes.io/kube-apiserver-client`, and again when two thirds of its life are over. It is kept in `data_dir`.
+    /// In place of both: name of the signer from which the gateway requests that certificate through the cluster's `certificates.k8s.io`, such as `kubernetes.io/kube-apiserver-client`, and again when two thirds of its lifetime are over. It is stored in `data_dir`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signer: Option<String>,
     /// With `signer`: the user that the certificate names (its common name), to be bound to `system:kubelet-api-admin`.
     pub user: String,
-    /// With `signer`: whether the gateway approves its own request. Its account may then approve whatever is asked of that signer; otherwise somebody else approves each request.
+    /// With `signer`: whether the gateway approves its own request. Its service account may then approve every request to that signer. Otherwise another system approves each request.
     pub approve: bool,
-    /// Whether the app is known by the key that it has when it is first met: that is noted for each node in the data directory, and from then on no other is believed. Names and validity of its certificate, and who has signed it, do not count. `causeway edge pins` lists these keys, `causeway edge unpin` forgets one.
+    /// Whether the upstream is trusted by the key that it has at the first connection: the key is stored for each node in the data directory, and from then on no other key is accepted. Names, validity and issuer of its certificate do not count. `causeway edge pins` lists these keys, `causeway edge unpin` removes one.
     pub pin: bool,
-    /// Whether the app's certificate is verified. `false` accepts any.
+    /// Whether the upstream's certificate is verified. `false` accepts any certificate.
     pub verify: bool,
 }
 
@@ -83,7 +83,7 @@ impl UpstreamTls {
         files.into_iter().flatten()
     }
 
-    /// Adds what is wrong with the app of this port; whether there is a cluster to ask.
+    /// Adds the faults of the entry for this port. `has_cluster` is whether a cluster is configured.
     pub(super) fn validate(&self, port: u16, has_cluster: bool, faults: &mut ConfigErrors) {
         let path = format!("apps.{port}");
         self.validate_signer(&path, has_cluster, faults);

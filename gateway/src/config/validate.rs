@@ -212,7 +212,7 @@ impl Config {
 const NOT_READ: &str =
     "what passes through this front is not looked into, so nothing can be added; remove this key";
 
-/// The checks of one front.
+/// Checks of one listener.
 struct ListenerValidator<'a> {
     front: &'a Listener,
     path: String,
@@ -235,7 +235,7 @@ impl ListenerValidator<'_> {
         self.faults.add(format!("{}.{key}", self.path), message);
     }
 
-    /// A fault that no key causes but a missing one: it stands at the front itself.
+    /// Adds a fault that a missing key causes; its path is the listener itself.
     fn missing(&mut self, message: impl Into<String>) {
         self.faults.add(self.path.as_str(), message);
     }

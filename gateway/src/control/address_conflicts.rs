@@ -1,8 +1,8 @@
 //! Reports confirmed addresses that several nodes have.
 //!
 //! At most one of these nodes is reached by such an address (`state::nodes`), and all others only by their names. The log
-//! names each address with its nodes, the metric counts the addresses; the admin API and the error of a request by an
-//! address that nobody has alone name the nodes as well.
+//! names each address with its nodes, and the metric counts the addresses. The admin API, and the error of a request to an
+//! address that several nodes have, name the nodes as well.
 
 use crate::{
     metrics::Metrics,
@@ -12,11 +12,11 @@ use causeway_certs::NodeName;
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tokio::time::sleep;
 
-/// Time for which further changes are waited for: a fleet that joins is one report.
+/// Time to wait for further changes: a fleet that joins is one report.
 const BATCH_INTERVAL: Duration = Duration::from_secs(1);
-/// Log lines of one report at most.
+/// Maximum number of log lines of one report.
 const MAX_LINES: usize = 20;
-/// Nodes named in one line at most.
+/// Maximum number of nodes named in one line.
 const MAX_NAMES: usize = 5;
 
 /// Reports conflicts until the table of nodes is gone.

@@ -1,10 +1,9 @@
 //! The admin listener: health, metrics, and the state of the edges.
 //!
-//! It authenticates nobody and shows node names and addresses, so it belongs on loopback. A page in a browser on
-//! the same machine must not read it through a name of its own that resolves to loopback (DNS
-//! rebinding): a Host that names anything but the machine itself or the bound address is refused.
-//! Everything here reads tables; nothing but `refresh` and `reload` changes one. That the configuration be read anew may be asked for, which is no more
-//! than whoever can write its files brings about; a page in a browser cannot ask.
+//! The listener has no authentication and shows node names and addresses, so it belongs on loopback. A page in a browser on
+//! the same machine must not read it through its own name that resolves to loopback (DNS rebinding). A `Host` other than the
+//! machine itself or the bound address is therefore refused. Requests here read tables; only `refresh` and `reload` change any.
+//! A request to reload the configuration gives no more power than write access to its files. A page in a browser cannot send it.
 
 mod edges;
 
@@ -51,37 +50,37 @@ use tower_http::{
 };
 use tracing::Level;
 
-/// Everything here is in memory; a reader that is slower than this is stuck.
+/// Timeout of a request. All data is in memory, so a client that takes longer is stuck.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// What the admin listener shows.
+/// State that the admin listener shows.
 #[derive(Clone, Debug)]
 pub struct AdminState {
     /// The tunnels.
     pub registry: Registry,
-    /// The nodes that are known.
+    /// The known nodes.
     pub nodes: Nodes,
-    /// What was counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// What callers leave unread.
+    /// The memory budget of bytes that clients leave unread.
     pub pressure: Arc<MemoryBudget>,
-    /// Whether callers should be sent here.
+    /// Whether clients should be sent to this gateway.
     pub readiness: Readiness,
-    /// Where it listens.
+    /// Address of the listener.
     pub address: SocketAddr,
-    /// Who reads the configuration anew.
+    /// Requests reloads of the configuration.
     pub reloads: ReloadSender,
-    /// Who is welcome.
+    /// Reloads the nodes of the data directory, and closes tunnels of rejected nodes.
     pub roll: NodeSync,
-    /// Who signs.
+    /// The CA that signs.
     pub ca: LiveCa,
     /// The certificates in use.
     pub certificates: CertificateInventory,
-    /// By which a CA that has changed is taken up.
+    /// Loads a CA that has changed.
     pub take_up: CaReloadFn,
 }
 
-/// The admin listener's pages.
+/// Returns the admin listener's routes.
 pub fn router(app: AdminState) -> Router {
     let address = app.address.ip();
     let router = Router::new()
@@ -102,7 +101,7 @@ pub fn router(app: AdminState) -> Router {
     })))
 }
 
-/// The pages of `admin.metrics_listen`: `/metrics` alone. A scraper may ask by any name.
+/// Returns the routes of `admin.metrics_listen`: `/metrics` alone. A scraper may use any host name.
 pub fn metrics_router(app: AdminState) -> Router {
     let router = Router::new()
         .route("/metrics", get(scrape))
@@ -130,7 +129,7 @@ fn bounded(router: Router) -> Router {
         .layer(TraceLayer::new_for_http().on_failure(DefaultOnFailure::new().level(Level::DEBUG)))
 }
 
-/// Refuses requests for somebody else's name.
+/// Refuses requests for another host name.
 async fn guard(address: IpAddr, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(Authority::as_str);
     let host = request
@@ -196,7 +195,7 @@ async fn all(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
     Json(edges::all(&app.registry, &app.nodes, &led(&app)))
 }
 
-/// The certificates in use.
+/// Returns the certificates in use.
 async fn certificates(
     State(app): State<AdminState>,
 ) -> Result<Json<Vec<CertificateInUse>>, ProblemDetails> {
@@ -206,12 +205,12 @@ async fn certificates(
     })
 }
 
-/// Who leads each pool, where edges may read.
+/// Returns the leader of each pool, if edges may read.
 fn led(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
     app.roll.reading.as_ref().map(ApiCacheServer::led)
 }
 
-/// What edges may read, and who does for each pool.
+/// Resources that edges may read, and the leader of each pool.
 #[derive(Debug, Serialize)]
 struct ApiCacheSummary {
     resources: Vec<causeway_watch_cache::Status>,
@@ -231,7 +230,7 @@ async fn pool(State(app): State<AdminState>) -> Result<Json<ApiCacheSummary>, Pr
     }))
 }
 
-/// Has the configuration read anew, and says what that did.
+/// Requests a reload of the configuration, and returns its result.
 async fn reload(State(app): State<AdminState>, fields: HeaderMap) -> (StatusCode, String) {
     let (code, said) = app
         .reloads
@@ -240,7 +239,7 @@ async fn reload(State(app): State<AdminState>, fields: HeaderMap) -> (StatusCode
     (StatusCode::from_u16(code).unwrap_or_default(), said)
 }
 
-/// Takes up what the data directory says of nodes, and answers with those whose tunnels were ended for that.
+/// Reloads the nodes of the data directory, and returns the nodes whose tunnels were closed for that.
 async fn refresh(
     State(app): State<AdminState>,
     fields: HeaderMap,
@@ -259,12 +258,12 @@ async fn refresh(
     }
 }
 
-/// The roots, and how far edges are with them.
+/// Returns the roots, and the progress of the edges with them.
 async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
     Json(ca_rotation::progress(&app.ca, &app.registry))
 }
 
-/// Takes up the CA that the data directory has now.
+/// Loads the current CA of the data directory.
 async fn take_up(
     State(app): State<AdminState>,
     fields: HeaderMap,

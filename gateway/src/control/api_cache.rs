@@ -1,12 +1,12 @@
-//! What edges read of the cluster: connections at the tunnel port that ask instead of answering.
+//! API cache for edges: connections at the tunnel port by which edges read resources of the cluster.
 //!
-//! 1. An edge dials as for joining, by `h2`, and shows its certificate; `control::admit` finishes TLS and brings it here.
-//! 2. It is judged as a tunnel's edge is, and its pool says by which rule of `readers.allow` it reads.
-//! 3. Each request is answered by `causeway_watch_cache`. There is no bound on the connection's life: watches are long.
-//! 4. It ends when the node is not welcome any more, when another rule is for it, when it has opened too many others,
-//!    and when the gateway drains. Watches then end in order, as the API's own do, and lists get a moment.
+//! 1. An edge connects as for joining, by `h2`, and presents its certificate. `control::tunnel_listener` finishes TLS.
+//! 2. The edge is checked as for a tunnel, and its pool selects the rule of `readers.allow` that applies.
+//! 3. The [`WatchCache`] answers each request. The connection's lifetime has no limit: watches are long.
+//! 4. The connection ends when the node is rejected, when another rule applies, when the node has opened too many others, and
+//!    when the gateway drains. Watches then end in order, as those of the API server do, and lists get a short time.
 //!
-//! `leaders` says in each pool which edge reads here for all of its neighbours.
+//! `leaders` determines in each pool the edge that reads here for all other members.
 
 mod leader_policy;
 pub mod leaders;
@@ -56,9 +56,9 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
-/// Connections of one node: its reader has one, and further ones while it dials anew.
+/// Maximum number of connections of one node: one for its cache, and further ones while it reconnects.
 const PER_NODE: usize = 4;
-/// How a reading connection is served. An edge passes on what each client on its node watches: some tens at once.
+/// Limits of a reading connection. An edge forwards the watches of each client on its node: some tens at once.
 const BOUNDS: ServerLimits = ServerLimits {
     life: None,
     streams: 64,
@@ -66,10 +66,10 @@ const BOUNDS: ServerLimits = ServerLimits {
     // A reader that is unwelcome asks for nothing more.
     last_request: Duration::ZERO,
 };
-/// Within this time all are sent elsewhere when the gateway drains: a fleet that reads anew at once is a storm.
+/// Period over which connections are closed when the gateway drains: a fleet that reconnects at once is a storm.
 const SPREAD: Duration = Duration::from_secs(3);
 
-/// What edges may read here, and who does. A cheap clone.
+/// Server of the API cache, with the access rules and the leaders of pools. Cheap to clone.
 #[derive(Clone)]
 pub struct ApiCacheServer {
     rules: Arc<config::ApiCache>,
@@ -78,14 +78,14 @@ pub struct ApiCacheServer {
     readings: ApiCacheConnections,
     permits: Arc<Semaphore>,
     metrics: Arc<Metrics>,
-    /// Who leads each pool has to be looked at.
+    /// Notified when the leaders of pools have to be checked.
     stirred: Arc<Notify>,
     led: leaders::NodePoolLeaders,
-    /// Where hubs read.
+    /// Endpoints at which `YurtHub`s read.
     hubs: Arc<watch::Sender<YurtHubEndpoints>>,
 }
 
-/// An edge that reads.
+/// Edge that reads.
 pub(super) struct AuthorizedEdge {
     pub(super) io: TlsStream<CountedIo<Socket>>,
     pub(super) node: NodeName,
@@ -93,7 +93,7 @@ pub(super) struct AuthorizedEdge {
     pub(super) peer: Peer,
 }
 
-/// Why an edge does not read here.
+/// Reason why an edge may not read here.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AccessDenied {
     #[error("as many edges read at once as readers.connections allows")]
@@ -103,7 +103,7 @@ pub(super) enum AccessDenied {
 }
 
 impl ApiCacheServer {
-    /// What these rules let be read, with nothing in it yet.
+    /// Returns a server for these rules, with an empty cache.
     pub fn new(rules: &config::ApiCache, nodes: &Nodes, metrics: &Arc<Metrics>) -> Self {
         metrics.reader_limit(rules.connections);
         Self {
@@ -121,34 +121,34 @@ impl ApiCacheServer {
         }
     }
 
-    /// What is kept.
+    /// Returns the cache.
     pub fn pool(&self) -> &Arc<WatchCache> {
         &self.pool
     }
 
-    /// Who leads each pool.
+    /// Returns the leader of each pool.
     pub(super) fn led(&self) -> std::collections::BTreeMap<String, NodeName> {
         self.led.all()
     }
 
-    /// Where hubs of each pool read, and each change of that.
+    /// Returns a watch of the endpoints at which `YurtHub`s of each pool read.
     pub fn hubs(&self) -> watch::Receiver<YurtHubEndpoints> {
         self.hubs.subscribe()
     }
 
-    /// What edges of this pool may read.
+    /// Returns the resources that edges of this pool may read.
     fn granted(&self, pool: &str) -> Vec<GroupVersionResource> {
         let right = self.rules.right(Some(pool));
         let grant = self.rules.grant(right);
         grant.map_or_else(|| self.rules.resources(), |grant| grant.resources)
     }
 
-    /// Says that an edge came.
+    /// Reports that an edge has connected.
     pub(super) fn stir(&self) {
         self.stirred.notify_one();
     }
 
-    /// Ends connections of those who are not welcome, or whose rule is another now. `also` says what else ends one.
+    /// Closes connections of nodes that are rejected, or whose rule has changed. `also` returns a further reason to close one.
     pub(super) fn judge(&self, also: impl Fn(&NodeName, &EdgeCertificate) -> Option<String>) {
         self.readings.end(|node, reading| {
             rejection_reason(&self.nodes, node, &reading.certificate)
@@ -160,13 +160,13 @@ impl ApiCacheServer {
         });
     }
 
-    /// By which rule a node reads.
+    /// Returns the rule that applies to a node.
     fn right(&self, node: &NodeName) -> AccessLevel {
         self.nodes
             .with(node, |known| self.rules.right(known.pool.as_deref()))
     }
 
-    /// Serves one connection until it ends, or is asked to. `judged` says why its certificate is good no more.
+    /// Serves one connection until it ends, or is asked to. `judged` returns the reason why its certificate is no longer valid.
     pub(super) async fn serve(
         &self,
         reader: AuthorizedEdge,
@@ -209,7 +209,7 @@ impl ApiCacheServer {
         }
     }
 
-    /// Answers whoever reads by this rule.
+    /// Returns the routes for edges with this rule.
     fn router(&self, right: AccessLevel, entered: &ConnectionGuard) -> Router {
         let desk = Arc::new(ConnectionState {
             pool: self.pool.clone(),
@@ -231,10 +231,10 @@ impl fmt::Debug for ApiCacheServer {
     }
 }
 
-/// What the requests of one connection share.
+/// State that the requests of one connection share.
 struct ConnectionState {
     pool: Arc<WatchCache>,
-    /// No rule is for this edge.
+    /// Whether no rule applies to this edge.
     nothing: bool,
     grant: Option<AccessScope>,
     end: CancellationToken,
@@ -261,7 +261,7 @@ impl ConnectionState {
     }
 }
 
-/// What an edge is told that no rule is for.
+/// Returns the answer for an edge to which no rule applies.
 fn forbidden() -> Response {
     let message = "the gateway lets this node read nothing of the cluster: no rule of its readers.allow is for the node's pool";
     let status = json!({
@@ -276,7 +276,7 @@ fn forbidden() -> Response {
     (StatusCode::FORBIDDEN, Json(status)).into_response()
 }
 
-/// A watch that ends, in order, when its connection is to.
+/// Watch that ends, in order, when its connection has to.
 struct CancellableWatch {
     body: Pin<Box<causeway_watch_cache::ResponseBody>>,
     end: Pin<Box<WaitForCancellationFutureOwned>>,

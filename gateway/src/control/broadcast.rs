@@ -1,9 +1,9 @@
-//! What every edge that is here is told when it changes.
+//! Announcements of changes to all connected edges.
 
 use crate::state::{AnnouncedPortsCell, Registry, TunnelInfo, registry::NewTunnel};
 use causeway_tunnel::control_stream::GatewayMessage;
 
-/// Tells each edge that is here the lines that are for it.
+/// Sends each connected edge its messages.
 pub(crate) fn announce<L: IntoIterator<Item = GatewayMessage>>(
     registry: &Registry,
     lines: impl Fn(&TunnelInfo) -> L,
@@ -16,7 +16,7 @@ pub(crate) fn announce<L: IntoIterator<Item = GatewayMessage>>(
     }
 }
 
-/// What an edge is told of the ports that the cluster lists, if it takes that.
+/// Returns the announcement of the ports that the cluster lists, if the edge accepts it.
 pub(crate) fn listing(admitted: &NewTunnel, listed: &AnnouncedPortsCell) -> Option<GatewayMessage> {
     let takes = admitted.welcome.listed;
     listed.all().filter(|_| takes).map(GatewayMessage::Ports)

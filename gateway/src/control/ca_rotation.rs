@@ -1,8 +1,8 @@
-//! What edges are told while the root of all certificates is being replaced, and how far they are.
+//! Messages to edges while the root of all certificates is replaced, and the progress of the edges.
 //!
-//! Each edge is told the roots that are trusted when these change, and when it comes; and to renew, where its certificate
-//! hangs on another root than the one that signs. It says in turn which roots it believes. Nothing is decided here:
-//! `causeway ca rotate` asks, and goes on or waits.
+//! Each edge gets the trusted roots when it connects and when the roots change. An edge whose certificate depends on another
+//! root than the signing one is asked to renew. The edge in turn reports the roots that it trusts. This module decides nothing:
+//! `causeway ca rotate` requests the progress, and continues or waits.
 
 use super::broadcast::announce;
 use crate::state::{Registry, TunnelInfo, registry::NewTunnel};
@@ -11,12 +11,12 @@ use causeway_tunnel::control_stream::GatewayMessage;
 use serde::Serialize;
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
-/// Renewals are spread over this at least.
+/// Minimum period over which renewals are spread.
 const SPREAD: Duration = Duration::from_secs(5);
-/// And over so much for each tunnel: a renewal costs a gateway a signature and two writes.
+/// Additional period for each tunnel: a renewal costs a gateway a signature and two writes.
 const EACH: Duration = Duration::from_millis(10);
 
-/// Takes up the CA that the data directory has; whether it is another than before. Blocks on the disk.
+/// Function that loads the CA of the data directory, and returns whether it has changed. Blocks on the disk.
 #[derive(Clone)]
 pub struct CaReloadFn(pub Arc<dyn Fn() -> Result<bool, String> + Send + Sync>);
 
@@ -26,16 +26,17 @@ impl fmt::Debug for CaReloadFn {
     }
 }
 
-/// Most roots of an edge that are remembered.
+/// Maximum number of an edge's roots that are stored.
 const MOST_ROOTS: usize = 8;
 
-/// The roots that an edge names: what is none says that it has others, and more than a few say nothing more.
+/// Parses the roots that an edge reports. An invalid one is left out, so that the edge counts as one with other roots. More than
+/// a few give no further information.
 pub(super) fn named(roots: &[String]) -> Vec<Fingerprint> {
     let roots = roots.iter().take(MOST_ROOTS);
     roots.filter_map(|root| root.parse().ok()).collect()
 }
 
-/// What an edge with this tunnel has not done yet. `tunnels` says how many might have to do it at once.
+/// Returns the messages that an edge with this tunnel still has to act on. `tunnels` returns how many edges might do so at once.
 pub(crate) fn missing(
     ca: &Ca,
     admitted: &NewTunnel,
@@ -62,7 +63,7 @@ pub(crate) fn missing(
     lines
 }
 
-/// Tells every edge that is here what it has not done yet.
+/// Sends every connected edge the messages that it still has to act on.
 pub(crate) fn tell(ca: &Ca, registry: &Registry) {
     let tunnels = registry.connected();
     announce(registry, |edge| {
@@ -72,17 +73,17 @@ pub(crate) fn tell(ca: &Ca, registry: &Registry) {
     });
 }
 
-/// The roots, and how far the edges are that are here.
+/// The roots, and the progress of the connected edges.
 #[derive(Debug, Serialize)]
 pub(super) struct RotationStatus {
     roots: Vec<RootStatus>,
-    /// Nodes that are connected.
+    /// Number of connected nodes.
     connected: usize,
-    /// Those of them that are too old to hear of roots.
+    /// Connected nodes that are too old to report roots.
     too_old: BTreeSet<NodeName>,
-    /// Those of them that do not believe all of these roots.
+    /// Connected nodes that do not trust all of these roots.
     without_roots: BTreeSet<NodeName>,
-    /// Those of them whose certificate hangs on another root than the one that signs.
+    /// Connected nodes whose certificate depends on another root than the signing one.
     on_another_root: BTreeSet<NodeName>,
 }
 
@@ -92,7 +93,7 @@ struct RootStatus {
     fingerprint: Fingerprint,
 }
 
-/// How far a rotation is.
+/// Returns the progress of a rotation.
 pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> RotationStatus {
     let ca = ca.get();
     let edges = registry.all();

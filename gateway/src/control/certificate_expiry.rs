@@ -1,6 +1,6 @@
 //! Certificates in use: the metric of their expiry, and warnings before it.
 //!
-//! Certificates that this gateway makes and renews itself are warned of only when their renewal has failed.
+//! Certificates that this gateway issues and renews itself cause a warning only if their renewal has failed.
 
 use crate::metrics::Metrics;
 use causeway_certs::Certificate;
@@ -15,31 +15,31 @@ use std::{
 };
 use tokio::time::sleep;
 
-/// Time between two looks. A timer stands still while a machine is suspended.
+/// Time between two checks. A timer stands still while a machine is suspended.
 const CHECK_INTERVAL: Duration = Duration::from_hours(1);
 /// Time between two warnings about one certificate, in seconds.
 const REPEAT_AFTER: u64 = 24 * 3600;
-/// Time before the expiry from which on a certificate is warned of, in seconds.
+/// Time before the expiry at which warnings about a certificate begin, in seconds.
 const WARN_BEFORE: u64 = 30 * 24 * 3600;
-/// The same for one that this gateway renews itself: half of a life of seven days is long over then.
+/// The same for a certificate that this gateway renews itself: half of a lifetime of seven days is long over then.
 const OWN_WARN_BEFORE: u64 = 24 * 3600;
 
-/// A certificate that the gateway shows or trusts.
+/// Certificate that the gateway presents or trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CertificateInUse {
     /// Use of the certificate, such as `tunnel` or `listener_client_ca:NAME`.
     pub used_for: String,
     /// Its common name, or else its first URI.
     pub subject: String,
-    /// Its first second, in Unix time.
+    /// Start of its validity, in Unix time.
     #[serde(skip)]
     pub not_before: u64,
-    /// Its last second.
+    /// End of its validity.
     #[serde(serialize_with = "rfc3339")]
     pub not_after: u64,
-    /// Its file, if an operator or another system provides it.
+    /// Its file, if an operator or an external CA provides it.
     pub file: Option<PathBuf>,
-    /// Whether this gateway makes and renews it.
+    /// Whether this gateway issues and renews it.
     pub own: bool,
 }
 
@@ -56,7 +56,7 @@ fn date(seconds: u64) -> impl fmt::Display {
 }
 
 impl CertificateInUse {
-    /// Reads a certificate; returns `None` if it does not read.
+    /// Reads a certificate; returns `None` if it cannot be parsed.
     pub fn read(
         used_for: impl Into<String>,
         certificate: &CertificateDer<'_>,
@@ -74,13 +74,13 @@ impl CertificateInUse {
         })
     }
 
-    /// The same as one that this gateway makes and renews.
+    /// Returns this entry, marked as a certificate that this gateway issues and renews.
     #[must_use]
     pub fn issued_by_us(self) -> Self {
         Self { own: true, ..self }
     }
 
-    /// Returns how many seconds are left, if that is few enough to warn of it.
+    /// Returns the remaining seconds, if they are few enough for a warning.
     fn ends_soon(&self, now: u64) -> Option<u64> {
         let left = self.not_after.saturating_sub(now);
         // Certificates of a day are renewed in time as well.
@@ -94,10 +94,10 @@ impl CertificateInUse {
     }
 }
 
-/// Lists the certificates in use, unless a reload is under way.
+/// Function that lists the certificates in use, unless a reload is under way.
 type ListFn = dyn Fn() -> Option<Vec<CertificateInUse>> + Send + Sync;
 
-/// Lists the certificates in use.
+/// Inventory of the certificates in use.
 #[derive(Clone)]
 pub struct CertificateInventory(pub Arc<ListFn>);
 
@@ -113,7 +113,7 @@ impl CertificateInventory {
         (self.0)()
     }
 
-    /// Sets the metric to what there is now: of several certificates with one use, to the first that expires.
+    /// Sets the metric to the current expiries: of several certificates with one use, to the first that expires.
     pub fn update_metrics(&self, metrics: &Metrics) {
         let Some(all) = self.list() else { return };
         let mut first: BTreeMap<String, u64> = BTreeMap::new();
@@ -124,7 +124,7 @@ impl CertificateInventory {
         metrics.certificates_end(first);
     }
 
-    /// Warns of certificates that expire soon. Never ends.
+    /// Logs warnings about certificates that expire soon. Never ends.
     pub(crate) async fn watch(self) {
         let mut warned = BTreeMap::new();
         loop {
@@ -151,7 +151,7 @@ impl CertificateInventory {
     }
 }
 
-/// Returns the certificates that are to be warned of now, and notes that they are.
+/// Returns the certificates to warn about now, and records the warnings.
 fn select_expiring<'a>(
     all: &'a [CertificateInUse],
     warned: &mut BTreeMap<(String, String, u64), u64>,

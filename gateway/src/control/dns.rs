@@ -1,8 +1,8 @@
-//! The DNS server of node names: a caller that knows no more than a node's name is led to this gateway.
+//! DNS server of node names: a client that knows only a node's name gets the address of this gateway.
 //!
-//! Owns the sockets, one for datagrams and one for connections on the same address, and counts what is asked. What is
-//! answered is `answer`'s, by the table of nodes as it is at that moment: nothing is kept here, so nothing is stale.
-//! Never stands in a request's way, never asks another server, and takes nothing but questions.
+//! This module owns the sockets, one for datagrams and one for connections at the same address, and counts queries. `handler`
+//! builds the answers from the current table of nodes. Nothing is cached, so nothing is stale. The server is never on the data
+//! path, never asks another server, and accepts only queries.
 
 mod handler;
 mod tcp;
@@ -23,12 +23,12 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Longer questions are none: a name has 255 bytes at most.
+/// Maximum length of a query: a name has 255 bytes at most.
 const QUESTION: usize = 4096;
-/// How often a port is looked for that is free for datagrams and connections, where the system chooses it.
+/// Maximum number of attempts to find a port that is free for datagrams and connections, if the system chooses the port.
 const TRIES: usize = 16;
 
-/// What answers: the zones, which a reload replaces, and the table of nodes. Cheap to clone.
+/// The zones, which a reload replaces, and the table of nodes. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct NodeNames {
     zones: Arc<ArcSwap<Zones>>,
@@ -37,7 +37,7 @@ pub struct NodeNames {
 }
 
 impl NodeNames {
-    /// Answers for these zones, by this table.
+    /// Returns the names of these zones, resolved by this table.
     pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
         Self {
             zones: Arc::new(ArcSwap::from_pointee(zones)),
@@ -46,7 +46,7 @@ impl NodeNames {
         }
     }
 
-    /// Other zones from now on; whether that is a change.
+    /// Replaces the zones, and returns whether they have changed.
     pub fn replace(&self, zones: Zones) -> bool {
         let new = **self.zones.load() != zones;
         self.zones.store(Arc::new(zones));
@@ -71,7 +71,7 @@ impl BoundSockets {
     /// Binds UDP and TCP at one address. An IPv6 wildcard takes IPv4 as well.
     ///
     /// # Errors
-    /// As the system says, most often that the address is in use.
+    /// The system's error, most often that the address is in use.
     pub fn at(address: SocketAddr) -> io::Result<Self> {
         let tries = if address.port() == 0 { TRIES } else { 1 };
         let mut bound = Self::once(address);
@@ -101,7 +101,7 @@ impl BoundSockets {
         })
     }
 
-    /// The address, with the port that the system chose.
+    /// Returns the address, with the port that the system chose.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.tcp.local_addr()
     }

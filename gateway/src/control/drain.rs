@@ -1,14 +1,15 @@
-//! The end in order: ask the edges to go elsewhere, then wait for what is open.
+//! Graceful shutdown: asks the edges to connect elsewhere, then waits for open streams.
 //!
-//! 1. The gateway says that it is not ready, so that nobody sends it new callers.
-//! 2. Each tunnel is told, spread over a short span: a fleet that dials anew at once is a storm. An edge that
-//!    has gone elsewhere says so (`control::admit` then drains its tunnel). Fronts stay open meanwhile.
-//! 3. Edges that are still here have nowhere else to go. While any stream lasts, fronts stay open for them: the process that
-//!    follows this one is not there yet, and would be of no use without the port.
-//! 4. The fronts close, and whoever has come already is served. Then a tunnel that is still here gets no new streams.
-//! 5. Open streams get the time that is left; then all tunnels are closed.
+//! 1. The gateway reports that it is not ready, so that it gets no new clients.
+//! 2. Each tunnel gets the message, spread over a short period: a fleet that reconnects at once is a storm. An edge that
+//!    has connected elsewhere says so (`control::tunnel_listener` then drains its tunnel). Listeners stay open meanwhile.
+//! 3. Edges that are still connected have no other gateway. While any stream lasts, listeners stay open for them: the process
+//!    that follows this one is not running yet, and could not use the port.
+//! 4. The listeners close, and clients that have connected already are served. Then a tunnel that is still open gets no new
+//!    streams.
+//! 5. Open streams get the remaining time; then all tunnels are closed.
 //!
-//! A caller that is refused here therefore finds the edge at another gateway, if there is one.
+//! A client that is refused here therefore finds the edge at another gateway, if there is one.
 
 use crate::{
     metrics::Metrics,
@@ -25,22 +26,22 @@ use std::{
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-/// The edges are told within this time, or within a quarter of the grace.
+/// Period over which edges are informed, or a quarter of the grace period.
 const SPREAD: Duration = Duration::from_secs(3);
-/// How long fronts stay open at least, or a quarter of the grace: whoever balances callers learns from
-/// `/readyz` first, and refusing them at once would lose some.
+/// Minimum time for which listeners stay open, or a quarter of the grace period: a load balancer has to see `/readyz` first,
+/// and refusing clients at once would lose some.
 const LAME_DUCK: Duration = Duration::from_secs(3);
-/// How long whoever came before the fronts closed may take to say what they want, or half of the grace.
+/// Time for clients that connected before the listeners closed to send a request, or half of the grace period.
 const LATE: Duration = Duration::from_secs(1);
-/// A stream lasts from this age on, or from an eighth of the grace: short requests end within it.
+/// Age from which a stream counts as lasting, or an eighth of the grace period: short requests end within it.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How often is looked whether what was waited for has come.
+/// Interval of checks while waiting.
 const LOOK: Duration = Duration::from_millis(100);
 const STARTING: u8 = 0;
 const READY: u8 = 1;
 const DRAINING: u8 = 2;
 
-/// Whether callers should be sent here; a cheap clone. At first they should not.
+/// Whether clients should be sent to this gateway. At first they should not. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness {
     stage: Arc<AtomicU8>,
@@ -48,30 +49,30 @@ pub struct Readiness {
     faults: Reasons,
 }
 
-/// Reasons that somebody still holds, oldest first.
+/// Reasons whose blocks still exist, oldest first.
 type Reasons = Arc<Mutex<Vec<Weak<Mutex<String>>>>>;
 
-/// Something that a gateway needs before callers should be sent to it, or a fault that does not keep callers away. Dropping
-/// it says that it is there, or that the fault is over.
+/// Condition that a gateway needs before clients should be sent to it, or a fault that does not keep clients away. Dropping
+/// the block reports that the condition is met, or that the fault is over.
 #[derive(Debug)]
 pub struct ReadinessBlock(Arc<Mutex<String>>);
 
 impl ReadinessBlock {
-    /// Says anew what is waited for.
+    /// Replaces the text of the reason.
     pub fn says(&self, why: impl Into<String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why.into();
     }
 }
 
 impl Readiness {
-    /// All listeners are bound. A gateway that drains does not become ready again.
+    /// Reports that all listeners are bound. A gateway that drains does not become ready again.
     pub fn ready(&self) {
         // Anything but STARTING stays as it is.
         let stage = &self.stage;
         let _ = stage.compare_exchange(STARTING, READY, Relaxed, Relaxed);
     }
 
-    /// The gateway drains.
+    /// Reports that the gateway drains.
     pub fn drains(&self) {
         self.stage.store(DRAINING, Relaxed);
     }
@@ -81,27 +82,27 @@ impl Readiness {
         self.stage.load(Relaxed) == DRAINING
     }
 
-    /// Holds callers off until what is returned is dropped.
+    /// Keeps clients away until the returned block is dropped.
     pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
         enter(&self.holds, why)
     }
 
-    /// Reports a fault that keeps no callers away, until what is returned is dropped.
+    /// Reports a fault that does not keep clients away, until the returned block is dropped.
     pub fn fault(&self, what: impl Into<String>) -> ReadinessBlock {
         enter(&self.faults, what)
     }
 
-    /// What callers are held off for, if for anything.
+    /// Returns the reason why clients are kept away, if there is one.
     pub fn held(&self) -> Option<String> {
         list(&self.holds).into_iter().next()
     }
 
-    /// Faults that keep no callers away.
+    /// Returns faults that do not keep clients away.
     pub fn faults(&self) -> Vec<String> {
         list(&self.faults)
     }
 
-    /// Why callers should not be sent here, if they should not and it is this gateway's own doing.
+    /// Returns the reason why clients should not be sent here, if the gateway's own stage is the reason.
     pub fn why_not(&self) -> Option<&'static str> {
         match self.stage.load(Relaxed) {
             READY => None,
@@ -129,15 +130,15 @@ fn list(reasons: &Reasons) -> Vec<String> {
     reasons.map(text).collect()
 }
 
-/// The fronts, as far as a drain has to know them.
+/// The listeners, as a drain needs them.
 pub struct DrainListeners<'a> {
-    /// Closes them.
+    /// Closes the listeners.
     pub close: &'a CancellationToken,
-    /// How many callers are connected.
+    /// Returns the number of connected clients.
     pub callers: &'a (dyn Fn() -> usize + Sync),
 }
 
-/// Empties the gateway within `grace`, and closes the fronts once the edges are gone.
+/// Drains the gateway within `grace`, and closes the listeners once the edges are gone.
 /// Returns early when nothing is left to wait for.
 pub async fn drain(
     registry: &Registry,
@@ -186,8 +187,8 @@ pub async fn drain(
     }
 }
 
-/// Waits while edges are here that have not left, and streams last. Returns when the streams that are open then are ended:
-/// where edges stay nobody serves them in the meantime.
+/// Waits while edges are connected that have not left, and streams last. Returns the time at which the streams that are open
+/// then must end. If edges stay, no gateway serves them in the meantime.
 async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant {
     let settle = SETTLE.min(grace / 8);
     let last = end - LATE.min(grace / 8);
@@ -217,7 +218,7 @@ async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant
     }
 }
 
-/// Tells every tunnel that is here now, each at a moment of its own within `spread`.
+/// Informs every connected tunnel, each at a random time within `spread`.
 async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) {
     let begin = Instant::now();
     let mut edges: Vec<(Duration, TunnelInfo)> = registry

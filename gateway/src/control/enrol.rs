@@ -1,9 +1,8 @@
-//! Joining and renewing: an edge's certificate for a token, for its certificate before, or for one of its cluster's.
+//! Enrolment and renewal: issues an edge's certificate for a token, its previous certificate, or one of its cluster's.
 //!
-//! The edge's request proves that it holds its key; that is checked first, so that a bad request does not
-//! burn a token. The name comes from the token or from the certificate shown, never from the
-//! request. A token is spent on disk before the certificate leaves. Every refusal has one word for
-//! the edge (it decides whether to try again) and a sentence for its operator.
+//! The edge's request proves possession of its key. This is checked first, so that a bad request does not use up a token. The
+//! name comes from the token or from the presented certificate, never from the request. A token is spent on disk before the
+//! certificate is sent. Every refusal has one word for the edge (which decides whether to retry) and a sentence for its operator.
 
 mod exchange;
 mod issue;
@@ -46,37 +45,37 @@ use tokio::task::spawn_blocking;
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
 use tracing::{error, info, warn};
 
-/// Largest body: a request for an RSA-8192 key takes 5 KiB in base64.
+/// Maximum size of a body: a request for an RSA-8192 key takes 5 KiB in base64.
 const MAX_BODY: usize = 16 * 1024;
-/// Requests at once of those who have shown no certificate yet: 4 MiB in all. Further ones wait for a place.
+/// Maximum number of concurrent requests without a certificate: 4 MiB in total. Further ones wait for a permit.
 const STRANGERS_AT_ONCE: usize = 256;
-/// A request needs a signature and a few writes to the disk.
+/// Timeout of a request, which needs a signature and a few writes to the disk.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// What issues edges' certificates.
+/// State of the enrolment, which issues edges' certificates.
 #[derive(Debug)]
 pub struct Enrolment {
-    /// Who signs.
+    /// The CA that signs.
     pub ca: LiveCa,
-    /// Where tokens and enrolled nodes are kept.
+    /// Store of tokens and enrolled nodes.
     pub store: Store,
-    /// The nodes that are welcome from now on.
+    /// Table to which enrolled nodes are added.
     pub nodes: NodesWriter,
-    /// Where renewals are noted.
+    /// Writer of renewals.
     pub ledger: NodeRecordWriter,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// Life of an edge's certificate.
+    /// Lifetime of an edge's certificate.
     pub lifetime: Duration,
-    /// The addresses that edges are told.
+    /// The addresses that are announced to edges.
     pub advertised: AdvertisedGateways,
-    /// Edges of the cluster join by their cluster's word, here or at another gateway of this CA.
+    /// Whether edges join by their identity in the cluster, here or at another gateway of this CA.
     pub vouched: bool,
-    /// They do so by a certificate that a signer of the cluster's own has made.
+    /// Whether these edges join by a certificate of a signer of the cluster's own.
     pub by_cluster: bool,
 }
 
-/// An edge that joins.
+/// Request of an edge that joins.
 #[derive(Debug, Deserialize)]
 struct JoinRequest {
     token: String,
@@ -84,12 +83,12 @@ struct JoinRequest {
     csr: String,
     #[serde(default)]
     version: String,
-    /// Who the edge believes it is.
+    /// Name of the node as the edge knows it.
     #[serde(default)]
     node: Option<String>,
 }
 
-/// An edge whose certificate ends.
+/// Request of an edge whose certificate expires.
 #[derive(Debug, Deserialize)]
 struct RenewRequest {
     csr: String,
@@ -97,7 +96,7 @@ struct RenewRequest {
     version: String,
 }
 
-/// What an edge needs to dial a tunnel.
+/// Data that an edge needs to open a tunnel.
 #[derive(Debug, Serialize)]
 struct JoinResponse {
     certificate: String,
@@ -107,15 +106,15 @@ struct JoinResponse {
     gateways: Vec<String>,
 }
 
-/// What requests share.
+/// State that requests share.
 struct HandlerState {
     enrolment: Enrolment,
-    /// One joins after the other.
+    /// Serializes enrolments.
     joining: Mutex<()>,
     strangers: JoinRateLimiter,
 }
 
-/// The edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
+/// Returns the routes for edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
 pub fn router(enrolment: Enrolment) -> Router {
     let desk = HandlerState {
         enrolment,
@@ -129,7 +128,7 @@ pub fn router(enrolment: Enrolment) -> Router {
     bounded(routes).with_state(Arc::new(desk))
 }
 
-/// The same where edges bring certificates of another system: nothing is to be had here, and it says so.
+/// Returns the same routes for edges with certificates of an external CA: each request is refused with the reason.
 pub fn closed(metrics: Arc<Metrics>) -> Router {
     // Read to its end, lest over HTTP/2 a reset of what was not read overtake the answer.
     let refused = move |Extension(peer): Extension<Peer>, _: Bytes| async move {
@@ -293,7 +292,7 @@ impl HandlerState {
     }
 }
 
-/// Counts and logs how it ended.
+/// Counts and logs the result of a request.
 fn report(
     metrics: &Metrics,
     operation: &'static str,
@@ -384,7 +383,7 @@ fn unreadable(rejection: &JsonRejection) -> ProblemDetails {
     refuse(rejection.status(), "request_malformed", detail)
 }
 
-/// The gateway's own fault: its log says which, the edge only that it may try again.
+/// Returns the error for the gateway's own fault: the log has the cause, and the edge learns only that it may retry.
 fn broken(why: &dyn std::error::Error) -> ProblemDetails {
     error!(%why, "cannot issue an edge's certificate");
     let mut problem = refuse(

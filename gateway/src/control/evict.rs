@@ -1,4 +1,4 @@
-//! Evicts streams whose reader takes nothing, while memory runs short or for too long.
+//! Evicts streams whose receiver reads nothing, while memory is short or for too long.
 
 use crate::{config::Config, log_throttle::LogThrottle, metrics::Metrics};
 use causeway_tunnel::{
@@ -7,7 +7,7 @@ use causeway_tunnel::{
 };
 use std::sync::Arc;
 
-/// The bounds of a configuration.
+/// Returns the bounds of a configuration.
 fn bounds(config: &Config) -> Bounds {
     let limits = &config.limits;
     Bounds {

@@ -1,9 +1,9 @@
-//! HTTP of the control path: a router over one connection or over a listener, and its failures.
+//! HTTP of the control plane: a router over one connection or over a listener, and its errors.
 //!
-//! A connection between two requests gives its place to another one where there are no others (`ConnectionLimit`).
-//! Everything that runs for a connection belongs to it: HTTP/2 streams are tasks of the connection's own
-//! branch, and dropping the connection ends them. A connection's life is bounded, so that nobody holds
-//! one for nothing, but for those that read what changes (`control::pool`).
+//! At the connection limit, a connection between two requests is closed for another one (`ConnectionLimit`). Every task of a
+//! connection belongs to it: HTTP/2 streams are tasks of the connection's own group, and dropping the connection ends them. The
+//! lifetime of a connection is bounded, so that no peer holds one in vain, except for connections that watch changes
+//! (`control::api_cache`).
 
 use axum::{
     Router,
@@ -43,31 +43,31 @@ use tokio_util::sync::CancellationToken;
 use tower::Service;
 use tracing::info_span;
 
-/// A head has to be there within this time.
+/// Timeout of a request's head.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
-/// Bytes of heads and bodies that a connection holds unread: strangers have one too.
+/// Maximum unread bytes of heads and bodies of a connection: peers without a certificate have connections too.
 const UNREAD: u32 = 64 * 1024;
-/// Connections at once to one listener, at about 20 KiB each.
+/// Maximum number of connections to one listener, at about 20 KiB each.
 pub(crate) const CONNECTIONS: usize = 256;
-/// What requests get to end when the listener stops.
+/// Time in which requests may end when the listener stops.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// What one connection may take.
+/// Limits of one connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerLimits {
-    /// It is asked to end after this time, if at all.
+    /// Time after which the connection is asked to end, if there is one.
     pub(crate) life: Option<Duration>,
-    /// Requests at once, by HTTP/2.
+    /// Maximum number of concurrent HTTP/2 requests.
     pub(crate) streams: u32,
-    /// What requests get to end when it is asked to.
+    /// Time in which requests may end when the connection is asked to.
     pub(crate) grace: Duration,
-    /// Time for one more request of HTTP/1.1, which is told that the connection ends: closed without that, it would lose a
-    /// request that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+    /// Time for one more request of HTTP/1.1, whose answer announces the end of the connection. If the connection closed without
+    /// it, a request that is under way would be lost. An HTTP/2 connection announces its end by GOAWAY and loses none.
     pub(crate) last_request: Duration,
 }
 
-/// Of those who ask for something and are done: a scraper that comes every minute keeps its own connection, and a
-/// stranger's is gone soon.
+/// Limits for clients with short requests: a scraper that comes every minute keeps its own connection, and that of a peer
+/// without a certificate is gone soon.
 pub(crate) const SHORT: ServerLimits = ServerLimits {
     life: Some(Duration::from_mins(5)),
     streams: 16,
@@ -75,27 +75,27 @@ pub(crate) const SHORT: ServerLimits = ServerLimits {
     last_request: Duration::from_secs(1),
 };
 
-/// Who is at the other end of a connection; in the extensions of each of its requests.
+/// Peer of a connection; in the extensions of each of its requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// The address, if it came over TCP.
+    /// Its address, if it connected over TCP.
     pub address: Option<IpAddr>,
-    /// The identity, if it showed a certificate that was checked.
+    /// Its identity, if it presented a certificate that was verified.
     pub identity: Option<Identity>,
-    /// When that certificate was issued, in Unix seconds.
+    /// Time at which that certificate was issued, in Unix seconds.
     pub issued: u64,
-    /// The root on which it hangs.
+    /// Root of that certificate.
     pub root: Option<Fingerprint>,
-    /// As which node it may join, by a certificate of the cluster's.
+    /// Node as which the peer may join, by a certificate of the cluster's.
     pub vouched: Option<VerifiedNodeCertificate>,
 }
 
-/// When a listener or a connection ends.
+/// Signals that end a listener or a connection.
 #[derive(Clone, Debug)]
 pub struct Stop {
-    /// Responses announce the end from now on.
+    /// Cancelled when responses begin to announce the end.
     pub announced: CancellationToken,
-    /// The end.
+    /// Cancelled at the end.
     pub end: CancellationToken,
 }
 
@@ -143,7 +143,7 @@ pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, 
     connections.drain(GRACE).await;
 }
 
-/// Serves one connection until its peer, its time or `stop` ends it. Each request keeps `slot` busy until its answer is
+/// Serves one connection until its peer, its lifetime or `stop` ends it. Each request keeps `slot` busy until its answer is
 /// written.
 pub(crate) async fn serve(
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -208,10 +208,10 @@ fn builder(bounds: ServerLimits) -> auto::Builder<TaskExecutor> {
     builder
 }
 
-/// Knowledge of a connection that its requests and its end share.
+/// State of a connection that its requests and its end share.
 #[derive(Debug, Default)]
 struct Ending {
-    /// The connection is asked to end.
+    /// Whether the connection is asked to end.
     is_due: AtomicBool,
     is_http2: AtomicBool,
 }
@@ -253,21 +253,21 @@ where
     }
 }
 
-/// A failure of the control path: status and `application/problem+json` (RFC 9457).
+/// Error of the control plane: status and `application/problem+json` (RFC 9457).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProblemDetails {
     /// The status.
     pub status: StatusCode,
     /// One word that programs compare.
     pub reason: &'static str,
-    /// What happened, and what to do about it.
+    /// The cause, and how to correct it.
     pub detail: Cow<'static, str>,
-    /// When to come again, in seconds, where that helps.
+    /// Time until a retry, in seconds, if a retry helps.
     pub retry_after: Option<u16>,
 }
 
 impl ProblemDetails {
-    /// A failure that trying again does not change.
+    /// Returns an error that a retry does not change.
     pub fn new(
         status: StatusCode,
         reason: &'static str,

@@ -1,11 +1,11 @@
-//! Keys of issuers that stand behind a URL: fetched when somebody reads them, again and again, and when a key is missed.
+//! Keys of issuers behind a URL: fetched while they are in use, periodically, and when a key is missing.
 //!
-//! 1. Fronts that name the same URL in the same way share one table and one task, also across a reload.
-//! 2. The task fetches, waits for `jwks_refresh` or for somebody who misses a key, and never sooner than `PAUSE`.
-//! 3. A fetch that fails leaves the keys as they are; the table says when they are too old. Trying again begins at once
-//!    and slows down. A gateway starts without keys, and has them when they can be had.
+//! 1. Listeners that name the same URL with the same settings share one table and one task, also across a reload.
+//! 2. The task fetches, waits for `jwks_refresh` or for a request that misses a key, and never fetches sooner than `PAUSE`.
+//! 3. A fetch that fails leaves the keys as they are; the table determines when they are too old. Retries begin at once and slow
+//!    down. A gateway starts without keys, and has them when a fetch succeeds.
 //!
-//! Never in a request's way: `state::keys` lies between.
+//! Fetches are never on the data path: `state::jwks` is between.
 
 mod fetch;
 
@@ -30,7 +30,7 @@ use tokio::{
 };
 use tracing::info_span;
 
-/// Between tries of an issuer that does not answer, at most: it should not be missed for long when it is back.
+/// Maximum time between retries for an issuer that does not answer: once it is back, it should be used soon.
 const SLOWEST: Duration = Duration::from_mins(1);
 
 /// All issuers whose keys are fetched.
@@ -38,24 +38,24 @@ const SLOWEST: Duration = Duration::from_mins(1);
 pub struct JwksFetchers {
     tasks: TaskGroup,
     runtime: Handle,
-    /// Of one fetch.
+    /// Timeout of one fetch.
     bound: Duration,
     metrics: Arc<Metrics>,
     shared: Mutex<HashMap<JwksEndpoint, WeakJwksCache>>,
 }
 
-/// What makes two fronts mean the same keys.
+/// Settings by which two listeners mean the same keys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct JwksEndpoint {
     url: String,
-    /// What its file says.
+    /// Contents of the file `jwks_ca`.
     ca: Option<String>,
     refresh: Duration,
     max_age: Duration,
 }
 
 impl JwksFetchers {
-    /// None yet. `tasks` run on `runtime`; a fetch takes `bound` at most.
+    /// Returns an empty set. `tasks` run on `runtime`; a fetch takes `bound` at most.
     pub fn new(tasks: TaskGroup, runtime: Handle, bound: Duration, metrics: Arc<Metrics>) -> Self {
         Self {
             tasks,
@@ -66,11 +66,11 @@ impl JwksFetchers {
         }
     }
 
-    /// The keys of an issuer, which are fetched from now on for as long as somebody reads them. `ca` is what
-    /// `jwks_ca` says.
+    /// Returns the keys of an issuer, which are fetched from now on as long as they are in use. `ca` is the contents of
+    /// `jwks_ca`.
     ///
     /// # Errors
-    /// If nobody could prove the URL's server to be who it is.
+    /// If the certificate of the URL's server could not be verified.
     pub fn keys(&self, jwt: &Jwt, ca: Option<&str>) -> Result<JwksCache, String> {
         let Jwks::Url(url) = &jwt.jwks else {
             return Err("keys of a file are not fetched".to_owned());
@@ -119,7 +119,7 @@ async fn once(source: &JwksSource, bound: Duration, metrics: &Metrics) -> Option
         .ok()
 }
 
-/// Fetches whenever it is time to. Never ends.
+/// Fetches at each due time. Never ends.
 async fn keep<F>(writer: &JwksWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
 where
     F: Future<Output = Option<KeySet>>,

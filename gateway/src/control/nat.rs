@@ -1,10 +1,10 @@
-//! Leads callers of the nodes' own addresses to fronts, by nftables rules in this host's kernel.
+//! Redirects connections to the nodes' own addresses to listeners, by nftables rules in this host's kernel.
 //!
-//! Owns one table of rules, made of the table of nodes: an address is in it as long as it is confirmed and names one
-//! node. Networks of pods are in it where that is asked for, as long as they are one node's alone. Never leads away what
-//! is for this host itself, and nothing to a port without a front. A change of one address is one element; all is
-//! replaced at the start, when fronts or networks of pods change, and when a change was not taken. What the kernel
-//! remembers of what comes or goes is forgotten.
+//! This module owns one nftables table, built from the table of nodes. An address is in it as long as it is confirmed and names
+//! one node. Networks of pods are in it if the configuration asks for them, as long as they belong to one node alone. Connections
+//! to this host itself, and to ports without a listener, are never redirected. A change of one address changes one element. All
+//! rules are replaced at the start, when listeners or networks of pods change, and when a change has failed. The kernel's tracked
+//! connections to added and removed addresses are deleted.
 
 mod conntrack;
 mod netlink;
@@ -32,10 +32,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// After a change that the kernel did not take.
+/// Pause after a change that the kernel refused.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// What keeps connections from being redirected.
+/// Error that prevents redirection.
 #[derive(Debug, thiserror::Error)]
 pub enum NatError {
     /// The process lacks the capability.
@@ -43,10 +43,10 @@ pub enum NatError {
         "needs CAP_NET_ADMIN, to write rules of nftables (systemd: AmbientCapabilities=CAP_NET_ADMIN; containers: capabilities.add NET_ADMIN, and the host's network)"
     )]
     NotAllowed,
-    /// The kernel cannot do it.
+    /// The kernel does not support nftables.
     #[error("this kernel has no nftables: {0}")]
     Unsupported(io::Error),
-    /// Another process that runs has a table of this name.
+    /// Another running process has a table of this name.
     #[error(
         "another process that runs owns the nftables table inet {0}; end it, or give this one another name (redirect.table)"
     )]
@@ -58,19 +58,19 @@ pub enum NatError {
     Kernel(NetlinkError),
 }
 
-/// Which port here a node's port is led to, by where the connection comes from and by family.
+/// Port on this host to which a node's port is redirected, by origin of the connection and by family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortMap {
-    /// Connections that this host makes.
+    /// For connections that this host makes.
     local: [BTreeMap<u16, u16>; 2],
-    /// Connections that it would forward.
+    /// For connections that this host would forward.
     forwarded: [BTreeMap<u16, u16>; 2],
-    /// Where all ports of pods are led to, likewise: first what this host makes.
+    /// Port to which all ports of pods are redirected, likewise: first for connections that this host makes.
     pods: [[Option<u16>; 2]; 2],
 }
 
 impl PortMap {
-    /// What `redirect` asks for, of fronts that stand at these addresses.
+    /// Returns the ports for `redirect`, with listeners at these addresses.
     pub(crate) fn new(
         redirect: &Redirect,
         fronts: &[Listener],
@@ -113,7 +113,7 @@ impl PortMap {
         &families[usize::from(!v4)]
     }
 
-    /// The port here to which pods lead.
+    /// Returns the port on this host to which connections to pods are redirected.
     fn of_pods(&self, local: bool, v4: bool) -> Option<u16> {
         self.pods[usize::from(!local)][usize::from(!v4)]
     }
@@ -123,42 +123,42 @@ impl PortMap {
     }
 }
 
-/// Which families a listener at this address takes: IPv4, IPv6. An IPv6 wildcard takes IPv4 as well.
+/// Returns the families that a listener at this address accepts: IPv4, IPv6. An IPv6 wildcard accepts IPv4 as well.
 fn takes(at: SocketAddr) -> [bool; 2] {
     [at.is_ipv4() || at.ip().is_unspecified(), at.is_ipv6()]
 }
 
-/// What is led away, whoever has it.
+/// Redirected destinations, whichever node has them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct RedirectSet {
-    /// Nodes' own addresses.
+    /// The nodes' own addresses.
     edges: BTreeSet<IpAddr>,
-    /// Networks of their pods.
+    /// The networks of their pods.
     pods: BTreeSet<IpNet>,
 }
 
-/// Addresses that may be led elsewhere whoever has them.
+/// Whether connections to this address may be redirected, whichever node has it.
 fn routable(address: &IpAddr) -> bool {
     let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
     !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || broadcast)
 }
 
-/// The rules as they are in the kernel.
+/// The rules in the kernel.
 #[derive(Debug)]
 struct KernelRules {
     table: Table,
-    /// Where connections are forgotten: of the same network as the table, whichever thread is at work.
+    /// Socket for deleting tracked connections: in the same network namespace as the table, on any thread.
     memory: Netlink,
     led: RedirectSet,
     ports: PortMap,
-    /// Whether all of it is there as it should be.
+    /// Whether the rules in the kernel are complete.
     sound: bool,
-    /// Whether it was said that connections are not forgotten.
+    /// Whether a warning was logged that tracked connections are not deleted.
     complained: bool,
 }
 
 impl KernelRules {
-    /// Makes the kernel's rules these.
+    /// Updates the kernel's rules to these.
     fn become_these(&mut self, led: RedirectSet, ports: PortMap) -> Result<(), NatError> {
         let added: BTreeSet<_> = led.edges.difference(&self.led.edges).copied().collect();
         let removed: BTreeSet<_> = self.led.edges.difference(&led.edges).copied().collect();
@@ -205,15 +205,15 @@ pub struct Nat {
     nodes: Nodes,
     changes: watch::Receiver<()>,
     ports: watch::Receiver<PortMap>,
-    /// Networks of pods of which it was said that they are led nowhere.
+    /// Networks of pods that were already reported as not redirected.
     shared: BTreeSet<IpNet>,
 }
 
 impl Nat {
-    /// Writes the rules for what is known now, as the table of this name.
+    /// Writes the rules for the current nodes, in the table of this name.
     ///
     /// # Errors
-    /// What keeps them from being written.
+    /// The reason why they cannot be written.
     pub fn install(
         table: &str,
         nodes: &NodesWriter,
@@ -258,7 +258,7 @@ impl Nat {
         (RedirectSet { edges, pods }, ports)
     }
 
-    /// Says it once of pods that are led nowhere, where callers only see that nobody answers.
+    /// Logs once that pods are not redirected; their clients only see that no server answers.
     fn tell(&mut self, shared: BTreeSet<IpNet>) {
         let new: Vec<_> = shared.difference(&self.shared).collect();
         if let Some(network) = new.first() {
@@ -271,7 +271,7 @@ impl Nat {
         self.shared = shared;
     }
 
-    /// Keeps the rules as the tables say until `stop`, then takes them away.
+    /// Keeps the rules up to date until `stop`, then removes them.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
             let sound = self.rules.sound;

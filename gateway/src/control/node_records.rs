@@ -1,7 +1,8 @@
-//! What the data directory notes of nodes that are there in great number: arrivals and renewals.
+//! Changes of node records in the data directory that come in large numbers: arrivals and renewals.
 //!
-//! Each write is of all that is known of nodes. So while one goes to the disk, whatever comes gathers for the next: a fleet
-//! that comes at once, or renews at once, takes a few. A write that has begun ends, whoever still waits for it.
+//! Each write contains the records of all nodes. While one write is under way, further changes are collected for the next: a
+//! fleet that connects or renews at once takes a few writes. A write that has begun ends, whether or not a task still waits for
+//! it.
 
 use super::node_sync::known;
 use crate::state::NodesWriter;
@@ -16,7 +17,7 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// Who writes. Cheap to clone.
+/// Writer of node records. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct NodeRecordWriter(Arc<Inner>);
 
@@ -25,7 +26,7 @@ struct Inner {
     store: Store,
     nodes: NodesWriter,
     gathered: Mutex<Vec<PendingWrite>>,
-    /// Held while the disk is written.
+    /// Lock that is held while the disk is written.
     writing: Arc<sync::Mutex<()>>,
     #[cfg(test)]
     writes: std::sync::atomic::AtomicUsize,
@@ -38,10 +39,10 @@ struct PendingWrite {
     tell: oneshot::Sender<WriteResult>,
 }
 
-/// What is known of a node once it is written, or why it could not be.
+/// Record of a node once it is written, or the reason why it could not be.
 pub(super) type WriteResult = Result<Option<NodeRecord>, WriteError>;
 
-/// Why the data directory was not written.
+/// Reason why the data directory was not written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct WriteError(String);
@@ -51,14 +52,14 @@ impl WriteError {
         Self(error.to_string())
     }
 
-    /// The process ends while it writes.
+    /// Returns the error for a process that ends while it writes.
     fn given_up<E>(_: E) -> Self {
         Self("what should be written was given up".to_owned())
     }
 }
 
 impl NodeRecordWriter {
-    /// Writes to the data directory, and then to the table.
+    /// Returns a writer to the data directory, and then to the table.
     pub fn new(store: &Store, nodes: &NodesWriter) -> Self {
         Self(Arc::new(Inner {
             store: store.clone(),
@@ -70,10 +71,10 @@ impl NodeRecordWriter {
         }))
     }
 
-    /// Makes sure that a node is known, which comes by a certificate of another system.
+    /// Makes sure that there is a record of a node that connects with a certificate of an external CA.
     ///
     /// # Errors
-    /// If the disk cannot be written; then the node is no more known than before.
+    /// If the disk cannot be written; then there is no new record of the node.
     pub async fn arrived(&self, node: &NodeName) -> Result<(), WriteError> {
         if self.0.nodes.reader().get(node).is_some() {
             return Ok(());
@@ -82,7 +83,7 @@ impl NodeRecordWriter {
         self.arrived_at(node, at).await
     }
 
-    /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
+    /// Records a node's next certificate, unless the node is revoked. Returns the node's record then, or nothing if the node was
     /// removed meanwhile.
     ///
     /// # Errors
@@ -91,8 +92,8 @@ impl NodeRecordWriter {
         self.note(node, NodeUpdate::Renewed(issued)).await
     }
 
-    /// Notes the certificate of a node that joins since its cluster says who it is; what is known of it then. Certificates from
-    /// before `at` are not its own from now on.
+    /// Records the certificate of a node that joins by its identity in the cluster. Returns the node's record then. Certificates
+    /// from before `at` are no longer the node's own from now on.
     ///
     /// # Errors
     /// If the disk cannot be written.
@@ -100,10 +101,10 @@ impl NodeRecordWriter {
         self.note(node, NodeUpdate::Joined { at, issued }).await
     }
 
-    /// Makes sure that there is a record of a node which its cluster lets in, where another gateway has let it join.
+    /// Makes sure that there is a record of a node that its cluster admits and that has joined at another gateway.
     ///
     /// # Errors
-    /// As there.
+    /// If the disk cannot be written.
     pub async fn arrived_at(&self, node: &NodeName, at: u64) -> Result<(), WriteError> {
         self.note(node, NodeUpdate::Arrived { at }).await?;
         Ok(())
@@ -141,7 +142,7 @@ impl Inner {
         with(&mut gathered.unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Blocks on the disk.
+    /// Writes the collected changes. Blocks on the disk.
     fn write(&self) {
         let entries = self.gathered(mem::take);
         if entries.is_empty() {

@@ -1,7 +1,7 @@
-//! Who is welcome: what the data directory says of nodes is taken up, and tunnels of those who are not welcome end.
+//! Reloads node records from the data directory and closes tunnels of nodes that are revoked or unknown.
 //!
-//! The commands beside a gateway change the directory and then ask for this. An edge that comes in the same moment is
-//! judged before it is registered and again afterwards: it meets either the new table or this.
+//! Commands beside a gateway change the directory and then request this reload. An edge that connects at the same moment is
+//! checked before it is registered and again afterwards: it meets either the new table or this reload.
 
 use super::{api_cache::ApiCacheServer, pin_writer::PinWriter, tunnel_listener::LiveTls};
 use crate::state::{
@@ -19,58 +19,58 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
-/// How long an edge that is sent away stays away; it adds up to half of that by itself, which makes the minute that it ever
-/// backs off.
+/// Time for which a rejected edge stays away. The edge adds up to half of that, which makes the minute that is its maximum
+/// backoff.
 pub(super) const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
-/// How long one stays away, likewise, that cannot be judged yet.
+/// Time for which an edge stays away, likewise, that cannot be checked yet.
 const SOON: Duration = Duration::from_secs(10);
-/// What such an edge is told.
+/// Message to such an edge.
 const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
-/// How long further changes of nodes are waited for once there is one.
+/// Time to wait for further changes of nodes after the first.
 const GATHER: Duration = Duration::from_millis(500);
-/// What an edge gets to read why it is sent away. One that does not is hung up on.
+/// Time for an edge to read why it is disconnected. Then the gateway closes the connection.
 const CLOSE_GRACE: Duration = Duration::from_millis(300);
 
-/// Why what the disk says of nodes was not taken up.
+/// Error of a reload of the nodes.
 #[derive(Debug, thiserror::Error)]
 pub enum RefreshError {
     /// The disk cannot be read.
     #[error("the data directory cannot be read: {0}")]
     Store(#[from] StoreError),
-    /// The nodes are taken up, and keys of apps that were of others stay where they are.
+    /// The nodes are reloaded, but the pinned keys of other nodes remain.
     #[error("it is done, but the keys of apps (pins.json) could not be taken up: {0}")]
     Keys(#[source] StoreError),
-    /// Causeway's own fault.
+    /// Fault of Causeway itself.
     #[error("the nodes could not be read anew: {0}")]
     Failed(#[from] tokio::task::JoinError),
 }
 
-/// The nodes of a gateway, on the disk, in its table and at its doors.
+/// The nodes of a gateway: on the disk, in the table, and their tunnels.
 #[derive(Clone, Debug)]
 pub struct NodeSync {
     /// The disk.
     pub store: Store,
     /// The table.
     pub nodes: NodesWriter,
-    /// By which keys apps of theirs are known.
+    /// The pinned keys of upstreams on the nodes.
     pub keeper: PinWriter,
-    /// Who is believed.
+    /// The tunnel port's TLS, with the trusted CAs.
     pub tls: LiveTls,
-    /// Who is here.
+    /// The connected tunnels.
     pub registry: Registry,
-    /// Who reads here, if anybody may.
+    /// Server of the API cache, if edges may read.
     pub reading: Option<ApiCacheServer>,
-    /// Who ends the tunnels, even where whoever has asked for it goes away.
+    /// Tasks that close the tunnels, even if the client that requested it disconnects.
     pub tasks: Arc<TaskGroup>,
-    /// Where that is done.
+    /// Runtime of these tasks.
     pub runtime: Handle,
 }
 
 impl NodeSync {
-    /// As [`NodeSync::refresh`], to its end even where nobody waits for it any more.
+    /// Runs [`NodeSync::refresh`] to its end, even if the returned future is dropped.
     ///
     /// # Errors
-    /// As there; nothing where the gateway ends meanwhile.
+    /// Those of [`NodeSync::refresh`]. Returns `None` if the gateway ends meanwhile.
     pub async fn refreshed(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
         let (tell, told) = oneshot::channel();
         let roll = self.clone();
@@ -82,7 +82,7 @@ impl NodeSync {
         told.await.ok()
     }
 
-    /// The same without waiting for it; what cannot be read is logged.
+    /// Starts the same without waiting for it; errors are logged.
     pub fn look(&self) {
         let roll = self.clone();
         self.tasks
@@ -93,10 +93,10 @@ impl NodeSync {
             });
     }
 
-    /// Takes up what the disk says now. Returns the nodes whose tunnels were ended for that.
+    /// Reloads the nodes of the disk. Returns the nodes whose tunnels were closed for that.
     ///
     /// # Errors
-    /// If the disk cannot be read; then the table is as it was, and whoever is not believed is gone all the same.
+    /// If the disk cannot be read; then the table is unchanged, and tunnels with untrusted certificates are closed all the same.
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let keeper = self.keeper.clone();
@@ -115,8 +115,8 @@ impl NodeSync {
         Ok(gone)
     }
 
-    /// Ends the tunnels of all who are not welcome, and of those whose record was `removed`: a cluster may vouch for the node
-    /// all the same, and lets its edge in again.
+    /// Closes the tunnels of all rejected nodes, and of those whose record was `removed`. A cluster may vouch for such a node all
+    /// the same, and then its edge is admitted again.
     async fn expel(&self, removed: BTreeSet<NodeName>) -> Result<Vec<NodeName>, RefreshError> {
         // To follow a chain takes two signatures each, where a root is gone.
         let roll = self.clone();
@@ -124,8 +124,8 @@ impl NodeSync {
         Ok(send_away(leaving).await)
     }
 
-    /// Ends, for as long as it is polled, the tunnels of nodes that the cluster has come to say are not at the edge. A Node that
-    /// is gone ends none: its kubelet may write it anew.
+    /// Closes, as long as it is polled, the tunnels of nodes that the cluster newly reports as not at the edge. A deleted Node
+    /// closes none: its kubelet may create it again.
     pub async fn follow_cluster(self) {
         let (nodes, mut changes) = (self.nodes.reader(), self.nodes.changes());
         while changes.changed().await.is_ok() {
@@ -149,8 +149,8 @@ impl NodeSync {
         }
     }
 
-    /// Returns the tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel whose
-    /// root was retired keeps its streams, and gets no new ones, where its process has another one by a trusted root.
+    /// Returns the tunnels of rejected nodes with the reasons, and closes these nodes' connections to the API cache. A tunnel
+    /// whose root was retired keeps its streams, and gets no new ones, if its process has another tunnel by a trusted root.
     fn leaving(&self, removed: &BTreeSet<NodeName>) -> Vec<(NodeName, TunnelInfo, String)> {
         let (nodes, tls) = (self.nodes.reader(), self.tls.load());
         let forgotten = |node: &NodeName| {
@@ -193,7 +193,7 @@ impl NodeSync {
     }
 }
 
-/// Ends these tunnels, each for its reason. Returns their nodes.
+/// Closes these tunnels, each for its reason. Returns their nodes.
 async fn send_away(leaving: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName> {
     if leaving.is_empty() {
         return Vec::new();
@@ -215,7 +215,7 @@ async fn send_away(leaving: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName
     gone
 }
 
-/// The line that has an edge come again soon, for nobody can tell yet whether it is welcome.
+/// Returns the message that makes an edge retry soon, since it cannot be checked yet.
 pub(super) fn retry_later_message() -> GatewayMessage {
     GatewayMessage::Dismiss {
         why: GoAway::Full,
@@ -224,7 +224,7 @@ pub(super) fn retry_later_message() -> GatewayMessage {
     }
 }
 
-/// The line that sends an edge away.
+/// Returns the message that makes an edge disconnect.
 pub(super) fn goaway_message(why: GoAway, detail: String) -> GatewayMessage {
     GatewayMessage::Dismiss {
         why,
@@ -233,7 +233,7 @@ pub(super) fn goaway_message(why: GoAway, detail: String) -> GatewayMessage {
     }
 }
 
-/// Why a node is not welcome here with the certificate that it has `shown`, if it is not.
+/// Returns the reason why a node is rejected with the certificate that it has `shown`, if it is.
 pub(super) fn rejection_reason(
     nodes: &Nodes,
     node: &NodeName,
@@ -264,7 +264,7 @@ pub(super) fn rejection_reason(
     }
 }
 
-/// Why the certificate that a node has `shown` is good no more, since it is not `believed`, if that is so.
+/// Returns the reason why the certificate that a node has `shown` is no longer valid, if it is not `believed`.
 pub(super) fn untrusted_reason(
     believed: bool,
     node: &NodeName,
@@ -281,7 +281,7 @@ pub(super) fn untrusted_reason(
 /// Replaces the records in the table by those on the disk.
 ///
 /// # Errors
-/// If the file cannot be read, or is missing though records were read before: its revocations hold on.
+/// If the file cannot be read, or is missing though records were read before: its revocations remain in force.
 pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), StoreError> {
     let has_records = nodes.reader().has_records();
     nodes.refresh(|| {
@@ -292,12 +292,12 @@ pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), S
     })
 }
 
-/// What the disk says of nodes.
+/// Returns the node records of the disk.
 pub(crate) fn records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
     Ok(store.nodes().all()?.into_iter().map(known).collect())
 }
 
-/// A node as it is known by what the disk says.
+/// Converts a record of the disk to an entry of the table.
 pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
     let node = Node {
         addresses: record.addresses,

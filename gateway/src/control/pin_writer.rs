@@ -1,8 +1,9 @@
-//! Notes in the data directory by which key an app is known that was met for the first time.
+//! Stores in the data directory the pinned keys of upstreams that were contacted for the first time.
 //!
-//! What is met while the disk is written gathers for the next write: a fleet that is scraped for the first time takes a few.
-//! Only nodes that are welcome have keys here; those of a node that is removed or revoked are forgotten with it.
-//! Who waits is told what the disk has. What it does not take is told to be nowhere: no key is believed that is not there.
+//! Keys that come while the disk is written are collected for the next write: the first scrape of a fleet takes a few writes.
+//! Only nodes that are known and not revoked have keys here; the keys of a removed or revoked node are removed with it. A
+//! connection that waits gets the key that is on the disk. If the disk has not stored a key, the connection gets an error: no
+//! key is trusted that is not stored.
 
 use crate::state::{
     Nodes,
@@ -12,24 +13,24 @@ use causeway_certs::{NodeName, Pin, PinTable, Store, StoreError};
 use rustls_pki_types::UnixTime;
 use tokio::{sync::mpsc, task::spawn_blocking};
 
-/// How many are noted by one write at most.
+/// Maximum number of keys of one write.
 const AT_ONCE: usize = 1_024;
 
-/// The keys of apps, on the disk and in their table. Cheap to clone.
+/// The pinned keys of upstreams, on the disk and in their table. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct PinWriter {
     /// The disk.
     pub store: Store,
-    /// Who is welcome.
+    /// The table of nodes.
     pub nodes: Nodes,
-    /// A cluster is to name nodes as well, of which there may be no record here.
+    /// Whether a cluster names nodes as well, of which there may be no record here.
     pub cluster: bool,
     /// The table.
     pub writer: PinsWriter,
 }
 
 impl PinWriter {
-    /// Notes whatever is met, as long as there is somebody who may meet an app.
+    /// Stores new keys, as long as there are connections that may report one.
     pub async fn run(self, mut meetings: mpsc::Receiver<NewPin>) {
         let mut met = Vec::new();
         while meetings.recv_many(&mut met, AT_ONCE).await > 0 {
@@ -44,10 +45,10 @@ impl PinWriter {
         }
     }
 
-    /// Takes up what the disk says, without the keys of nodes that are not welcome. Blocks on the disk.
+    /// Reloads the keys of the disk, without those of removed or revoked nodes. Blocks on the disk.
     ///
     /// # Errors
-    /// If the disk cannot be read or written; then all is as it was.
+    /// If the disk cannot be read or written; then nothing changes.
     pub fn refresh(&self) -> Result<(), StoreError> {
         let pins = self.store.pins();
         self.writer.replace(|| {
@@ -56,7 +57,7 @@ impl PinWriter {
         })
     }
 
-    /// Fails if keys are known and their file is gone: apps would be believed at first use once more.
+    /// Fails if there are keys and their file is gone: upstreams would be trusted at first use once more.
     fn require(&self) -> Result<(), StoreError> {
         if self.writer.is_empty() {
             return Ok(());
@@ -68,13 +69,13 @@ impl PinWriter {
         self.nodes.revoked(node).is_none() && self.nodes.get(node).is_some()
     }
 
-    /// The same while the cluster has yet to say whom it knows.
+    /// Whether a node may have keys. Until the cluster has named its nodes, an unknown node may.
     fn may_be_welcome(&self, node: &NodeName) -> bool {
         let unsaid = self.cluster && !self.nodes.has_cluster();
         self.is_welcome(node) || unsaid && self.nodes.revoked(node).is_none()
     }
 
-    /// Whether these are the first that are noted here. Blocks on the disk.
+    /// Stores new keys, and returns whether they are the first in this data directory. Blocks on the disk.
     fn note(&self, met: Vec<NewPin>) -> bool {
         let since = UnixTime::now().as_secs();
         let mut noted = PinTable::new();
@@ -176,7 +177,7 @@ mod tests {
             }
         }
 
-        /// Does this while a keeper notes what is met.
+        /// Runs `work` while a writer stores new keys.
         async fn while_kept<T>(&mut self, work: impl AsyncFnOnce(&Self) -> T) -> T {
             let (keeper, meetings) = (self.keeper.clone(), self.meetings.take().unwrap());
             tokio::select! {

@@ -1,8 +1,8 @@
-//! Certificates of edges for whom their cluster vouches, in place of a join token.
+//! Certificates of edges for which their cluster vouches, in place of a join token.
 //!
-//! Whoever knows the cluster says which node asks; here is checked that the request names that node and nothing else, and
-//! that the node is not shut out. Of the request only the key is used (`certs::csr`). What is signed is noted on the disk
-//! before it leaves, as a joining by a token is: certificates that the node had before are not its own any more.
+//! The component that knows the cluster determines the node that makes a request. This module checks that the request names that
+//! node and nothing else, and that the node is not refused. Only the key of the request is used (`certs::csr`). The certificate
+//! is recorded on the disk before it is sent, as for a token: the node's earlier certificates are no longer its own.
 
 use super::node_records::NodeRecordWriter;
 use crate::state::Nodes;
@@ -11,20 +11,20 @@ use rustls::pki_types::UnixTime;
 use std::{fmt, time::Duration};
 use tokio::task::spawn_blocking;
 
-/// The clocks of a cluster and of several gateways may differ by this much.
+/// Maximum difference between the clocks of a cluster and of several gateways.
 const SKEW: Duration = Duration::from_mins(1);
 
-/// Who signs for edges of a cluster. Cheap to clone.
+/// Signer for edges of a cluster. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Signer {
     pub(crate) ca: LiveCa,
     pub(crate) nodes: Nodes,
     pub(crate) ledger: NodeRecordWriter,
-    /// Life of an edge's certificate.
+    /// Lifetime of an edge's certificate.
     pub(crate) lifetime: Duration,
 }
 
-/// Why nothing was signed: this gateway's own fault, which may pass.
+/// Error that prevented signing: this gateway's own fault, which may be temporary.
 #[derive(Debug, thiserror::Error)]
 #[error("the certificate cannot be issued: {0}")]
 pub struct SignError(String);
@@ -36,20 +36,20 @@ impl SignError {
 }
 
 impl Signer {
-    /// The longest life of a certificate.
+    /// Returns the maximum lifetime of a certificate.
     pub fn longest(&self) -> Duration {
         self.lifetime
     }
 
-    /// The key of a request in DER that names this node, and nothing else.
+    /// Returns the key of a request in DER that names this node, and nothing else.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The fault of the request.
     pub fn read(&self, request: &[u8], node: &NodeName) -> Result<VerifiedPublicKey, CsrError> {
         VerifiedPublicKey::of_edge(request, self.ca.get().trust_domain(), node)
     }
 
-    /// Why the node may have no certificate now, if it may not.
+    /// Returns the reason why the node may have no certificate now, if it may not.
     pub fn refuses(&self, node: &NodeName) -> Option<String> {
         let revoked = self.nodes.revoked(node);
         match self.nodes.is_clusters_edge(node) {
@@ -62,10 +62,10 @@ impl Signer {
         }
     }
 
-    /// The certificate of a node that asked at that time, in Unix seconds, with what it hangs by, as PEM.
+    /// Issues the certificate of a node that asked at that time, in Unix seconds. Returns the certificate with its chain, as PEM.
     ///
     /// # Errors
-    /// If it cannot be signed, or not be noted on the disk.
+    /// If it cannot be signed, or not be recorded on the disk.
     pub async fn sign(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),
@@ -76,7 +76,7 @@ impl Signer {
         Ok(issued.pem())
     }
 
-    /// The same for whoever tells more with it.
+    /// Issues the certificate as `sign` does, and returns more than its PEM.
     pub(super) async fn issue(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),

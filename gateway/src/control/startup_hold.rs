@@ -1,8 +1,8 @@
-//! Holds clients off a gateway that has just started until its edges are back.
+//! Keeps clients away from a gateway that has just started until its edges are back.
 //!
-//! A gateway notes in its data directory which nodes have a tunnel when it begins to drain. The next process is not ready
-//! (`/readyz`) before these have one again, or `timeouts.edges` is over. Without such a note, as after a kill, all enrolled
-//! nodes are waited for. A gateway that knows no node is ready at once.
+//! A gateway that begins to drain stores in its data directory which nodes have a tunnel. The next process is not ready
+//! (`/readyz`) before these nodes have a tunnel again, or `timeouts.edges` is over. Without that file, as after a kill, it waits
+//! for all enrolled nodes. A gateway that knows no node is ready at once.
 
 use crate::{
     control::drain::ReadinessBlock,
@@ -15,12 +15,12 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Name of the note in the data directory.
+/// Name of the file in the data directory.
 const FILE_NAME: &str = "connected";
-/// How often is looked who is back.
+/// Interval of checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Notes which nodes have a tunnel.
+/// Stores the names of the nodes that have a tunnel.
 pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
     let nodes: BTreeSet<NodeName> = registry.all().into_iter().map(|(node, _)| node).collect();
     let text = serde_json::to_string(&nodes).unwrap_or_default();
@@ -36,7 +36,7 @@ pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
     }
 }
 
-/// Reads the note of the process before and removes it: it says nothing of another end than that one.
+/// Reads the file of the previous process and removes it, since it is valid for that process's end only.
 fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, StoreError> {
     let text = store.read_runtime(FILE_NAME)?;
     if text.is_some() {
@@ -45,7 +45,7 @@ fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, Sto
     Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
 }
 
-/// The edges that a gateway waits for after its start.
+/// Edges that a gateway waits for after its start.
 pub struct StartupHold {
     /// The data directory.
     pub store: Store,
@@ -53,7 +53,7 @@ pub struct StartupHold {
     pub registry: Registry,
     /// The nodes.
     pub nodes: Nodes,
-    /// How long is waited at most.
+    /// Maximum time to wait.
     pub bound: Duration,
 }
 
@@ -82,7 +82,7 @@ impl StartupHold {
         }
     }
 
-    /// Returns how many of the nodes that are waited for are connected, unless all are.
+    /// Returns how many of the awaited nodes are connected, and the number of all awaited nodes, unless all are connected.
     fn missing_nodes(&self, noted: Option<&BTreeSet<NodeName>>) -> Option<(usize, usize)> {
         let known = self.nodes.names().into_iter();
         let awaited = known.filter(|node| {
@@ -103,7 +103,7 @@ mod tests {
         state::Node,
     };
 
-    /// Returns whether clients are held off after the first look.
+    /// Returns whether clients are kept away after the first check.
     async fn waits(world: &World, bound: Duration) -> bool {
         let arrivals = StartupHold {
             store: world.store.clone(),

@@ -1,4 +1,4 @@
-//! What tests of the control path stand on: a gateway (`world`), and edges that say what a test wants them to say.
+//! Fixtures for tests of the control plane: a gateway (`world`), and edges that send what a test needs.
 
 pub(crate) mod world;
 
@@ -18,7 +18,7 @@ use tokio::{
 use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
-/// Longer than any wait that a test is about.
+/// Timeout that is longer than any wait under test.
 pub(crate) const LONG: Duration = Duration::from_mins(2);
 pub(crate) const SHORT: Duration = Duration::from_secs(3);
 
@@ -33,7 +33,7 @@ pub(crate) fn welcome(instance: &str, slot: u32) -> EdgeHello {
     }
 }
 
-/// Why a line sends the edge away.
+/// Returns the reason by which a message makes the edge disconnect.
 pub(crate) fn dismissal(line: &GatewayMessage) -> Option<(GoAway, &str)> {
     match line {
         GatewayMessage::Dismiss {
@@ -59,7 +59,7 @@ pub(crate) struct FakeEdge {
     /// Whether it neither reads nor answers.
     pub(crate) hushed: watch::Sender<bool>,
     over: oneshot::Receiver<TunnelEnd>,
-    /// Dropping it cuts the connection.
+    /// The task that drives the connection; dropping it cuts the connection.
     _driver: TaskGroup,
 }
 
@@ -104,17 +104,17 @@ impl FakeEdge {
         }
     }
 
-    /// The next line from the gateway.
+    /// Returns the next message from the gateway.
     pub(crate) async fn hear(&mut self) -> GatewayMessage {
         timeout(LONG, self.control.hear()).await.unwrap().unwrap()
     }
 
-    /// Whether the gateway has hung up.
+    /// Whether the gateway has closed the connection.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.over.try_recv().is_ok() || self.over.is_terminated()
     }
 
-    /// Waits until the gateway has hung up.
+    /// Waits until the gateway has closed the connection.
     pub(crate) async fn ended(self) -> TunnelEnd {
         timeout(LONG, self.over).await.unwrap().unwrap()
     }

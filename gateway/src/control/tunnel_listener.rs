@@ -1,9 +1,9 @@
 //! The tunnel port: TLS, then either a tunnel or an edge's own requests.
 //!
-//! The ALPN in the `ClientHello` chooses the configuration: `rh2` requires a certificate, `h2` and `http/1.1`
-//! make it optional. TLS is finished within a bound, and the certificate checked, resumed or not. A tunnel
-//! moves to the core of its node, where its conversation begins; an edge that asks by `h2` with its certificate is
-//! served by `control::pool`, where there is one, and anything else by `control::enrol`. Handshakes are spread over the cores and never awaited in the loop; every task
+//! The ALPN in the `ClientHello` selects the configuration: `rh2` requires a certificate, `h2` and `http/1.1` make it optional.
+//! TLS has a timeout, and the certificate is checked, resumed or not. A tunnel moves to the worker of its node, where its session
+//! begins. An edge that connects by `h2` with its certificate is served by `control::api_cache`, if that is configured, and all
+//! other requests by `control::enrol`. Handshakes are spread over the workers and never awaited in the accept loop. Every task
 //! belongs to [`TunnelListener::run`], whose end ends them.
 
 mod close_reason;
@@ -48,24 +48,24 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
-/// What a tunnel gets, beyond the drain time, to be told and to hang up.
+/// Time, beyond the drain time, for a tunnel to get the last message and to disconnect.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// The label of this listener in metrics.
 const LISTENER: &str = "tunnel";
 
 type Io = TlsStream<CountedIo<Socket>>;
 
-/// Sizes of the pools of connections at the tunnel port.
+/// Connection limits of the tunnel port.
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
-    /// Connections that have not finished their handshake. Where no place is free, the oldest connection that has not sent
-    /// a whole `ClientHello` loses its own.
+    /// Connections that have not finished their handshake. At the limit, the oldest connection that has not sent a whole
+    /// `ClientHello` is closed.
     pub arriving: usize,
-    /// Handshakes whose `ClientHello` has arrived, each with TLS's own state. Others wait, each source in its own queue.
+    /// Handshakes whose `ClientHello` has arrived, each with TLS state of its own. Others wait, each source in its own queue.
     pub handshakes: usize,
     /// Connections of peers without a certificate: joining takes some milliseconds.
     pub joining: usize,
-    /// Connections of edges that renew their certificates, which no stranger can take.
+    /// Connections of edges that renew their certificates. A peer without a certificate cannot use these.
     pub renewing: usize,
 }
 
@@ -81,60 +81,60 @@ impl Default for Places {
     }
 }
 
-/// What admits edges.
+/// Listener of the tunnel port, which admits edges.
 #[derive(Clone, Debug)]
 pub struct TunnelListener {
-    /// Random for each process.
+    /// Random identifier of the process.
     pub instance: Arc<str>,
-    /// Where tunnels are served.
+    /// Workers that serve tunnels.
     pub cores: Workers,
-    /// Where tunnels are entered.
+    /// Registry of tunnels.
     pub registry: Registry,
-    /// The nodes that are welcome.
+    /// The table of nodes.
     pub nodes: Nodes,
-    /// Changes of these, where a cluster says which there are.
+    /// Changes of the table, if a cluster names its nodes.
     pub cluster: Option<watch::Receiver<()>>,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// The tunnel port's certificates.
+    /// The tunnel port's TLS.
     pub tls: LiveTls,
-    /// Notes nodes that nobody has let join.
+    /// Writer of records of nodes that connect without having joined.
     pub ledger: NodeRecordWriter,
-    /// Who signs.
+    /// The CA that signs.
     pub ca: LiveCa,
-    /// Bounds.
+    /// Timeouts and limits.
     pub settings: config::Tunnel,
-    /// Sizes of the pools of connections.
+    /// Connection limits.
     pub places: Places,
-    /// What callers leave unread, in all tunnels.
+    /// Memory budget of bytes that clients leave unread, in all tunnels.
     pub pressure: Arc<MemoryBudget>,
-    /// What a leaving edge's open streams get to end.
+    /// Time in which a leaving edge's open streams may end.
     pub drain: Duration,
-    /// Where gateways are to be had; the first is this one's name, for people.
+    /// Addresses of gateways; the first is this one's name, for people.
     pub advertised: AdvertisedGateways,
     /// The node ports that the cluster lists.
     pub listed: AnnouncedPortsCell,
-    /// Serves edges' own requests.
+    /// Routes for edges' own requests.
     pub enrol: Router,
-    /// Serves what edges read of the cluster, if they may.
+    /// Server of the API cache, if edges may read.
     pub reading: Option<ApiCacheServer>,
-    /// Edges that came before the cluster had named its nodes: a whole fleet comes again and again until then.
+    /// Log throttle for edges that connect before the cluster has named its nodes: a whole fleet retries until then.
     pub(crate) early: Arc<LogThrottle>,
 }
 
-/// An edge whose TLS is done, between two cores.
+/// Edge whose TLS handshake is done, between two workers.
 struct HandshakenEdge {
-    /// Without its socket.
+    /// The connection without its socket.
     io: Io,
     socket: DetachedSocket,
-    /// Whose certificate it is, or why it may not stay.
+    /// Node of the certificate, or the reason why the edge is rejected.
     node: Result<NodeName, PeerRejected>,
     certificate: Option<EdgeCertificate>,
     from: SocketAddr,
     round_trip: Duration,
 }
 
-/// Why a connection did not come to anything.
+/// Reason why a connection failed.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeError {
     #[error("{}", said(.0))]
@@ -153,7 +153,7 @@ enum HandshakeError {
     Unread(#[from] AccessDenied),
 }
 
-/// The words of rustls where it failed, of the system otherwise.
+/// Returns the text of rustls for an error of TLS, otherwise that of the system.
 fn said(error: &io::Error) -> String {
     match tls_error(error) {
         Some(error) => error.to_string(),
@@ -166,7 +166,7 @@ fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
 }
 
 impl HandshakeError {
-    /// One word for the metric, and whether somebody should look at it.
+    /// Returns one word for the metric, and whether an operator should look at the error.
     fn weigh(&self) -> (&'static str, bool) {
         let error = match self {
             Self::TooSlow(_) => return ("timeout", false),
@@ -190,7 +190,7 @@ impl HandshakeError {
     }
 }
 
-/// What handshakes share with the loop that accepts.
+/// State that handshakes share with the accept loop.
 #[derive(Clone)]
 struct HandshakeContext {
     admission: Arc<TunnelListener>,
@@ -203,8 +203,9 @@ struct HandshakeContext {
 }
 
 impl TunnelListener {
-    /// Whether it can be told if this node is welcome. One that only the cluster can know of waits until that has named its
-    /// nodes: to be sent away now would keep it away for a minute. Where any is let in that is believed, the cluster is not asked.
+    /// Waits until this node can be checked, and returns whether it can. A node that only the cluster can know waits until the
+    /// cluster has named its nodes: a rejection now would keep it away for a minute. If every node with a trusted certificate is
+    /// admitted, the cluster is not asked.
     async fn can_judge(&self, node: &NodeName, bound: Duration) -> bool {
         let Some(mut changes) = self.cluster.clone() else {
             return true;
@@ -222,8 +223,8 @@ impl TunnelListener {
         timeout(bound, known).await.is_ok()
     }
 
-    /// Accepts edges until `stop`. Then lets the tunnels go on for the drain time (`control::drain` empties
-    /// them meanwhile), and returns when the last is gone. Dropping the future ends all at once.
+    /// Accepts edges until `stop`. Then lets the tunnels continue for the drain time (`control::drain` empties them meanwhile),
+    /// and returns when the last is gone. Dropping the future ends all at once.
     pub async fn run(self, listener: BoundSocket, stop: CancellationToken) {
         let listener = match listener.attach() {
             Ok(listener) => listener,
@@ -268,7 +269,7 @@ impl TunnelListener {
         tasks.drain(grace).await;
     }
 
-    /// Begins the conversation with an edge on the core of its node.
+    /// Begins the session with an edge on the worker of its node.
     fn carry(self: &Arc<Self>, tasks: &TaskGroup, arrived: Box<HandshakenEdge>) {
         let node = arrived.node.as_ref();
         let core = node.map_or(WorkerId(0), |node| self.cores.of(node));
@@ -280,7 +281,7 @@ impl TunnelListener {
 }
 
 impl HandshakeContext {
-    /// One connection, from its first byte to its tunnel or to the end of its requests.
+    /// Handles one connection, from its first byte to its tunnel or to the end of its requests.
     async fn greet(self, slot: Slot, socket: io::Result<DetachedSocket>, from: SocketAddr) {
         let shaken = match slot.run(pin!(self.shake(&slot, socket, from))).await {
             Some(Ok(Some(shaken))) => shaken,
@@ -299,7 +300,7 @@ impl HandshakeContext {
         }
     }
 
-    /// Finishes TLS within its bound. Returns nothing where the peer was told why not.
+    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer was told the reason.
     async fn shake(
         &self,
         slot: &Slot,
@@ -326,7 +327,7 @@ impl HandshakeContext {
         }
     }
 
-    /// Says why a connection came to nothing.
+    /// Counts and logs a failed connection.
     fn refused(&self, from: SocketAddr, failed: &HandshakeError) {
         let (word, notable) = failed.weigh();
         self.admission.metrics.handshake_failed(LISTENER, word);
@@ -411,7 +412,7 @@ impl HandshakeContext {
         slot.run(serving).await.ok_or(HandshakeError::Evicted)
     }
 
-    /// Serves an edge that reads what its cluster has.
+    /// Serves an edge that reads resources of its cluster.
     async fn read(
         &self,
         reading: &ApiCacheServer,

@@ -1,4 +1,4 @@
-//! What is counted of what edges read.
+//! Metrics of the API cache that edges read.
 
 use super::{Metrics, OpenGauge};
 use causeway_watch_cache::Status;
@@ -27,7 +27,7 @@ impl Metrics {
         self.declared.pool_leaders.set(whole(pools));
     }
 
-    /// What is kept now.
+    /// Sets the metrics of each cached resource.
     pub fn pool(&self, all: impl Iterator<Item = Status>) {
         let declared = &self.declared;
         for status in all {

@@ -1,8 +1,8 @@
-//! A histogram of durations that takes no lock: one atomic for each bucket.
+//! Histogram of durations that takes no lock: one atomic for each bucket.
 //!
-//! The client library's own histogram locks at every observation, and all cores would share that lock on
-//! the way of every request. A scrape reads the buckets one by one, so that it may miss what is observed
-//! meanwhile; the count is derived from the buckets and therefore always agrees with them.
+//! The client library's own histogram locks at every observation, and all workers would share that lock in the path of every
+//! request. A scrape reads the buckets one by one, so that it may miss concurrent observations. The count is derived from the
+//! buckets and therefore always agrees with them.
 
 use prometheus_client::{
     encoding::{EncodeMetric, MetricEncoder, NoLabelSet},
@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-/// Upper bounds in microseconds. A local app answers within 1 ms, a far one within 100 ms; a session lasts hours.
+/// Upper bounds in microseconds. A local upstream answers within 1 ms, a distant one within 100 ms; a session lasts hours.
 const BOUNDS: [u64; 17] = [
     500,
     1_000,

@@ -1,4 +1,4 @@
-//! What is counted of a cluster's nodes, for whoever follows them.
+//! Metrics of a cluster's nodes.
 
 use super::Label;
 use prometheus_client::metrics::{family::Family, gauge::Gauge};

@@ -1,11 +1,11 @@
-//! The handles of one front: resolved when the front is built, touched without a lock.
+//! Metric handles of one listener: resolved when the listener is built, touched without a lock.
 
 use super::{Declared, ListenerLabel, OpenGauge, histogram::AtomicHistogram};
 use crate::error::Reason;
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use std::time::Duration;
 
-/// The metrics of one front, labelled with its configured name.
+/// Metrics of one listener, labelled with its configured name.
 #[derive(Clone, Debug)]
 pub struct ListenerMetrics {
     open_connections: Gauge,
@@ -22,7 +22,7 @@ pub struct ListenerMetrics {
     down: Counter,
 }
 
-/// A caller's connection, for as long as it is open.
+/// Guard of a client's connection, for as long as the connection is open.
 #[derive(Debug)]
 pub struct ConnectionGuard {
     _open: OpenGauge,
@@ -34,20 +34,20 @@ pub struct StreamGuard {
     _open: OpenGauge,
 }
 
-/// What is known of a stream that is over.
+/// Outcome of an ended stream.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StreamOutcome {
     /// Why it failed, if it did.
     pub reason: Option<Reason>,
-    /// The status that the caller saw; 0 if it saw none.
+    /// Status that the client saw; 0 if it saw none.
     pub status: u16,
     /// From its begin to its end.
     pub duration: Duration,
     /// From its begin to the first byte of its answer, if there was one.
     pub first_byte: Option<Duration>,
-    /// Payload bytes from the caller to the app.
+    /// Payload bytes from the client to the upstream.
     pub up: u64,
-    /// Payload bytes from the app to the caller.
+    /// Payload bytes from the upstream to the client.
     pub down: u64,
 }
 

@@ -1,8 +1,8 @@
-//! One record per stream: filled along the way, written when the last part of the stream is gone.
+//! Access record, one per stream: filled along the request path, written when the last part of the stream is gone.
 //!
-//! The record also owns the stream's permit, so that what is counted, logged and limited is one and the
-//! same stream. A path is logged without its query, which may hold secrets.
-//! What was refused, and each session's begin and end, also leaves a line in the audit log (target `audit`).
+//! The record also owns the stream's permit, so that the counted, the logged and the limited stream are the same. A path is
+//! logged without its query, which may contain secrets. Refusals, and each session's begin and end, also leave a line in the
+//! audit log (target `audit`).
 
 use crate::{
     audit::AUDIT,
@@ -44,7 +44,7 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Bytes of a path that logs keep: lines wait in memory for whoever reads the log.
+/// Maximum bytes of a path in a log line: lines wait in memory until the log is written.
 const LONGEST_PATH: usize = 4096;
 
 /// The record of one stream.
@@ -60,7 +60,7 @@ pub struct AccessRecord {
     trace: Trace,
     /// Keeps the connection's place for as long as the stream lives.
     _busy: Busy,
-    /// Bytes both ways: up is from the caller, down is to it.
+    /// Bytes both ways: up is from the client, down is to it.
     pub passed: Arc<ByteCounters>,
     filled: Mutex<RecordFields>,
     /// The changes (`OpenStreams`) that the decision to allow this stream has seen.
@@ -83,7 +83,7 @@ struct RecordFields {
     /// The request that was allowed, and the place of the stream among those that are open.
     allowed: Option<(Arc<GrantedAccess>, StreamIndex)>,
     by: Option<MatchedRule>,
-    /// Ends the connection to an app on which the body of the request goes.
+    /// Ends the connection to an upstream on which the body of the request goes.
     upload_line: Option<CancellationToken>,
     /// Ends the answer of a client that reads nothing.
     eviction: Option<Eviction>,
@@ -161,13 +161,13 @@ impl AccessRecord {
         })
     }
 
-    /// Notes what is about to be allowed: from now on the stream is among those that are checked again.
+    /// Records the access that is about to be granted: from now on the stream is among those that are checked again.
     pub(super) fn allow(self: &Arc<Self>, allowed: GrantedAccess) {
         let place = self.shared.streams.insert(self.core, self);
         self.filled().allowed = Some((Arc::new(allowed), place));
     }
 
-    /// Returns what was allowed, to whom and where, if it was.
+    /// Returns the granted access with the client and the route, if access was granted.
     pub(super) fn allowed(&self) -> Option<(Arc<GrantedAccess>, ClientIdentity, Option<Route>)> {
         let filled = self.filled();
         let (allowed, _) = filled.allowed.as_ref()?;
@@ -180,7 +180,7 @@ impl AccessRecord {
         self.filled().direct
     }
 
-    /// Returns the front by which the stream came.
+    /// Returns the listener that accepted the stream.
     pub(super) fn front(&self) -> &Arc<Listener> {
         &self.front
     }
@@ -195,7 +195,7 @@ impl AccessRecord {
         self.decided_at.swap(changes, Relaxed)
     }
 
-    /// Whether the credential of the client no longer counts, in a front that ends streams for that.
+    /// Whether the credential of the client has lapsed, at a listener that ends streams for that.
     pub(super) fn has_lapsed(&self) -> bool {
         let filled = self.filled();
         let validity = filled
@@ -214,12 +214,12 @@ impl AccessRecord {
         !nodes.is_empty() && self.filled().route.as_ref().is_some_and(leads)
     }
 
-    /// Notes what ends the connection to an app on which the body of the request goes, as long as it does.
+    /// Notes the token that ends the connection to an upstream on which the body of the request goes, as long as it does.
     pub(super) fn uploads_on(&self, line: Option<CancellationToken>) {
         self.filled().upload_line = line;
     }
 
-    /// Whether the stream was ended behind its answer, so that nobody waits for one.
+    /// Whether the stream was ended after its answer, so that no client waits for an answer.
     pub(super) fn has_ended_answered(&self) -> bool {
         self.ended.load(Acquire) && self.filled().status != 0
     }
@@ -353,7 +353,7 @@ impl AccessRecord {
             .get_or_insert_with(|| self.began.elapsed());
     }
 
-    /// Notes that the answer's head begins a session, which the audit log is told at once.
+    /// Notes that the answer's head begins a session, and writes that to the audit log at once.
     pub fn opened(&self, status: StatusCode) {
         self.answered(status);
         let mut filled = self.filled();
@@ -382,8 +382,8 @@ impl AccessRecord {
         self.filled().session_ended = true;
     }
 
-    /// Notes that nobody carries the stream on though it has not come to its end: the drain's time is over, or else the client
-    /// has left. A reason that is known already stands.
+    /// Notes that the stream was abandoned before its end: the drain's time is over, or else the client has left. A reason that
+    /// is known already stands.
     pub fn abandoned(&self, detail: &str) {
         let mut filled = self.filled();
         if filled.reason.is_some() {

@@ -1,10 +1,10 @@
-//! Who somebody is and what they may at a kubelet, as the cluster's API says (`TokenReview`, `SubjectAccessReview`).
+//! Authentication of tokens and authorization at kubelets by the cluster's API (`TokenReview`, `SubjectAccessReview`).
 //!
-//! 1. What is asked of a kubelet is named as the kubelet itself names it (`kubelet`).
-//! 2. The question goes to somebody who implements [`ReviewClient`], once for all who wait, and the answer is kept (`answers`).
+//! 1. A request to a kubelet gets the attributes that the kubelet itself gives it (`kubelet_attributes`).
+//! 2. A [`ReviewClient`] asks the API once for all requests that wait, and the answer is cached (`cache`).
 //!
-//! One of the two waits that the way of a request permits. Without an answer nobody is let in. This comes behind the
-//! policy and never in its place: each of the two must allow.
+//! This is one of the two waits that the request path permits. Without an answer no client is admitted. The review follows the
+//! policy and never replaces it: each of the two must allow.
 
 mod cache;
 mod kubelet_attributes;
@@ -20,63 +20,64 @@ use causeway_certs::NodeName;
 use futures_util::future::BoxFuture;
 use std::{borrow::Cow, collections::BTreeMap, fmt::Debug, sync::Arc};
 
-/// Who can be asked.
+/// Client of the cluster's review API.
 pub trait ReviewClient: Debug + Send + Sync + 'static {
-    /// Whose token this is, if it counts and is for one of these audiences; for whoever is asked, where there are none.
+    /// Returns the user of this token, if the token is valid for one of these audiences. Without audiences the token must be for
+    /// the API server itself.
     fn token(
         &self,
         token: &str,
         audiences: &[String],
     ) -> BoxFuture<'static, Result<Option<UserInfo>, ReviewError>>;
 
-    /// Whether they may.
+    /// Returns whether the access is allowed.
     fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>>;
 }
 
-/// Somebody, as Kubernetes knows them.
+/// User, as Kubernetes describes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UserInfo {
     /// The name.
     pub user: String,
-    /// What tells two of one name apart.
+    /// Unique identifier, which distinguishes users of the same name.
     pub uid: String,
     /// The groups.
     pub groups: Vec<String>,
-    /// What else is said of them, such as the pod that a token is bound to.
+    /// Additional attributes of the user, such as the pod that a token is bound to.
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
-/// What somebody wants to do at a node.
+/// Access to a node that is to be reviewed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReviewAttributes {
-    /// Who.
+    /// The user.
     pub account: Arc<UserInfo>,
-    /// What, such as `get`.
+    /// The verb, such as `get`.
     pub verb: &'static str,
-    /// Of `nodes` this one.
+    /// The name of the `nodes` object.
     pub node: String,
-    /// With what of it, such as `metrics`.
+    /// The subresource, such as `metrics`.
     pub subresource: &'static str,
 }
 
-/// Why there is no answer.
+/// Reason why there is no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReviewError {
-    /// For the caller.
+    /// Description for the client.
     pub says: Cow<'static, str>,
     /// For the log.
     pub cause: Arc<str>,
 }
 
 impl ReviewError {
-    /// The error of a stream for which `what` was to be known.
+    /// Returns the error of a stream that needed a decision about `what`.
     pub(super) fn of(self, what: &str) -> Error {
         let detail = format!("{what} was not decided: {}", self.says);
         Reason::Undecided.with_source(detail, &*self.cause)
     }
 }
 
-/// Asks for what is at a kubelet's port of this front, whether they may.
+/// Checks whether the client may access a kubelet's port of this listener.
 ///
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::Undecided`] if there is no answer.
@@ -117,7 +118,7 @@ pub(super) async fn check(proxy: &Proxy, ask: &AuthzRequest<'_>) -> Result<(), E
     )))
 }
 
-/// A caller as kubelet would know it.
+/// Returns the user as which the kubelet would know this client.
 fn account(caller: &authn::ClientIdentity) -> Arc<UserInfo> {
     if let Some(account) = &caller.account {
         return account.clone();

@@ -1,9 +1,10 @@
-//! Who calls: by certificate, by bearer token, JWT or a token that the cluster knows, by the mode of a unix socket, or nobody in so many words.
+//! Authentication of clients: by certificate, by bearer token (from a file, a JWT, or a token that the cluster knows), by the
+//! mode of a unix socket, or as an anonymous client.
 //!
-//! A front takes only what its configuration names. A certificate and a unix peer are known once a
-//! connection, a token at each request. Nobody is served only where the front says `anonymous: true`, and
-//! then only from the networks and for the ports that it names. A wrong credential is never "nobody". A refusal
-//! begins with the method that was tried, says why it failed, and nothing else.
+//! A listener accepts only the methods that its configuration names. A certificate and a unix peer are checked once a connection,
+//! a token at each request. Anonymous clients are served only if the listener has `anonymous: true`, and then only from the
+//! networks and for the ports that it names. A wrong credential never makes a client anonymous. A refusal begins with the method
+//! that was tried, says why it failed, and nothing else.
 
 pub(crate) mod bearer;
 pub mod jwt;
@@ -38,10 +39,10 @@ use token_review::TokenReview;
 
 pub(crate) use bearer::TokenCache;
 
-/// What the names of a unix socket's callers begin with.
+/// Prefix of the names of clients of a unix socket.
 pub(crate) const UID: &str = "uid:";
 
-/// How a caller was identified.
+/// Method by which a client was identified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AuthMethod {
     /// A client certificate.
@@ -54,7 +55,7 @@ pub enum AuthMethod {
     TokenReview,
     /// The permission to connect to a unix socket (0600).
     Unix,
-    /// Not at all: the front serves anybody.
+    /// None: the listener serves anonymous clients.
     Anonymous,
 }
 
@@ -72,7 +73,7 @@ impl AuthMethod {
     }
 }
 
-/// Whoever connects to a front, once it is known who that is.
+/// Identity of a client of a listener.
 #[derive(Clone, Debug)]
 pub struct ClientIdentity {
     /// The name: a certificate's common name or URI, a token's name, a user id, or an address.
@@ -89,7 +90,7 @@ pub struct ClientIdentity {
     pub certificate: Option<Arc<PresentedCertificate>>,
     /// For how long its certificate or JWT counts.
     pub validity: Option<Validity>,
-    /// Who it is to the cluster, where that has said so.
+    /// User of the cluster, if the cluster has identified the client.
     pub account: Option<Arc<UserInfo>>,
     /// Its streams that are open.
     pub open: Counter,
@@ -102,7 +103,7 @@ impl fmt::Display for ClientIdentity {
 }
 
 impl ClientIdentity {
-    /// A caller with its count of open streams.
+    /// Returns a client with its count of open streams.
     pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, shared: &ProxyState) -> Self {
         let name: Arc<str> = name.into();
         Self {
@@ -118,10 +119,10 @@ impl ClientIdentity {
         }
     }
 
-    /// Checks a certificate against what the front has learned since the handshake.
+    /// Checks a certificate against the listener's current revocations and the current time.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the front refuses that.
+    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the listener refuses that.
     pub(crate) fn is_welcome(&self, front: &Listener) -> Result<(), Error> {
         let Some(certificate) = &self.certificate else {
             return Ok(());
@@ -138,7 +139,7 @@ impl ClientIdentity {
         }
     }
 
-    /// Checks that a JWT which nobody can prove now has not expired, in a front that refuses that.
+    /// Checks that a JWT which cannot be verified now has not expired, at a listener that refuses expired ones.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if it has.
@@ -191,10 +192,10 @@ pub struct PresentedCertificate {
 }
 
 impl PresentedCertificate {
-    /// Proves the certificate again, by what the front trusts now.
+    /// Verifies the certificate again, with the listener's current trust roots.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] if it is not believed any more.
+    /// [`Reason::Unauthenticated`] if the certificate is no longer trusted.
     pub(crate) fn prove(&self, front: &Listener) -> Result<(), Error> {
         let Some(tls) = &front.tls else {
             return Err(refusal(&PeerRejected::UnknownIssuer));
@@ -275,31 +276,32 @@ impl Validity {
     }
 }
 
-/// What a front takes for an identity.
+/// Authentication methods that a listener accepts.
 #[derive(Debug, Default)]
 pub struct Authenticator {
-    /// Bearer tokens, if the front takes them.
+    /// Bearer tokens, if the listener accepts them.
     pub tokens: Option<StaticTokens>,
-    /// JWTs, if the front takes them.
+    /// JWTs, if the listener accepts them.
     pub jwts: Option<JwtAuthenticator>,
-    /// Tokens that the cluster's API is asked about, if the front takes them.
+    /// Tokens that the cluster's API reviews, if the listener accepts them.
     pub review: Option<TokenReview>,
-    /// Whether certificates are asked for (for the sentence of a refusal).
+    /// Whether certificates are requested (for the sentence of a refusal).
     pub certificates: bool,
-    /// Whether nobody is served.
+    /// Whether anonymous clients are served.
     pub anonymous: bool,
-    /// The networks that nobody may come from; empty is all.
+    /// The networks from which anonymous clients are served; empty means all.
     pub anonymous_from: Vec<IpNet>,
-    /// The node ports that nobody may reach; empty is all.
+    /// The node ports that anonymous clients may reach; empty means all.
     pub anonymous_ports: Vec<u16>,
 }
 
 impl Authenticator {
-    /// Who sends this request to this node port. Waits for nothing but keys of an issuer that are not here,
-    /// and what the cluster's API says of a token.
+    /// Identifies the client that sends this request to this node port. Waits only for missing keys of an issuer and for the
+    /// cluster's review of a token.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`], saying what was tried, or [`Reason::Undecided`] if nobody can say now.
+    /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::Undecided`] if the client cannot be identified
+    /// now.
     pub async fn identify(
         &self,
         connection: &ClientConnection,
@@ -324,7 +326,7 @@ impl Authenticator {
         Err(Reason::Unauthenticated.error(self.wants()))
     }
 
-    /// Whether a token in `Authorization` is for this front.
+    /// Whether this listener accepts a token in `Authorization`.
     pub fn takes_bearers(&self) -> bool {
         self.tokens.is_some() || self.jwts.is_some() || self.review.is_some()
     }
@@ -353,7 +355,7 @@ impl Authenticator {
     }
 }
 
-/// Why a certificate does not count, for its holder. What else it says is for the log.
+/// Returns why a certificate does not count, for its holder. Further details are for the log.
 fn refusal(refused: &PeerRejected) -> Error {
     let said = match refused {
         PeerRejected::Identity(_) | PeerRejected::Invalid(_) => {

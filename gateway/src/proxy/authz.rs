@@ -1,8 +1,8 @@
-//! Whether this caller may do this on this node: decided at every stream, before the edge hears of it.
+//! Authorization of a client on a node: decided for every stream, before the edge learns of it.
 //!
-//! The decision is somebody's who implements [`Authorize`]; the default lets every identified caller pass.
-//! It answers at once wherever it can. Where somebody else must be asked, it hands back a question, which is
-//! awaited here within a bound: one of the two waits that the way of a request permits.
+//! An implementation of [`Authorize`] decides; the default allows every identified client. It answers at once if it can. If
+//! another service must be asked, it returns a question, which is awaited here within a bound: one of the two waits that the
+//! request path permits.
 
 pub use crate::config::policy::Action;
 
@@ -28,16 +28,16 @@ use std::{
     time::Duration,
 };
 
-/// What is asked.
+/// Request to the authorizer.
 #[derive(Clone, Copy, Debug)]
 pub struct AuthzRequest<'a> {
-    /// Who.
+    /// Identity of the client.
     pub caller: &'a ClientIdentity,
-    /// From where.
+    /// Address of the client.
     pub from: RemoteAddr,
     /// The node or address that the stream goes to.
     pub destination: Destination<'a>,
-    /// What kind of stream.
+    /// Kind of stream.
     pub act: Action,
     /// The method (CONNECT for a TCP session).
     pub method: &'a Method,
@@ -85,28 +85,28 @@ impl fmt::Display for Destination<'_> {
 pub enum AuthzDecision {
     /// Allowed.
     Allow,
-    /// Not allowed; the sentence is for the caller.
+    /// Not allowed; the sentence is for the client.
     Deny(Cow<'static, str>),
-    /// What the policy says.
+    /// Decision of the policy.
     Policy(Decision),
-    /// It cannot be decided yet; the sentence is for the caller.
+    /// It cannot be decided yet; the sentence is for the client.
     Undecided(Cow<'static, str>),
-    /// Somebody else has to be asked.
+    /// Another service must be asked.
     Ask(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
 
-/// Who may do what.
+/// Authorizer of streams.
 pub trait Authorize: Debug + Send + Sync + 'static {
     /// Decides, without waiting.
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision;
 
-    /// Returns a number that rises when what was allowed may be denied now: open streams are then decided about again.
+    /// Returns a number that rises when a granted access may be denied now: open streams are then decided again.
     fn changes(&self) -> u64 {
         0
     }
 }
 
-/// Whoever a front lets in may reach every node; what is served there is the edge's own decision.
+/// Authorizer that allows every client which a listener admits to reach every node. The edge decides which targets it serves.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllowAuthenticated;
 
@@ -121,7 +121,7 @@ impl Authorize for AllowAuthenticated {
 pub struct PolicyAuthorizer {
     /// The rules.
     pub policy: PolicyReader,
-    /// What is confirmed of nodes.
+    /// Confirmed data of nodes.
     pub nodes: Nodes,
 }
 
@@ -151,7 +151,7 @@ impl Authorize for PolicyAuthorizer {
     }
 }
 
-/// The question to the rules, with the address that is dialled `direct` or what is confirmed of the node.
+/// Returns the input of the rules, with the address that is dialled `direct` or the confirmed data of the node.
 fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) -> PolicyInput<'a> {
     let AuthzRequest { caller, .. } = ask;
     PolicyInput {
@@ -208,7 +208,7 @@ pub async fn check(
 /// As much of a path as a refusal repeats, in bytes.
 const LONGEST: usize = 256;
 
-/// What the caller hears; the rule is for the log.
+/// Returns the sentence for the client; the rule is for the log.
 fn refusal(ask: &AuthzRequest<'_>) -> String {
     let AuthzRequest {
         caller,

@@ -1,8 +1,7 @@
-//! The body of a request on its way to the app, in a task of its own.
+//! Body of a request on its way to the upstream, in a task of its own.
 //!
-//! The task goes with the request or its answer, even while it waits for a tunnel that takes nothing; until
-//! then what waits counts as unread. A body that is refused or broken off resets the stream below: an app
-//! never takes a part for the whole.
+//! The task ends with the request or its answer, even while it waits for a tunnel that takes nothing; until then its waiting
+//! bytes count as buffered. A refused or aborted body resets the stream below: an upstream never takes a part for the whole.
 
 use crate::{
     error::{Error, Reason},
@@ -96,7 +95,7 @@ async fn run(
 /// A request's body, counted.
 pub(super) struct CountedRequestBody {
     inner: RequestBody,
-    /// Where the caller speaks HTTP/2.
+    /// Receive window, if the client speaks HTTP/2.
     window: Option<u32>,
     waiting: BufferedBody,
     shared: Arc<ProxyState>,
@@ -105,7 +104,7 @@ pub(super) struct CountedRequestBody {
 }
 
 impl CountedRequestBody {
-    /// The body of the way's request; `waiting` is told what it brings.
+    /// Returns the body of the request, which reports its chunks to `waiting`.
     pub(super) fn new(
         way: StreamContext<'_>,
         (inner, version): (RequestBody, Version),
@@ -126,17 +125,18 @@ impl CountedRequestBody {
         self.inner.size_hint().exact()
     }
 
-    /// From now on `waiting` is told what it brings.
+    /// Reports its chunks to `waiting` from now on.
     pub(super) fn tells(&mut self, waiting: BufferedBody) {
         self.waiting = waiting;
     }
 
-    /// From now on it goes on a connection to an app that this ends; with `None` it goes on none any more.
+    /// Notes the token that ends the upstream connection on which the body goes from now on; `None` if it goes on none any more.
     pub(super) fn goes_on(&self, line: Option<CancellationToken>) {
         self.record.uploads_on(line);
     }
 
-    /// What this end may hold at most while this chunk waits: itself, and what the engine has read behind it.
+    /// Returns the maximum number of bytes that are buffered here while this chunk waits: the chunk itself, and the bytes that
+    /// hyper or h2 has read after it.
     fn held(&self, chunk: &Bytes) -> usize {
         if self.inner.is_end_stream() {
             return chunk.len();
@@ -226,7 +226,7 @@ impl Drop for CountedRequestBody {
     }
 }
 
-/// Whether a body broke the protocol, as against its caller going away.
+/// Whether a body broke the protocol, as opposed to a client that went away.
 fn is_malformed(error: &hyper::Error) -> bool {
     let cause =
         std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());

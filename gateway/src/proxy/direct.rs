@@ -1,10 +1,10 @@
-//! Step 6d: a CONNECT to what is at no node's edge, dialled from here.
+//! Step 6d: a CONNECT to an address that is at no node's edge, dialled from here.
 //!
-//! kube-apiserver with an egress selector sends all that is for its cluster: pods and Services elsewhere, webhooks and
-//! aggregated APIs beside kubelets. A front dials what lies in its networks (`direct`), and nothing else; which node a
-//! name or an address belongs to is asked first, so nothing that is at an edge ever goes this way. What a name leads to
-//! is looked up and judged here, and the very address that was judged is dialled. Which addresses a network means `meant`
-//! says, and who may connect to one the policy.
+//! A kube-apiserver with an egress selector sends all traffic for its cluster: to pods and Services elsewhere, webhooks and
+//! aggregated APIs beside kubelets. A listener dials the addresses in its networks (`direct`), and nothing else. The node of a
+//! name or an address is looked up first, so a target at an edge is never dialled directly. A name is resolved and checked here,
+//! and the gateway dials exactly the address that was checked. `special_addresses` decides which addresses a network means, and
+//! the policy decides which clients may connect to one.
 
 mod special_addresses;
 
@@ -54,21 +54,21 @@ const CHUNK: usize = 16 * 1024;
 /// The least time between two log lines about the exhaustion of this process.
 const LOG_PAUSE: Duration = Duration::from_mins(1);
 
-/// Who asks, and where.
+/// Context of a CONNECT that the gateway dials itself.
 pub struct DirectConnect<'a> {
-    /// The front.
+    /// The listener.
     pub proxy: &'a Proxy,
-    /// The caller's connection.
+    /// The client's connection.
     pub connection: &'a Arc<ClientConnection>,
-    /// Who calls.
+    /// Identity of the client.
     pub caller: &'a ClientIdentity,
-    /// What is asked for.
+    /// Requested target.
     pub target: &'a Target,
     /// The record of this session.
     pub record: &'a Arc<AccessRecord>,
 }
 
-/// The target of a CONNECT that this front may dial itself, for it is at no edge.
+/// Returns the target of a CONNECT that this listener may dial itself, because the target is at no edge.
 pub(crate) fn target(networks: &[IpNet], asked: &RouteInput<'_>, nodes: &Nodes) -> Option<Target> {
     if networks.is_empty() {
         return None;
@@ -78,10 +78,10 @@ pub(crate) fn target(networks: &[IpNet], asked: &RouteInput<'_>, nodes: &Nodes) 
     asked.authority.filter(|_| unknown)?.parse().ok()
 }
 
-/// Answers a CONNECT once the target is dialled, and passes bytes on behind the answer.
+/// Answers a CONNECT once the target is dialled, and relays bytes after the answer.
 ///
 /// # Errors
-/// If the caller has too much open, or the target lies in no network of the front, or cannot be dialled.
+/// If the client has too many open streams, or the target lies in no network of the listener, or cannot be dialled.
 pub(super) async fn connect(
     direct: DirectConnect<'_>,
     mut request: Request<RequestBody>,
@@ -148,10 +148,10 @@ async fn dial(
     }))
 }
 
-/// Checks that a front may still dial an address.
+/// Checks that a listener may still dial an address.
 ///
 /// # Errors
-/// [`Reason::Forbidden`] if the address lies in none of the front's networks any more.
+/// [`Reason::Forbidden`] if the address no longer lies in any of the listener's networks.
 pub(super) fn check(front: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
     if is_meant(front, nodes, address.ip()) {
         return Ok(());
@@ -162,7 +162,7 @@ pub(super) fn check(front: &Listener, nodes: &Nodes, address: SocketAddr) -> Res
     )))
 }
 
-/// Whether a front dials this address itself.
+/// Whether a listener dials this address itself.
 fn is_meant(front: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
     // A kubelet on this host is reached as any other.
     let is_own = special_addresses::own_addresses().contains(&address.to_canonical())
@@ -186,7 +186,7 @@ async fn may(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Erro
     direct.proxy.authorize(&ask, direct.record).await
 }
 
-/// Where the target is: a node of the cluster by its own addresses, all else by what resolves it.
+/// Resolves the target: the node's own addresses if the target is a node of the cluster, or else the result of name resolution.
 async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<SocketAddr>, Error> {
     let Target { host, port } = direct.target;
     if let Some(NodeLocation::Elsewhere(addresses)) = direct.proxy.shared.nodes.place(host) {
@@ -240,7 +240,7 @@ fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
     direct.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// Bytes both ways, half-closes as well; what breaks on one side is reset on the other.
+/// Relays bytes both ways, and half-closes as well. A failure on one side resets the other.
 pub(super) async fn pass<S, F>(mut near: S, far: &mut CountedIo<F>, hold: bool) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
@@ -266,7 +266,7 @@ where
     done.map(drop)
 }
 
-/// The target's connection, whose bytes are counted.
+/// Connection to the target, whose bytes are counted.
 pub(super) struct CountedIo<F> {
     io: F,
     passed: Arc<ByteCounters>,

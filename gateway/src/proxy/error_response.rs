@@ -1,11 +1,11 @@
 //! Failures as bytes: the only place that turns an [`Error`] into an answer.
 //!
-//! Three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and the
-//! same word in metrics and log through the record. Who asked by CONNECT has the sentence in the reason
-//! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
-//! 502 with plain text, the only form that kubectl shows in every case; but an upgrade with a `Status` of Kubernetes: what
-//! comes back of one kubectl reads as YAML, and of a text that happens to be some, such as `what: why`, it shows nothing.
-//! gRPC clients get `grpc-status` and `grpc-message` in a response of the kind "Trailers-Only", on any front.
+//! Each answer has three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and
+//! the same word in metrics and log through the record. The answer to a CONNECT has the sentence in the reason phrase as well,
+//! the only part that kube-apiserver shows. A listener with `errors: kubernetes` answers 502 with plain text, the only form that
+//! kubectl shows in every case. Only an upgrade gets a `Status` of Kubernetes: kubectl parses the answer to an upgrade as YAML,
+//! and shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and `grpc-message` in
+//! a response of the kind "Trailers-Only", on any listener.
 
 use crate::{
     config::{ErrorFormat, ListenerProtocol},
@@ -225,7 +225,7 @@ fn fields(headers: &mut HeaderMap, front: &Listener, error: &Error) {
     }
 }
 
-/// Visible ASCII and spaces: what a status line and a quoted string can hold.
+/// Returns the text as visible ASCII and spaces, which a status line and a quoted string can contain.
 fn visible(text: &str) -> String {
     let seen = |each: char| {
         if each.is_ascii_graphic() || each == ' ' {

@@ -1,7 +1,7 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
-//! Head first, body behind it (`upload`), so that an answer that comes before the body is read passes at once. A
-//! caller that goes away drops this future or its body, and with it the stream: a reset.
+//! The head is sent first, the body after it (`counted_body`), so that an answer that comes before the body is read passes at
+//! once. A client that goes away drops this future or its body, and with it the stream: a reset.
 
 use crate::{
     error::{Error, Reason},
@@ -28,8 +28,8 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-/// How long a body waits for an app that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not
-/// wait for ever either; curl waits as long).
+/// Time that a body waits for an upstream that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not wait for ever
+/// either; curl waits as long).
 pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 
 /// Forwards a plain request.
@@ -70,8 +70,8 @@ pub async fn run(
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
 }
 
-/// Waits for the final answer, and passes interim ones on; lets the body go at the app's 100, at its answer, or when it
-/// took too long.
+/// Waits for the final answer, and forwards interim ones. Releases the body at the upstream's 100, at its answer, or after a
+/// timeout.
 pub(super) async fn wait(
     way: StreamContext<'_>,
     mut answer: StreamResponse,
@@ -190,7 +190,7 @@ pub(super) fn via(fields: &mut HeaderMap, version: Version) {
     fields.append(VIA, HeaderValue::from_static(value));
 }
 
-/// The app's answer, or the edge's refusal as an error.
+/// Returns the upstream's answer, or the edge's refusal as an error.
 pub(super) fn respond(
     way: StreamContext<'_>,
     answer: Response<StreamReceiver>,

@@ -1,8 +1,9 @@
-//! Forwarding headers: request fields that tell an application which client asks, by which scheme and for which host.
+//! Forwarding headers: request fields that tell an upstream the client's address, the scheme and the host.
 //!
-//! `Forwarded` (RFC 7239), `X-Forwarded-For`, `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Real-IP`. What a client sends
-//! in them is removed, in any spelling that an application may read as the same name. What a proxy in `trusted_proxies`
-//! sends is kept: lists get this hop appended, single values stay as they are. Trailers lose all of these fields.
+//! `Forwarded` (RFC 7239), `X-Forwarded-For`, `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Real-IP`. The values that a client
+//! sends in them are removed, in any spelling that an upstream may read as the same name. The values that a proxy in
+//! `trusted_proxies` sends are forwarded: lists get this hop appended, single values stay as they are. Trailers lose all of these
+//! fields.
 
 use crate::{
     config::{self, ForwardingHeader},
@@ -125,9 +126,9 @@ impl ForwardingHeaders {
             .any(|net| net.contains(&address))
     }
 
-    /// Returns the client that a trusted proxy names: the last address of `X-Forwarded-For` that is no trusted proxy
-    /// itself, or else what came in `X-Real-IP`. The list counts first: load balancers that write the list pass a
-    /// client's `X-Real-IP` unchanged.
+    /// Returns the client that a trusted proxy names: the last address of `X-Forwarded-For` that is no trusted proxy itself, or
+    /// else the value of `X-Real-IP`. The list counts first: load balancers that write the list pass a client's `X-Real-IP`
+    /// unchanged.
     fn client(&self, fields: &HeaderMap) -> Option<HeaderValue> {
         let lists = fields.get_all(X_FORWARDED_FOR).iter().rev();
         let items = lists.flat_map(|list| list.to_str().unwrap_or_default().rsplit(','));
@@ -175,7 +176,7 @@ impl Hop<'_> {
     }
 }
 
-/// Removes from trailers what belongs in a head.
+/// Removes these fields from trailers: they belong in a head.
 pub(super) fn strip_trailers(trailers: &mut HeaderMap) {
     remove(trailers, false);
 }

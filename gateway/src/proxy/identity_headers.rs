@@ -1,10 +1,10 @@
-//! Who calls, as the app is told it: fields that this gateway alone sets.
+//! Identity headers: fields that tell the upstream who the client is, and that only this gateway sets.
 //!
-//! Fields of these names that a caller sends are removed, and so are those of the whole family (`X-Remote-Extra-…`), from
-//! heads and trailers, in any spelling that an app may take for the same name (`X_Remote_User` reaches CGI as
-//! `X-Remote-User` does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value is
-//! what a field can hold of a name: all else is percent-encoded, and so are `%` and the comma, by which apps join and
-//! split like-named fields.
+//! Fields of these names that a client sends are removed, and so are those of the whole family (`X-Remote-Extra-…`), from heads
+//! and trailers, in any spelling that an upstream may take for the same name (`X_Remote_User` reaches CGI as `X-Remote-User`
+//! does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value contains the characters of a name
+//! that a field can contain. All others are percent-encoded, and so are `%` and the comma, by which upstreams join and split
+//! like-named fields.
 
 use crate::{
     config::{
@@ -17,10 +17,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use std::sync::Arc;
 
-/// What no value has as it is, besides all that is not ASCII.
+/// Characters that are percent-encoded in values, besides all that are not ASCII.
 const ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b',');
 
-/// The fields by which a front tells apps who calls. A cheap clone.
+/// Fields by which a listener tells upstreams who the client is. A cheap clone.
 #[derive(Clone, Debug, Default)]
 pub struct IdentityHeaderFields(Option<Arc<HeaderNames>>);
 
@@ -50,7 +50,7 @@ impl IdentityHeaderFields {
         Ok(Self(any.then(|| Arc::new(names))))
     }
 
-    /// Takes away what a caller says in these fields.
+    /// Removes these fields from a client's request.
     pub fn strip(&self, fields: &mut HeaderMap) {
         let Some(names) = &self.0 else { return };
         let ours = |name: &HeaderName| {
@@ -67,7 +67,7 @@ impl IdentityHeaderFields {
         }
     }
 
-    /// Says who calls, and takes away what the caller says. Nobody in particular has no name.
+    /// Sets the client's identity, and removes these fields of the client's request. An anonymous client has no name.
     pub fn put(&self, fields: &mut HeaderMap, caller: &ClientIdentity) {
         self.strip(fields);
         let Some(names) = &self.0 else { return };

@@ -1,8 +1,8 @@
-//! How many connections and streams may be open: connections in all, streams in all, for a caller, for a node; and none
-//! where too much is unread.
+//! Limits on open connections and streams: connections in total, streams in total, for a client, for a node. No stream is
+//! admitted while too many bytes are buffered.
 //!
-//! Only atomics on the way: a caller's count is looked up once a connection and travels with the caller, a
-//! node's comes with the picked tunnel. A permit gives back what it took when it is dropped, wherever.
+//! The request path uses only atomics: the count of a client is looked up once a connection and travels with the client, the
+//! count of a node comes with the selected tunnel. A permit returns what it took when it is dropped, wherever.
 
 use crate::{
     config,
@@ -25,7 +25,7 @@ use std::{
 /// Bodies of requests that are discarded at once: anybody may have one, and has no stream counted for it.
 const DISCARDED_BODIES: usize = 1024;
 
-/// Open streams of one caller or node.
+/// Open streams of one client or node.
 pub type Counter = Arc<AtomicUsize>;
 
 /// The bounds and what is open.
@@ -75,7 +75,7 @@ impl Limits {
         }
     }
 
-    /// The count of a caller, shared by all its connections.
+    /// Returns the count of a client, shared by all its connections.
     pub fn caller(&self, name: &Arc<str>) -> Counter {
         let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = callers.get(name).and_then(Weak::upgrade) {
@@ -90,12 +90,12 @@ impl Limits {
         count
     }
 
-    /// What waits unread, for tunnels and uploads to add to.
+    /// Returns the memory budget of buffered bytes, to which tunnels and uploads add theirs.
     pub fn pressure(&self) -> &Arc<MemoryBudget> {
         &self.pressure
     }
 
-    /// Callers' connections that are open.
+    /// Returns the number of open client connections.
     pub fn connections(&self) -> usize {
         self.connections.open_connections()
     }

@@ -1,8 +1,8 @@
-//! Step 1: fronts accept callers and know their connections.
+//! Step 1: listeners accept clients and describe their connections.
 //!
-//! Each core accepts from its own clone of a front's socket. Whatever names the node before HTTP is spoken (the
-//! ClientHello, the original destination, a fixed node) also names the core, and the socket moves there
-//! once, before it is served. Handshakes run in tasks of their own, each within a bound.
+//! Each worker accepts from its own clone of a listener's socket. If the ClientHello, the original destination or a fixed node
+//! names the node before HTTP is spoken, it also selects the worker. The socket moves there once, before it is served. Handshakes
+//! run in tasks of their own, each within a bound.
 
 mod accept;
 pub mod conn_io;
@@ -53,8 +53,8 @@ use std::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long streams may still begin on a connection whose front has become another: its caller hears of that within a
-/// second and a round trip, unless it does not listen.
+/// Time in which streams may still begin on a connection whose listener has been replaced: its client learns of that within a
+/// second and a round trip, unless it reads nothing.
 const LAST_ORDERS: Duration = Duration::from_secs(3);
 
 /// A cloud-facing listener, as configured.
@@ -62,7 +62,7 @@ const LAST_ORDERS: Duration = Duration::from_secs(3);
 pub struct Listener {
     /// Its name in configuration and log.
     pub name: String,
-    /// What it speaks.
+    /// The protocol that it speaks.
     pub kind: ListenerProtocol,
     /// The node that it stands for, if it stands for one.
     pub node: Option<NodeName>,
@@ -72,7 +72,7 @@ pub struct Listener {
     pub listens: Option<u16>,
     /// TLS, if it speaks it.
     pub tls: Option<ArcSwap<ListenerTls>>,
-    /// Who is let in.
+    /// Authentication of its clients.
     pub authentication: Authenticator,
     /// The node ports that are kubelets', at which the cluster's API decides too.
     pub kubelets: Vec<u16>,
@@ -80,41 +80,41 @@ pub struct Listener {
     pub revoked: BTreeSet<Serial>,
     /// Whether streams end when the certificate or JWT of their client expires.
     pub disconnect_expired: bool,
-    /// Whether the caller's Authorization goes to the app.
+    /// Whether the client's Authorization goes to the upstream.
     pub forward_authorization: bool,
-    /// The fields that tell the app who calls.
+    /// The fields that tell the upstream who the client is.
     pub told: IdentityHeaderFields,
-    /// The fields that tell the application the client's address, the scheme and the host.
+    /// The fields that tell the upstream the client's address, the scheme and the host.
     pub forwarding: ForwardingHeaders,
-    /// How failures look.
+    /// Form of its error responses.
     pub errors: ErrorFormat,
     /// Whether DNAT's original destination is asked for.
     pub original_destination: bool,
-    /// Networks in which a CONNECT to what is at no edge is dialled from here.
+    /// Networks in which the gateway dials the target of a CONNECT itself, if the target is at no edge.
     pub direct: Vec<IpNet>,
-    /// Networks from which a PROXY v2 header says who calls.
+    /// Networks whose connections begin with a PROXY v2 header that names the client.
     pub proxy_protocol: Vec<IpNet>,
-    /// What is counted of it.
+    /// Its metrics.
     pub metrics: Arc<ListenerMetrics>,
     /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
     pub(crate) tls_refusals: LogThrottle,
     /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
     /// ports or memory.
     pub(crate) exhaustions: LogThrottle,
-    /// From when on nothing begins here any more, once this is known.
+    /// Time from which nothing begins here any more, once it is known.
     pub(crate) retired: OnceLock<Instant>,
-    /// The front that has taken this one's place, if one has.
+    /// The listener that has replaced this one, if one has.
     pub(crate) successor: OnceLock<Arc<Listener>>,
 }
 
-/// What a front shows, and whom it trusts.
+/// Certificate and trust roots of a listener.
 #[derive(Debug)]
 pub struct ListenerTls {
-    /// What it shows.
+    /// TLS configuration with the certificate.
     pub config: Arc<ServerConfig>,
-    /// Whom it trusts.
+    /// Trust roots for client certificates.
     pub trust: TrustStore,
-    /// What makes the leaf for an address, where leaves are made here.
+    /// Resolver that makes the leaf for an address, if leaves are made here.
     pub leaves: Option<Arc<SniCertResolver>>,
 }
 
@@ -125,8 +125,8 @@ impl ListenerTls {
         leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
     }
 
-    /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
-    /// that the caller says does.
+    /// Returns the TLS configuration for a client that dialled `original`. The leaf contains this address if the address names a
+    /// node and nothing else that the client sends names one.
     fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
         let (Some(leaves), Some(original)) = (&self.leaves, original) else {
             return self.config.clone();
@@ -162,7 +162,7 @@ impl Listener {
         }
     }
 
-    /// Returns the front that is in this one's place now.
+    /// Returns the listener that has replaced this one, or this one if none has.
     pub(crate) fn latest(self: &Arc<Self>) -> Arc<Self> {
         let mut front = self;
         while let Some(successor) = front.successor.get() {
@@ -171,14 +171,14 @@ impl Listener {
         front.clone()
     }
 
-    /// Whether what comes from here begins with a PROXY v2 header.
+    /// Whether connections of this peer begin with a PROXY v2 header.
     fn is_proxied(&self, peer: RemoteAddr) -> bool {
         let among = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
         peer.ip().is_some_and(among)
     }
 
-    /// Others take this front's place. What begins here at once is finished; nothing begins at all where that
-    /// must not `linger`.
+    /// Retires this listener, which others replace. Streams that begin at once are finished. No stream begins at all without
+    /// `linger`.
     fn retire(&self, linger: bool) {
         let rest = if linger { LAST_ORDERS } else { Duration::ZERO };
         self.retired.get_or_init(|| Instant::now() + rest);
@@ -200,7 +200,7 @@ impl Listener {
         }
     }
 
-    /// What a stream's connection, this front and the head's `authority` say about where it goes.
+    /// Returns the input of the route: from a stream's connection, this listener and the head's `authority`.
     pub fn asked<'a>(
         &'a self,
         connection: &'a ClientConnection,
@@ -216,7 +216,7 @@ impl Listener {
     }
 }
 
-/// One connection of a caller, for as long as anything of it is served: upgraded sessions too.
+/// One connection of a client, for as long as any part of it is served: upgraded sessions too.
 #[derive(Debug)]
 pub struct ClientConnection {
     /// The other end of the socket.
@@ -227,13 +227,13 @@ pub struct ClientConnection {
     pub original: Option<SocketAddr>,
     /// Whether TLS is spoken.
     pub tls: bool,
-    /// The caller, where the connection says it (certificate, unix socket), or why its certificate does not count.
+    /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
     pub caller: Result<Option<ClientIdentity>, PeerRejected>,
     /// The socket's condition.
     pub condition: Arc<ConnState>,
     /// Its requests that are open, where HTTP/2 is spoken.
     pub idle: Arc<IdleTimer>,
-    /// What each of its streams may hold unread, where HTTP/2 is spoken.
+    /// Maximum bytes that each of its streams may buffer unread, if HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: TokenCache,
     /// Interim answers to its requests.
@@ -241,13 +241,13 @@ pub struct ClientConnection {
     /// Values of the forwarding headers of the last request.
     pub(crate) forwarded: LastValues,
     nobody: OnceLock<ClientIdentity>,
-    /// The place of the connection, which each of its streams keeps.
+    /// The place of the connection, which each of its streams holds.
     pub(crate) room: Slot,
     _open: ConnectionGuard,
 }
 
 impl ClientConnection {
-    /// The unidentified caller of a front that serves nobody in particular.
+    /// Returns the anonymous client of this connection.
     pub fn nobody(&self, shared: &ProxyState) -> ClientIdentity {
         let make = || {
             let name = self
@@ -260,7 +260,7 @@ impl ClientConnection {
     }
 }
 
-/// A caller's socket that was just accepted.
+/// A client's socket that was just accepted.
 #[derive(Debug)]
 pub(crate) struct AcceptedSocket {
     pub(crate) peer: RemoteAddr,
@@ -298,7 +298,7 @@ impl AcceptedSocket {
     }
 }
 
-/// Serves one connection by the front's kind.
+/// Serves one connection by the listener's kind.
 pub(crate) async fn serve(
     proxy: &Proxy,
     io: conn_io::ClientIo,

@@ -1,9 +1,9 @@
-//! The node of a pod, where nothing else of a kube-apiserver's request names a node.
+//! Node of a pod, if nothing else in a kube-apiserver's request names a node.
 //!
-//! Without `--kubelet-certificate-authority` its upgrades carry no SNI, and its own Host: the path alone says what is
-//! meant, `/exec/NAMESPACE/POD/CONTAINER` and its like (kubelet's API). Which node a pod is on knows somebody else, who is
-//! asked and awaited within a bound: one of the two waits that the way of a request permits. Only callers that are known
-//! are answered so, and only at fronts for kube-apiservers.
+//! Without `--kubelet-certificate-authority` its upgrades carry no SNI, and its own Host. Then only the path names the target,
+//! `/exec/NAMESPACE/POD/CONTAINER` and its like (kubelet's API). The node of the pod is asked of another service, and awaited
+//! within a bound: one of the two waits that the request path permits. Only identified clients get such an answer, and only at
+//! listeners for kube-apiservers.
 
 use super::{
     Proxy,
@@ -21,9 +21,9 @@ use futures_util::future::BoxFuture;
 use http::Request;
 use std::{borrow::Cow, fmt::Debug};
 
-/// Who knows on which node a pod is.
+/// Lookup of the node of a pod.
 pub trait PodLookup: Debug + Send + Sync + 'static {
-    /// The node of the pod with this namespace and name, or why it is not known.
+    /// Returns the node of the pod with this namespace and name, or the reason why it is not known.
     fn node(
         &self,
         namespace: &str,
@@ -31,10 +31,10 @@ pub trait PodLookup: Debug + Send + Sync + 'static {
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>>;
 }
 
-/// What was `routed`, or the route by the pod that the path means.
+/// Returns the result in `routed`, or the route by the pod that the path names.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason why there is no route.
 pub(super) async fn or_route<B>(
     proxy: &Proxy,
     (caller, kind): (&ClientIdentity, &StreamKind),

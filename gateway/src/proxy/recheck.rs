@@ -1,9 +1,9 @@
-//! Streams that are open, and the check whether their clients may still have them.
+//! Open streams, and the check whether their clients may still have them.
 //!
-//! A stream begins with two decisions: who calls (`caller`), and whether they may (`authorize`). Both are made again for
-//! each open stream within a second or so of a change of listeners, policy, trusted roots, tokens, revocations or the labels
-//! and pool of its node, and for a stream whose certificate or JWT no longer counts. A stream that would be refused now ends, with the refusal as its
-//! reason. One that nobody can decide about goes on: an outage of the cluster's API ends no session.
+//! A stream begins with two decisions: the identity of the client (`authn`), and its authorization (`authz`). Both are made again
+//! for each open stream within a second or so of a change of listeners, policy, trusted roots, tokens, revocations or the labels
+//! and pool of its node, and for a stream whose certificate or JWT no longer counts. A stream that would be refused now ends,
+//! with the refusal as its reason. A stream without a decision goes on: an outage of the cluster's API ends no session.
 
 use super::{
     Proxy, ProxyState,
@@ -36,7 +36,8 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Time in which a client may take what came before its stream ended. The stream of one that takes nothing ends without.
+/// Time in which a client may take the bytes that came before its stream ended. The stream of a client that takes nothing ends
+/// without them.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their core have a turn.
@@ -133,7 +134,7 @@ impl GrantedAccess {
         }
     }
 
-    /// The session of a TCP front.
+    /// Returns the access of a session of a TCP listener.
     pub(super) fn session() -> Self {
         Self {
             act: Action::Connect,

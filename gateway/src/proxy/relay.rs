@@ -1,7 +1,7 @@
-//! Step 6c: bytes both ways, for CONNECT, for upgraded requests and for TCP fronts.
+//! Step 6c: bytes both ways, for CONNECT, for upgraded requests and for TCP listeners.
 //!
-//! The edge dials before it answers, so a refused port is a refusal here and never a success that breaks. A
-//! CONNECT is answered within a bound whatever happens: kube-apiserver sets none of its own.
+//! The edge dials before it answers, so a refused port is a refusal here and never a success that breaks. A CONNECT is answered
+//! within a bound in every case: kube-apiserver sets none of its own.
 
 use crate::{
     config::ErrorFormat,
@@ -51,7 +51,7 @@ pub async fn connect(
     Ok(Response::new(ResponseBody::empty()))
 }
 
-/// Opens a TCP stream to the way's target, within a bound.
+/// Opens a TCP stream to the target of the route, within a bound.
 pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, StreamReceiver), Error> {
     let bound = way.proxy.shared.timeouts.open;
     let answered = async {
@@ -90,8 +90,7 @@ pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, Stream
     }
 }
 
-/// Relays between what becomes of the caller's connection, or of its stream with such a window, and a stream, in a
-/// task of its own.
+/// Relays between a stream and the client's connection, or the client's HTTP/2 stream with this window, in a task of its own.
 pub(super) fn spawn(
     way: StreamContext<'_>,
     (switched, window): (OnUpgrade, Option<u32>),
@@ -125,7 +124,7 @@ pub(super) fn spawn(
     });
 }
 
-/// Runs the session of a TCP front: the way of a request, for a connection that is one.
+/// Runs the session of a TCP listener: the request path, for a connection that is one session.
 ///
 /// # Errors
 /// If the session could not begin; the connection then ends with a reset.
@@ -194,18 +193,18 @@ fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     }
 }
 
-/// A caller's connection after HTTP gave it up.
+/// A client's connection after HTTP has released it.
 pub(super) struct UpgradedClient {
     io: TokioIo<Upgraded>,
     connection: Arc<ClientConnection>,
-    /// What waits behind the last bytes read, where HTTP/2 is spoken.
+    /// Maximum bytes buffered behind the last bytes read, if HTTP/2 is spoken.
     window: Option<u32>,
     waiting: BufferedBody,
     _busy: ActiveRequest,
 }
 
 impl UpgradedClient {
-    /// Keeps the caller's connection busy for as long as it lives.
+    /// Returns a session that keeps the client's connection busy for as long as it lives.
     pub(super) fn new(
         upgraded: Upgraded,
         connection: Arc<ClientConnection>,

@@ -1,8 +1,8 @@
-//! What a request is, before anything is decided about it.
+//! Properties of a request, before anything is decided about it.
 //!
-//! Pure: the checks that the parser leaves to us (how many Hosts, whether Host fits the target, control
-//! characters), what kind of stream the request asks for, and which authority it names. What is ambiguous is
-//! refused here, so that policy and app can never see two different requests.
+//! Pure: the checks that the parser leaves to us (how many Hosts, whether Host fits the target, control characters), the kind of
+//! stream that the request asks for, and the authority that it names. An ambiguous request is refused here, so that policy and
+//! upstream can never see two different requests.
 
 use crate::{
     config,
@@ -19,7 +19,7 @@ use http::{
 };
 use http_body::Body;
 
-/// What a request asks for.
+/// Kind of stream that a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamKind {
     /// A plain request.
@@ -41,7 +41,7 @@ pub struct Bounds {
     pub headers: usize,
 }
 
-/// Refuses what is too large or means two things.
+/// Refuses a request that is too large or ambiguous.
 ///
 /// # Errors
 /// [`Reason::UriTooLong`], [`Reason::HeaderTooLarge`] or [`Reason::Malformed`]; [`Reason::LimitReached`] if long targets have
@@ -89,7 +89,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
     path(request)
 }
 
-/// Refuses a target that is too long, or was not kept for another reason (see `front::Beyond`).
+/// Refuses a target that is too long, or was not stored for another reason (see `listener::LongTarget`).
 fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
     let extensions = request.extensions();
     let refused = extensions.get::<Reason>().copied();
@@ -160,11 +160,10 @@ fn path<B>(request: &Request<B>) -> Result<(), Error> {
     Err(Reason::Malformed.error(detail))
 }
 
-/// What the request asks for, on a front of this kind.
+/// Returns the kind of stream that the request asks for, on a listener of this kind.
 ///
 /// # Errors
-/// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a front of this kind does not
-/// serve it.
+/// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a listener of this kind does not serve it.
 pub fn kind<B: Body>(
     request: &Request<B>,
     front: config::ListenerProtocol,
@@ -190,8 +189,8 @@ pub fn kind<B: Body>(
     }
 }
 
-/// The protocol to switch to. A server may ignore the wish (RFC 9110 §7.8), and we do for HTTP itself, in TLS (RFC 2817)
-/// or not: what runs inside would be requests that no policy has seen.
+/// Returns the protocol to switch to. A server may ignore an upgrade (RFC 9110 §7.8), and we do for HTTP itself, in TLS (RFC
+/// 2817) or not: requests inside the upgrade would bypass the policy.
 fn upgrade<B>(request: &Request<B>) -> Option<&str> {
     let token = headers::upgrade_token(request.headers())?;
     let ours = request.version() == Version::HTTP_11;
@@ -243,7 +242,7 @@ fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
     }
 }
 
-/// Makes a caller's fields fit for a tunnel: nothing of its connection, nothing that only we may say.
+/// Makes a client's fields fit for a tunnel: removes the fields of its connection, and those that only the gateway may set.
 pub fn clean(fields: &mut HeaderMap) {
     headers::strip_hop_by_hop(fields);
     headers::strip_private(fields);

@@ -1,11 +1,10 @@
-//! Body of a client's request, which is read to its end even where nobody wants it.
+//! Body of a client's request, which is read to its end even if no task needs it.
 //!
-//! A client that is in the middle of a body may look for the answer behind its end only, and a connection that is closed
-//! over bytes which nobody has read is reset: the answer is lost with it (RFC 9112, section 9.6). HTTP/2 resets the stream
-//! in the same place, and some clients drop the answer that came before (RFC 9113, section 8.1). So a body that is dropped
-//! before its end is discarded for a while instead. HTTP/1.1 then keeps its connection where the end has come.
-//! So many bodies are discarded at once in the whole gateway, of one source three quarters of them: for one more the oldest
-//! is broken off.
+//! A client that is in the middle of a body may look for the answer only after the end of the body. A connection that is closed
+//! over unread bytes is reset, and the answer is lost with it (RFC 9112, section 9.6). HTTP/2 resets the stream in the same
+//! place, and some clients drop the answer that came before (RFC 9113, section 8.1). So a body that is dropped before its end is
+//! discarded for a while instead. If its end comes, an HTTP/1.1 connection stays open. The number of discarded bodies is limited
+//! for the whole gateway; one source gets three quarters of it. One more aborts the oldest.
 
 use super::{Proxy, ProxyState, listener::conn_io::ConnState};
 use bytes::Bytes;
@@ -45,7 +44,7 @@ struct Discarding {
 }
 
 impl RequestBody {
-    /// The body of a request, whose client waits for a 100 before it sends any where that `is_awaited`.
+    /// Returns the body of a request. If `is_awaited`, the client waits for a 100 before it sends any body.
     pub fn new(
         inner: Incoming,
         is_awaited: bool,

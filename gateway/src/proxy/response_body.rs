@@ -1,8 +1,8 @@
-//! The body of an answer on its way to the caller.
+//! Body of an answer on its way to the client.
 //!
-//! A stream that breaks must not look like an end. On HTTP/2 the error's code goes on. On HTTP/1.1 what was
-//! received is flushed first, then the body fails and the socket is dropped with a reset: without the
-//! flush the last bytes would be lost, without the reset a close-delimited answer would seem whole (trap 3).
+//! A stream that breaks must not look like an end. On HTTP/2 the error's code is forwarded. On HTTP/1.1 the received bytes are
+//! flushed first, then the body fails and the socket is dropped with a reset: without the flush the last bytes would be lost,
+//! without the reset a close-delimited answer would seem complete (trap 3).
 
 use crate::{
     error::Error,
@@ -28,16 +28,16 @@ use std::{
 use tokio::time::Sleep;
 use tokio_util::sync::DropGuard;
 
-/// How long a caller that does not read may hold up the end of a broken answer.
+/// Time for which a client that does not read may delay the end of a broken answer.
 const FLUSH: Duration = Duration::from_secs(5);
 
 /// An answer's body.
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Inner,
-    /// Where the caller speaks HTTP/1.1: its socket, whose next head is waited for after this body.
+    /// The socket of a client that speaks HTTP/1.1, whose next head is awaited after this body.
     socket: Option<Arc<ConnState>>,
-    /// Where the caller speaks HTTP/2: its connection is not idle meanwhile.
+    /// Guard of a client that speaks HTTP/2: its connection is not idle meanwhile.
     busy: Option<ActiveRequest>,
 }
 
@@ -46,16 +46,16 @@ enum Inner {
     Empty,
     /// A text of our own.
     Text(Option<Bytes>),
-    /// What a tunnel brings.
+    /// A body from a tunnel.
     Stream(Box<TunnelBody>),
 }
 
-/// Who brings a body.
+/// Source of a body.
 #[derive(Debug)]
 enum BodySource {
     /// A stream of a tunnel.
     Tunnel(StreamReceiver),
-    /// An app that is asked through one.
+    /// An upstream to which the gateway speaks through a tunnel.
     App(Box<UpstreamResponseBody>),
 }
 
@@ -66,7 +66,7 @@ struct TunnelBody {
     node: NodeName,
     record: Arc<AccessRecord>,
     broken: Option<(StreamError, Pin<Box<Sleep>>)>,
-    /// Where the caller speaks HTTP/2: its connection had a turn to take what came before the break.
+    /// Whether the connection of a client that speaks HTTP/2 had a turn to take the bytes before the break.
     yielded: bool,
     /// Bytes that the answer's Content-Length leaves, where it has one.
     left: Option<u64>,
@@ -91,7 +91,7 @@ impl ResponseBody {
         Self::streamed(BodySource::Tunnel(receive), node, record)
     }
 
-    /// A body from an app that is asked through a tunnel.
+    /// Returns a body from an upstream to which the gateway speaks through a tunnel.
     pub(super) fn app(
         body: UpstreamResponseBody,
         node: &NodeName,
@@ -127,7 +127,7 @@ impl ResponseBody {
         }
     }
 
-    /// Notes the Content-Length, behind whose bytes nobody may ask for the body's end.
+    /// Notes the Content-Length: after that many bytes the body's end may never be polled.
     #[must_use]
     pub(super) fn sized(mut self, fields: &HeaderMap) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
@@ -138,8 +138,7 @@ impl ResponseBody {
         self
     }
 
-    /// Ties the request's body to this one: it may go on behind an answer that is whole, not behind one that
-    /// nobody takes.
+    /// Ties the request's body to this one: it may go on after a complete answer, but not after an abandoned one.
     #[must_use]
     pub fn with_upload(mut self, upload: Option<DropGuard>) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
@@ -148,7 +147,7 @@ impl ResponseBody {
         self
     }
 
-    /// Ties the request's half of the stream to this one: where the edge gives the stream up, a caller that reads nothing loses it.
+    /// Ties the request's half of the stream to this one: if the edge gives the stream up, a client that reads nothing loses it.
     #[must_use]
     pub fn with_request(self, send: Option<StreamSender>) -> Self {
         if let (Some(eviction), Some(send)) = (self.eviction(), send) {
@@ -157,7 +156,7 @@ impl ResponseBody {
         self
     }
 
-    /// Keeps the connection of a caller that speaks HTTP/2.
+    /// Keeps the connection of a client that speaks HTTP/2 busy.
     #[must_use]
     pub fn keeping(mut self, busy: ActiveRequest) -> Self {
         self.busy = Some(busy);
@@ -172,7 +171,7 @@ impl ResponseBody {
         }
     }
 
-    /// Ties the body to the socket of a caller that speaks HTTP/1.1.
+    /// Ties the body to the socket of a client that speaks HTTP/1.1.
     #[must_use]
     pub fn over(mut self, socket: Option<Arc<ConnState>>) -> Self {
         self.socket = socket;

@@ -1,13 +1,13 @@
-//! Which node and target a stream is for.
+//! Routing: the node and target of a stream.
 //!
-//! 1. The node is the SNI's if that names a node, else the original destination's (DNAT), else the front's fixed
-//!    one, else the authority's (by name, then by confirmed address, then by pod network).
-//! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched; one that
-//!    names *another* node than the rest is refused: ambiguous is never guessed.
-//! 3. While the nodes of a cluster are not known (`Nodes::pending`), nothing but the name of a recorded node names a node;
-//!    all else is refused as undecided, and never taken for an address outside of the edges.
-//! 4. The port is the authority's if that names this node, else the original destination's, else the front's
-//!    own, which is never the number that it listens on.
+//! 1. The node is the SNI's if that names a node, else the original destination's (DNAT), else the listener's fixed one, else the
+//!    authority's (by name, then by confirmed address, then by pod network).
+//! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched. An authority that names
+//!    *another* node than the rest is refused: an ambiguous route is never guessed.
+//! 3. While the nodes of a cluster are not known (`Nodes::pending`), nothing but the name of a recorded node names a node; all
+//!    else is refused as undecided, and never taken for an address outside of the edges.
+//! 4. The port is the authority's if that names this node, else the original destination's, else the listener's own, which is
+//!    never the number that it listens on.
 
 use crate::{
     error::{Error, Reason},
@@ -17,36 +17,36 @@ use causeway_certs::NodeName;
 use causeway_tunnel::{Target, target};
 use std::net::{IpAddr, SocketAddr};
 
-/// What a stream's connection, front and head say about where it goes.
+/// Input of routing, from a stream's connection, listener and head.
 #[derive(Clone, Debug, Default)]
 pub struct RouteInput<'a> {
     /// The server name of the ClientHello.
     pub sni: Option<&'a str>,
     /// The destination before DNAT.
     pub original: Option<SocketAddr>,
-    /// The front's fixed node.
+    /// The listener's fixed node.
     pub fixed: Option<&'a NodeName>,
-    /// The node port that the front stands for.
+    /// The node port that the listener stands for.
     pub port: Option<u16>,
     /// The Host, `:authority` or CONNECT authority.
     pub authority: Option<&'a str>,
 }
 
-/// Where a stream goes.
+/// Node and target of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
     /// The node.
     pub node: NodeName,
-    /// What its edge dials: the node itself under its name, or a pod's address.
+    /// Target that its edge dials: the node itself under its name, or a pod's address.
     pub target: Target,
 }
 
-/// The node that the connection or the front names before anything is read of HTTP.
+/// Returns the node that the connection or the listener names before HTTP is parsed.
 pub fn node(asked: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
     bound(asked, nodes).ok().flatten().map(|(node, _)| node)
 }
 
-/// What an authority means.
+/// Meaning of an authority.
 #[derive(Debug)]
 struct AuthorityMatch {
     node: Option<NodeName>,
@@ -104,7 +104,7 @@ pub fn of(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
     })
 }
 
-/// The node that the connection or the front is bound to, and what binds it.
+/// Returns the node that the connection or the listener is bound to, and the source of that binding.
 fn bound(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static str)>, Error> {
     if let Some(node) = asked.sni.and_then(|name| nodes.by_name(name)) {
         return Ok(Some((node, "the SNI")));
@@ -161,8 +161,8 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
     })
 }
 
-/// Fails while the nodes of the cluster are not known: an address that belongs to nobody yet may be an edge's, and one
-/// that a record has may be another node's.
+/// Fails while the nodes of the cluster are not known: an address that no node has yet may be an edge's, and one that a record
+/// has may be another node's.
 fn pending(nodes: &Nodes) -> Result<(), Error> {
     match nodes.pending() {
         Some(reason) => Err(Reason::Undecided.error(reason.to_string())),

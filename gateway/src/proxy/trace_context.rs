@@ -1,8 +1,8 @@
 //! Trace identifiers of streams (W3C Trace Context, level 1).
 //!
-//! The gateway exports no spans, so `traceparent` and `tracestate` of a client pass unchanged and none is added: a parent
-//! that nobody exports would cost the application's trace its root, and its sampled flag would overrule samplers.
-//! The identifier here is for the access record and the problem body alone.
+//! The gateway exports no spans, so `traceparent` and `tracestate` of a client pass unchanged and none is added: a parent that is
+//! never exported would cost the application's trace its root, and its sampled flag would overrule samplers. The identifier here
+//! is for the access record and the problem body alone.
 
 use data_encoding::HEXLOWER;
 use http::{HeaderMap, HeaderName, HeaderValue};

@@ -1,8 +1,8 @@
 //! Step 6b: 101 and extended CONNECT (RFC 8441).
 //!
-//! The upgrade travels with the caller's own method and token; the edge performs it with the app. Where the app
-//! switched, the caller gets its 101 and then bytes both ways, untouched. Any other answer comes back whole. A request's
-//! body goes first on the stream, and its length in a private field; one without a length is short, and collected before.
+//! The upgrade travels with the client's own method and token; the edge performs it with the upstream. If the upstream switched,
+//! the client gets its 101 and then bytes both ways, untouched. Any other answer comes back whole. A request's body goes first on
+//! the stream, and its length in a private field; one without a length is short, and collected before.
 
 use crate::{
     error::{Error, Reason},
@@ -34,7 +34,7 @@ const MOST_COLLECTED: usize = 64 << 10;
 /// Forwards an upgrade to the protocol that `token` names.
 ///
 /// # Errors
-/// If the stream cannot be opened, or the app does not answer in time.
+/// If the stream cannot be opened, or the upstream does not answer in time.
 pub async fn run(
     way: StreamContext<'_>,
     mut request: Request<RequestBody>,
@@ -178,8 +178,8 @@ fn broken(way: StreamContext<'_>, fault: UploadError) -> Error {
         .unwrap_or_else(|| Reason::Malformed.with_source("the request's body broke off", fault))
 }
 
-/// The app did not switch: its answer passes whole. What it may still send comes over the same stream, so
-/// this end of it ends in order and not with a reset.
+/// Returns the answer of an upstream that did not switch, which passes whole. The rest of the answer comes over the same stream,
+/// so this end of it ends in order and not with a reset.
 fn refused(
     way: StreamContext<'_>,
     mut send: StreamSender,

@@ -1,9 +1,8 @@
-//! What callers have sent that waits here for a tunnel: a part of what the process leaves unread.
+//! Request bytes of clients that are buffered here while the tunnel takes none: a part of the process's memory budget.
 //!
-//! The engine keeps up to a window of a body that nobody asks for, and does not say how much. So the most that
-//! it can be counts, from the first look at which nobody asks for more until somebody does. A work that is
-//! polled and does not ask its body waits for something else, which is the tunnel. However the work ends,
-//! the part goes with it.
+//! hyper and h2 buffer up to a window of a body that is not polled, and do not expose how much. So the maximum counts, from the
+//! first sample without a poll until the body is polled again. A future that is polled and does not poll its body waits for
+//! something else, which is the tunnel. However the future ends, its share of the budget ends with it.
 
 use causeway_tunnel::buffered::{BudgetShare, MemoryBudget, SAMPLE_INTERVAL};
 use std::{
@@ -17,34 +16,35 @@ use std::{
 };
 use tokio::time::{Instant, sleep};
 
-/// What one body brings and may hold, told by whoever reads it. Clones are the same.
+/// Buffered bytes of one body, reported by the task that reads it. Clones share the same state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BufferedBody(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// The last chunk, and what may lie behind it.
+    /// Bytes of the last chunk, and of those that may be buffered after it.
     held: AtomicUsize,
     /// Since the last poll began, a chunk was handed out.
     handed: AtomicBool,
-    /// Since the last poll began, somebody asked in vain, and nothing was handed out after it.
+    /// Since the last poll began, the body was polled in vain, and nothing was handed out after it.
     asks: AtomicBool,
 }
 
 impl BufferedBody {
-    /// The body was asked and brings nothing yet.
+    /// Notes that the body was polled and brings nothing yet.
     pub(super) fn none(&self) {
         self.0.asks.store(true, Relaxed);
     }
 
-    /// The body brings a chunk. It and what may lie behind it are so many bytes; after its end that is none.
+    /// Notes that the body brings a chunk. `bytes` is the size of the chunk and of the bytes that may be buffered after it; after
+    /// the body's end it is 0.
     pub(super) fn some(&self, bytes: usize) {
         self.0.held.store(bytes, Relaxed);
         self.0.asks.store(false, Relaxed);
         self.0.handed.store(true, Relaxed);
     }
 
-    /// Whether something waits that whoever is asked last does not ask for.
+    /// Whether bytes wait and the body was not polled for more.
     pub(super) fn waits(&self) -> bool {
         self.0.held.load(Relaxed) > 0 && !self.0.asks.load(Relaxed)
     }
@@ -55,7 +55,7 @@ impl BufferedBody {
     }
 }
 
-/// Does `work`, which reads a body and hands it on; what waits is a part of the pressure meanwhile.
+/// Runs `work`, which reads a body and forwards it. The buffered bytes count towards `pressure` meanwhile.
 pub(super) async fn track_buffered<F: Future>(
     pressure: &Arc<MemoryBudget>,
     waiting: &BufferedBody,

@@ -1,9 +1,9 @@
-//! Step 6e: an app to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
+//! Step 6e: an upstream to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
 //!
-//! Where the port is one of `apps`, the edge passes bytes and sees neither the request nor the key that it is asked with.
-//! In the order of a request: `forward` or `upgrade` asks, on a line that is kept (`kept`) or new (`line`: CONNECT, TLS
-//! by `tls`, which may go by a key that is noted, `pin`; HTTP/1.1), and `body` brings the answer. A CONNECT of the caller's own stays bytes from end to end.
-//! A line is reset, and not used again, unless its last answer came to its end.
+//! If the port is one of `apps`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
+//! a request: `forward` or `upgrade` sends it on an idle connection of the `pool` or a new one (`connect`: CONNECT, and TLS by
+//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `body` brings the answer. A CONNECT of the client's
+//! own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to its end.
 
 mod body;
 mod connect;
@@ -30,7 +30,7 @@ use causeway_certs::LeafCertificate;
 use rustls_pki_types::CertificateDer;
 use std::{collections::BTreeMap, sync::Arc};
 
-/// The apps by node port, and the lines to them that are kept.
+/// Upstreams by node port, and the connection pool to them.
 #[derive(Debug)]
 pub struct UpstreamTlsPorts {
     by_port: ArcSwap<ByPort>,
@@ -38,16 +38,16 @@ pub struct UpstreamTlsPorts {
     pins: Pins,
 }
 
-/// Use of a certificate of an app.
+/// Use of a certificate of an upstream's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CertificateUse {
-    /// The gateway shows it to the app.
+    /// The gateway presents it to the upstream.
     Client,
-    /// It signs what apps show.
+    /// It signs the certificates of upstreams.
     Ca,
 }
 
-/// The apps of a configuration, by node port.
+/// Upstreams of a configuration, by node port.
 pub(crate) type ByPort = BTreeMap<u16, Arc<UpstreamTls>>;
 
 impl UpstreamTlsPorts {
@@ -59,7 +59,7 @@ impl UpstreamTlsPorts {
         }
     }
 
-    /// The keys by which apps are known that are to be believed by their own.
+    /// Returns the pinned keys of upstreams that are trusted by their own key.
     pub(crate) fn pins(&self) -> &Pins {
         &self.pins
     }
@@ -68,7 +68,7 @@ impl UpstreamTlsPorts {
         &self.kept
     }
 
-    /// The app that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
+    /// Returns the upstream that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
     pub(super) fn of(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
         let by_port = self.by_port.load();
         if by_port.is_empty() || route.target.host != route.node.as_str() {
@@ -77,7 +77,7 @@ impl UpstreamTlsPorts {
         by_port.get(&route.target.port).cloned()
     }
 
-    /// The app of a port as it is now, if it is made of this.
+    /// Returns the current upstream of a port, if it is made of this material.
     pub(crate) fn made_of(
         &self,
         port: u16,
@@ -88,12 +88,12 @@ impl UpstreamTlsPorts {
         (app.material() == material).then(|| app.clone())
     }
 
-    /// The client certificate that is shown to the app of this port.
+    /// Returns the client certificate that the gateway presents to the upstream of this port.
     pub(crate) fn leaf(&self, port: u16) -> Option<LeafCertificate> {
         self.by_port.load().get(&port)?.material().leaf.clone()
     }
 
-    /// The client certificates and the CA certificates of all apps, by port.
+    /// Returns the client certificates and the CA certificates of all upstreams, by port.
     pub(crate) fn certificates(&self) -> Vec<(u16, CertificateUse, CertificateDer<'static>)> {
         let of = |(port, app): (&u16, &Arc<UpstreamTls>)| {
             let material = app.material();
@@ -111,7 +111,7 @@ impl UpstreamTlsPorts {
         self.by_port.load().iter().flat_map(of).collect()
     }
 
-    /// Puts others into force. Lines to those that are gone end when they come to rest. Whether anything changed.
+    /// Replaces the upstreams. Connections to those that are gone end when they become idle. Returns whether anything changed.
     pub(crate) fn replace(&self, by_port: ByPort) -> bool {
         let same = |(port, old): (&u16, &Arc<UpstreamTls>), new: &ByPort| {
             new.get(port).is_some_and(|app| Arc::ptr_eq(app, old))

@@ -1,6 +1,6 @@
-//! Builds a gateway: data directory, tables, certificates, sockets, fronts, in this order.
+//! Builds a gateway: data directory, tables, certificates, sockets, listeners, in this order.
 //!
-//! Everything that can fail fails here, before anything is served, and says what it is.
+//! Everything that can fail fails here, before anything is served, and with an error that names it.
 
 pub(super) mod listener;
 mod tunnel_listener;
@@ -59,7 +59,7 @@ use tunnel_listener::admission;
 /// Reason for refusals until the cluster's nodes are known.
 const NODES_PENDING: &str = "the nodes of the cluster are not known yet";
 
-/// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
+/// Contents of a data directory, the CA and the nodes that have joined, and the external CA that replaces that CA.
 struct DataDirState {
     store: Store,
     ca: LiveCa,
@@ -184,7 +184,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     })
 }
 
-/// The cores that there are, or those of the configuration, whose threads then end with the gateway.
+/// Returns the given workers, or starts those of the configuration, whose threads then end with the gateway.
 fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWorkers), BindError> {
     if let Some(cores) = cores {
         return Ok((cores, OwnedWorkers(None)));
@@ -193,7 +193,7 @@ fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWor
     Ok((cores.clone(), OwnedWorkers(Some(cores))))
 }
 
-/// What is redirected, for reloads to say anew, and what keeps to it.
+/// Returns the sender of redirected ports, for reloads, and the task that applies them.
 fn redirected(
     config: &Config,
     base: &DataDirState,
@@ -248,7 +248,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     })
 }
 
-/// Binds the socket for commands. The caller has the claim on the directory, so that a socket there is a dead process's.
+/// Binds the socket for commands. The caller holds the lock of the directory, so an existing socket is a dead process's.
 fn admin_socket(store: &Store) -> Option<BoundSocket> {
     let bound = BoundSocket::unix_instead(&store.admin_socket());
     bound
@@ -315,7 +315,7 @@ fn authorizer(
     }
 }
 
-/// Who decides and who knows, beside the tables.
+/// Sources of decisions beside the tables: the authorizer, the pod lookup and the reviews.
 type Deciders = (
     Arc<dyn Authorize>,
     Option<Arc<dyn PodLookup>>,
@@ -354,7 +354,8 @@ fn shared(
     })
 }
 
-/// What edges are told: this gateway's addresses (without any, where it listens), its siblings', and how many they are.
+/// Returns the endpoints that edges learn: this gateway's addresses (by default its listen address), those of further gateways,
+/// and the number of gateways.
 pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> GatewayEndpoints {
     let mut all = config.advertise.clone();
     if all.is_empty() {
@@ -407,7 +408,7 @@ fn dns(
     Ok((bound.transpose()?, names))
 }
 
-/// What edges are told.
+/// Returns the addresses and ports that are announced to edges.
 fn to_edges(
     config: &Config,
     address: Option<SocketAddr>,

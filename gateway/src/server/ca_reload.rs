@@ -1,9 +1,10 @@
-//! What hangs on the CA in a gateway that runs, and how another CA takes its place.
+//! State that depends on the CA in a running gateway, and the replacement of the CA.
 //!
-//! 1. read what the data directory has; nothing to do where that is what there is;
-//! 2. build all that shows a certificate or believes one: the tunnel port, its leaf, the fronts;
-//! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
-//! 4. tell the edges. Where a root is gone, edges that hang on it are sent away; callers begin nothing new (`proxy.rs`).
+//! 1. Reads the CA of the data directory; does nothing if it has not changed.
+//! 2. Builds everything that presents or trusts a certificate: the tunnel port, its leaf, the listeners.
+//! 3. Installs it, which cannot fail: new handshakes use the new CA, open connections go on.
+//! 4. Informs the edges. If a root is gone, edges whose certificates depend on it are disconnected, and clients whose
+//!    certificates do cannot begin a new request (`proxy.rs`).
 
 use super::{BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};
 use crate::{
@@ -23,10 +24,10 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// An operator's CA is to sign again when so much is left.
+/// Remaining lifetime below which an operator's CA should sign again.
 const SOON: Duration = Duration::from_hours(24 * 30);
 
-/// All that a change of the CA touches.
+/// State that a change of the CA touches.
 #[derive(Debug)]
 pub(super) struct CaReload {
     pub(super) store: Store,
@@ -37,17 +38,17 @@ pub(super) struct CaReload {
     pub(super) registry: Registry,
     pub(super) roll: NodeSync,
     pub(super) ledger: NodeRecordWriter,
-    /// The roots that edges are to believe, as PEM.
+    /// The roots that edges are to trust, as PEM.
     pub(super) roots: watch::Sender<String>,
-    /// One after the other.
+    /// Serializes changes.
     pub(super) changing: Mutex<()>,
 }
 
 impl CaReload {
-    /// Takes up the CA that the data directory has; whether it is another than before. Blocks on the disk.
+    /// Loads the CA of the data directory, and returns whether it has changed. Blocks on the disk.
     ///
     /// # Errors
-    /// If it cannot be read or used; then all is as it was.
+    /// If the CA cannot be read or used; then nothing changes.
     pub(super) fn take_up(&self) -> Result<bool, BindError> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(next) = self.store.ca()? else {
@@ -95,19 +96,19 @@ impl CaReload {
         Ok(true)
     }
 
-    /// Takes up what the disk says of nodes.
+    /// Reloads the nodes of the data directory.
     pub(super) fn look(&self) {
         self.roll.look();
     }
 
-    /// The tunnel port believes others from now on: edges that hang on nobody of these are sent away.
+    /// Installs the tunnel port's new TLS, and disconnects edges that it does not trust.
     pub(super) fn turn(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));
         self.roll.look();
     }
 }
 
-/// Says which of our roots callers who trust an operator's CA believe no more, or not for long.
+/// Logs which of our roots clients that trust an operator's CA do not trust any more, or not for long.
 pub(super) fn warn_of_ends(ca: &Ca) {
     let now = UnixTime::now().as_secs();
     for above in ca.above() {

@@ -1,10 +1,10 @@
-//! Collects the certificates that a running gateway shows or trusts.
+//! Collects the certificates that a running gateway presents or trusts.
 
 use super::reload::Reloadable;
 use crate::{control::certificate_expiry::CertificateInUse, proxy::upstream::CertificateUse};
 use causeway_certs::{Ca, Certificate, Fingerprint, RootStage};
 
-/// Returns all certificates in use, of the tunnel port, the listeners, the apps and the CA; or `None` while a reload reads
+/// Returns all certificates in use, of the tunnel port, the listeners, the upstreams and the CA; or `None` while a reload reads
 /// files.
 pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateInUse>> {
     let mut all = ca_certificates(&parts.authority.ca.get());
@@ -21,7 +21,7 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     Some(all)
 }
 
-/// The roots of the own CA, and what an operator's CA has made of them.
+/// Returns the roots of the own CA, and the certificates that an operator's CA has issued for them.
 fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
     if !ca.is_believed() {
         return Vec::new();
@@ -45,7 +45,7 @@ fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
     roots.chain(above).collect()
 }
 
-/// The beginning of a root, in Unix time.
+/// Returns the start of a root's validity, in Unix time.
 fn issued_at(ca: &Ca, root: Fingerprint) -> u64 {
     let roots = ca.roots();
     let found = roots.iter().find(|(_, each)| Fingerprint::of(each) == root);

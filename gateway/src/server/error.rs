@@ -1,10 +1,10 @@
-//! What keeps a gateway from being bound: each says what to do, by the name of what is missing, malformed or taken.
+//! Errors that keep a gateway from being bound. Each says what to do, and names the missing, malformed or occupied item.
 
 use crate::control::nat::NatError;
 use causeway_certs::{CaError, StoreError, verify::TrustError};
 use std::{io, path::PathBuf};
 
-/// What keeps a gateway from being bound.
+/// Error that keeps a gateway from being bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// The data directory cannot be used.
@@ -19,59 +19,59 @@ pub enum BindError {
     /// A TLS configuration cannot be built.
     #[error("{what}: {cause}")]
     Trust {
-        /// For which listener.
+        /// The listener concerned.
         what: String,
-        /// Why.
+        /// The cause.
         cause: TrustError,
     },
     /// A file that the configuration names cannot be used.
     #[error("{what}: {}: {why}", path.display())]
     File {
-        /// For which listener.
+        /// The listener concerned.
         what: String,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A listener cannot be bound.
     #[error("{what} cannot listen on {listen}: {cause}")]
     Listen {
-        /// Which listener.
+        /// The listener.
         what: String,
         /// Its address.
         listen: String,
-        /// Why; most often the address is in use.
+        /// The cause; most often the address is in use.
         cause: io::Error,
     },
-    /// A socket of a front that stands is in the way.
+    /// The socket of another listener of this gateway occupies the address.
     #[error(
         "front {front:?} cannot listen on {listen}: front {by:?} of this gateway is there; take that away by one reload, and add this by the next"
     )]
     Held {
-        /// Which front.
+        /// The listener to be opened.
         front: String,
         /// Its address.
         listen: String,
-        /// The front whose socket it is.
+        /// The listener that has the socket.
         by: String,
     },
-    /// A name of the configuration is none.
+    /// A name in the configuration is invalid.
     #[error("{0}")]
     Name(String),
     /// Connections to nodes' own addresses cannot be redirected.
     #[error("redirect: {0}")]
     Redirect(#[from] NatError),
-    /// A gateway that is leaving opens no fronts any more.
+    /// A gateway that drains opens no listeners any more.
     #[error("the gateway is draining; its next start reads the configuration")]
     Leaving,
-    /// The cores cannot be started.
+    /// The workers cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
     Cores(io::Error),
 }
 
 impl BindError {
-    /// Whether a gateway that is started again as it is would end the same way, until its owner changes something.
+    /// Whether a gateway that is started again unchanged would fail the same way, until its operator changes something.
     pub fn is_final(&self) -> bool {
         matches!(
             self,

@@ -1,10 +1,10 @@
-//! The fronts of a gateway: what stands, and how another list of them takes its place.
+//! Listeners of a gateway, and the replacement of their list.
 //!
-//! 1. `plan` reads and builds all that a list asks for, and binds what is new; nothing is touched yet.
-//! 2. `Plan::apply` opens what is new, leads to what has changed, and closes what is gone. It cannot fail.
+//! 1. `plan` reads and builds everything that a list needs, and binds the new sockets; it changes nothing yet.
+//! 2. `ListenerUpdate::apply` opens new listeners, replaces changed ones, and closes removed ones. It cannot fail.
 //!
-//! A front stays on its socket as long as its address stays. One whose configuration and files say what they said is
-//! left alone, with all of its connections.
+//! A listener keeps its socket as long as its address stays the same. A listener whose configuration and files have not changed
+//! is not touched, and keeps all of its connections.
 
 use super::{
     BindError,
@@ -27,7 +27,7 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// All fronts of a gateway.
+/// All listeners of a gateway.
 #[derive(Debug)]
 pub(super) struct Listeners {
     ca: LiveCa,
@@ -35,24 +35,24 @@ pub(super) struct Listeners {
     issuers: JwksFetchers,
     cores: Workers,
     tasks: Arc<TaskGroup>,
-    /// Asks all of them, and their connections, to finish.
+    /// Asks all listeners, and their connections, to finish.
     ending: CancellationToken,
     standing: Mutex<ActiveListeners>,
 }
 
-/// What there is now.
+/// The current listeners.
 #[derive(Debug, Default)]
 struct ActiveListeners {
-    /// Whether callers are let in: what is new is opened at once from then on.
+    /// Whether clients are admitted; new listeners then open at once.
     open: bool,
-    /// The gateway is leaving: nothing is opened any more.
+    /// Whether the gateway drains; no listener opens any more.
     over: bool,
     fronts: Vec<ActiveListener>,
     removed: Vec<Removed>,
 }
 
 impl ActiveListeners {
-    /// Leads the streams of removed fronts whose names are back to those, and forgets fronts without streams.
+    /// Sets the successor of each removed listener whose name is back, and forgets removed listeners without streams.
     fn forget_removed(&mut self) {
         let fronts = &self.fronts;
         self.removed.retain(|removed| {
@@ -70,13 +70,13 @@ impl ActiveListeners {
         });
     }
 
-    /// The fronts that were removed and have streams.
+    /// Returns the removed listeners that still have streams.
     fn removed(&self) -> impl Iterator<Item = (&ListenerSource, Arc<Listener>)> {
         let removed = self.removed.iter();
         removed.filter_map(|removed| Some((&removed.material, removed.front.upgrade()?)))
     }
 
-    /// Has the streams of removed fronts checked by what is known of these now.
+    /// Makes the streams of removed listeners subject to the rebuilt listeners.
     fn replace_removed(&mut self, all: Vec<Rebuilt>) {
         for rebuilt in all {
             let before = Arc::downgrade(&rebuilt.before);
@@ -90,7 +90,7 @@ impl ActiveListeners {
         }
     }
 
-    /// A front that cannot have its socket because another has it learns which.
+    /// Adds to a bind error which other listener of this gateway has the socket.
     fn explain(&self, front: &config::Listener, error: BindError) -> BindError {
         let config::ListenAddr::Tcp(address) = front.listen else {
             return error;
@@ -110,7 +110,7 @@ impl ActiveListeners {
     }
 }
 
-/// One front, with its socket.
+/// One listener, with its socket.
 #[derive(Debug)]
 struct ActiveListener {
     material: ListenerSource,
@@ -120,8 +120,8 @@ struct ActiveListener {
 }
 
 impl ActiveListener {
-    /// Whether `front` goes on here: the socket is the same. Where the system chooses the port, it is the name that
-    /// tells them apart.
+    /// Whether `front` continues on this socket, that is, has the same address. If the system chooses the port, the name
+    /// distinguishes listeners.
     fn carries(&self, front: &config::Listener) -> bool {
         let own = &self.material.front;
         let chosen =
@@ -142,14 +142,14 @@ impl ActiveListener {
     }
 }
 
-/// A front that a reload has removed, for as long as streams of it are open.
+/// Listener that a reload has removed, as long as it has open streams.
 #[derive(Debug)]
 struct Removed {
     material: ListenerSource,
     front: Weak<Listener>,
 }
 
-/// A front that is removed, as its files and the other fronts have it now.
+/// Removed listener, rebuilt from the current state of its files and of the other listeners.
 #[derive(Debug)]
 struct Rebuilt {
     before: Arc<Listener>,
@@ -157,24 +157,24 @@ struct Rebuilt {
     front: Arc<Listener>,
 }
 
-/// What becomes of one front of a new list.
+/// Change of one listener of a new list.
 #[derive(Debug)]
 enum ListenerChange {
-    /// It stays, at this place of the old list.
+    /// It stays unchanged, at this index of the old list.
     Keep(usize),
-    /// It stays on the socket of the one at this place, and is another now.
+    /// It takes over the socket of the listener at this index, with another configuration.
     Replace(usize, ListenerSource, (Arc<Listener>, Vec<Proxy>)),
     /// It is new.
     Open(ActiveListener),
 }
 
 impl ListenerChange {
-    /// Whether the front at this place of the old list stays.
+    /// Whether the listener at this index of the old list stays.
     fn is_at(&self, place: usize) -> bool {
         matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == place)
     }
 
-    /// The configuration and file contents that the front is made of.
+    /// The configuration and file contents that the listener is made of.
     fn material<'a>(&'a self, standing: &'a ActiveListeners) -> &'a ListenerSource {
         match self {
             Self::Keep(place) => &standing.fronts[*place].material,
@@ -184,7 +184,7 @@ impl ListenerChange {
     }
 }
 
-/// A list of fronts of which all is built.
+/// New list of listeners, completely built and not yet applied.
 #[derive(Debug)]
 pub(super) struct ListenerUpdate<'a> {
     standing: MutexGuard<'a, ActiveListeners>,
@@ -192,7 +192,7 @@ pub(super) struct ListenerUpdate<'a> {
     removed: Vec<Rebuilt>,
 }
 
-/// The TLS of all fronts for another CA, built.
+/// New TLS configurations of all listeners, built for the new CA and not yet installed.
 #[derive(Debug)]
 pub(super) struct TlsUpdate<'a> {
     _standing: MutexGuard<'a, ActiveListeners>,
@@ -201,7 +201,7 @@ pub(super) struct TlsUpdate<'a> {
 }
 
 impl TlsUpdate<'_> {
-    /// Makes it so, for connections that come from now on.
+    /// Installs the configurations, for new connections.
     pub(super) fn apply(self) {
         for (front, tls) in self.turned {
             front.turn_to(tls);
@@ -210,19 +210,19 @@ impl TlsUpdate<'_> {
     }
 }
 
-/// The names of fronts to which something happened.
+/// Names of the listeners that a reload has changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenerDiff {
-    /// Those that are new.
+    /// Listeners that are new.
     pub opened: Vec<String>,
-    /// Those that are on their socket still, and are others now.
+    /// Listeners that keep their socket and have another configuration.
     pub replaced: Vec<String>,
-    /// Those that are gone.
+    /// Listeners that are gone.
     pub closed: Vec<String>,
 }
 
 impl Listeners {
-    /// None yet, with the owner of their tasks and what asks them to finish.
+    /// Returns an empty list, with the owner of the listeners' tasks and the token that asks them to finish.
     pub(super) fn new(
         ca: &LiveCa,
         shared: &Arc<ProxyState>,
@@ -242,7 +242,7 @@ impl Listeners {
         }
     }
 
-    /// Names and addresses; unix sockets have no address.
+    /// Returns names and addresses; unix sockets have no address.
     pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
         let address = |stand: &ActiveListener| {
             let name = stand.material.front.name.clone();
@@ -251,7 +251,7 @@ impl Listeners {
         self.standing().fronts.iter().map(address).collect()
     }
 
-    /// The certificates of all listeners, shown and trusted; or `None` while a reload reads files.
+    /// Returns the certificates of all listeners, presented and trusted; or `None` while a reload reads files.
     pub(super) fn certificates(&self) -> Option<Vec<CertificateInUse>> {
         let standing = match self.standing.try_lock() {
             Ok(standing) => standing,
@@ -269,15 +269,15 @@ impl Listeners {
         Some(standing.fronts.iter().flat_map(of).collect())
     }
 
-    /// Lets callers in.
+    /// Opens the listeners to clients.
     pub(super) fn open(&self) {
         let mut standing = self.standing();
         standing.open = true;
         standing.fronts.iter().for_each(ActiveListener::open);
     }
 
-    /// Waits until all fronts are asked to finish, and gives up their sockets: whoever comes then is refused at once,
-    /// and not left to wait for nobody.
+    /// Waits until all listeners are asked to finish, and closes their sockets: new clients are then refused at once and do not
+    /// wait in vain.
     pub(super) async fn retire(&self) {
         self.ending.cancelled().await;
         let mut standing = self.standing();
@@ -285,7 +285,7 @@ impl Listeners {
         standing.fronts.clear();
     }
 
-    /// Reads and builds all that `fronts` ask for, and binds what is new. Holds everybody else off who would plan.
+    /// Reads and builds everything that `fronts` need, and binds new sockets. Blocks other calls that plan.
     pub(super) fn plan(
         &self,
         fronts: &[config::Listener],
@@ -324,9 +324,9 @@ impl Listeners {
         })
     }
 
-    /// Builds the fronts that are removed, now or before, and of which something else is known: what their files say, or
-    /// the client certificates that fronts with one of their CAs revoke. One that cannot be read or built stays as it was: a
-    /// reload is not refused for a front that its configuration does not have.
+    /// Rebuilds removed listeners, removed now or before, whose inputs have changed: their files, or the client certificates that
+    /// listeners with a CA in common revoke. A listener that cannot be read or built stays as it was: a reload is not refused for
+    /// a listener that is not in its configuration.
     fn rebuild_removed(
         &self,
         standing: &ActiveListeners,
@@ -357,7 +357,7 @@ impl Listeners {
         rebuilt
     }
 
-    /// Builds a removed front, if something else is known of it.
+    /// Rebuilds a removed listener, if its inputs have changed.
     fn rebuild<'a>(
         &self,
         (before, front): (&ListenerSource, &Arc<Listener>),
@@ -382,7 +382,7 @@ impl Listeners {
         }))
     }
 
-    /// Builds what another CA is shown and believed by. Holds everybody else off who would plan.
+    /// Builds the TLS of all listeners for another CA. Blocks other calls that plan.
     pub(super) fn turn_to(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
         let standing = self.standing();
         let all = standing.fronts.iter();
@@ -412,7 +412,7 @@ impl Listeners {
         })
     }
 
-    /// The front's proxy on each core.
+    /// Returns the listener's proxy on each worker.
     fn proxies(
         &self,
         material: &ListenerSource,
@@ -436,8 +436,8 @@ impl Listeners {
 }
 
 impl ListenerUpdate<'_> {
-    /// Makes it so. Other `rules` come into force in between: no stream is judged by the old ones at a new front, or by
-    /// the new ones at an old front.
+    /// Applies the update. New `rules` come into force in between, so that no stream of a new listener is checked by the old
+    /// rules, and no stream of an old listener by the new ones.
     pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> ListenerDiff {
         let mut done = ListenerDiff::default();
         let before = std::mem::take(&mut self.standing.fronts);

@@ -1,7 +1,7 @@
-//! Another configuration for a gateway that runs: build all of it, then swap, then retire.
+//! Reload of a running gateway's configuration: build all of it, then swap, then retire the old parts.
 //!
-//! What cannot change while a gateway runs (its directory, its cores, where it listens for edges and for its owner,
-//! limits and waits) is named, and takes effect at the next start.
+//! Settings that cannot change while a gateway runs (its directory, its workers, the tunnel and admin addresses, limits and
+//! timeouts) are reported, and take effect at the next start.
 
 use super::{
     BindError,
@@ -25,30 +25,30 @@ use causeway_tunnel::control_stream::{AnnouncedPorts, GatewayMessage};
 use std::{collections::BTreeSet, fmt, net::SocketAddr, sync::Arc};
 use tokio::sync::watch;
 
-/// What can change in a gateway that runs. Cheap to clone.
+/// Handle to the parts of a running gateway that can change. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Reloader(Arc<Reloadable>);
 
-/// What a reload touches.
+/// Parts that a reload changes.
 #[derive(Debug)]
 pub(super) struct Reloadable {
     pub(super) authority: Arc<CaReload>,
-    /// What the gateway began with.
+    /// Configuration at the start of the gateway.
     pub(super) began: Config,
-    /// Where the tunnel port is.
+    /// Address of the tunnel port.
     pub(super) tunnel: Option<SocketAddr>,
     pub(super) fronts: Arc<Listeners>,
     pub(super) identity: TunnelIdentity,
-    /// What edges are told.
+    /// Addresses and ports that are announced to edges.
     pub(super) to_edges: (AdvertisedGateways, AnnouncedPortsCell),
     pub(super) nodes: NodesWriter,
     pub(super) names: NodeNames,
-    /// What is redirected where.
+    /// Redirected ports.
     pub(super) ports: watch::Sender<PortMap>,
     pub(super) shared: Arc<ProxyState>,
 }
 
-/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+/// Configuration that is completely built and not in force. Dropping it changes nothing.
 #[derive(Debug)]
 pub struct PendingReload<'a> {
     parts: &'a Reloadable,
@@ -64,26 +64,26 @@ pub struct PendingReload<'a> {
     at_restart: Vec<&'static str>,
 }
 
-/// What a reload has done.
+/// Summary of a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(
     clippy::struct_excessive_bools,
     reason = "each says something of its own"
 )]
 pub struct ReloadSummary {
-    /// The fronts.
+    /// The listeners.
     pub fronts: ListenerDiff,
-    /// Whether the tunnel port goes by other files (`tunnel.identity`).
+    /// Whether the identity of the tunnel port has changed (`tunnel.identity`).
     pub identity: bool,
-    /// Whether other apps are asked from here, or with other files.
+    /// Whether the upstreams to which the gateway speaks TLS, or their files, have changed.
     pub apps: bool,
-    /// Whether edges were told other addresses, or another number of gateways.
+    /// Whether the addresses or the number of gateways announced to edges have changed.
     pub advertised: bool,
-    /// Whether others are revoked (`tunnel.revoked`).
+    /// Whether the revoked nodes have changed (`tunnel.revoked`).
     pub revoked: bool,
-    /// Whether names of nodes are answered otherwise (`dns`).
+    /// Whether DNS answers for names of nodes have changed (`dns`).
     pub dns: bool,
-    /// Keys that differ from what the gateway began with, and wait for its next start.
+    /// Keys that differ from the configuration at the start, and wait for the next start.
     pub at_restart: Vec<&'static str>,
 }
 
@@ -92,11 +92,11 @@ impl Reloader {
         Self(Arc::new(parts))
     }
 
-    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// Reads and builds everything that `config`, which has been validated, needs. Nothing is in force before
     /// [`PendingReload::apply`].
     ///
     /// # Errors
-    /// Whatever is missing, malformed or taken, by name; everything is as it was then.
+    /// The missing, malformed or occupied item, by name; then nothing has changed.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, BindError> {
         let parts = &self.0;
         // Whatever becomes of the configuration: what hangs on the CA is built of the one that there is.
@@ -127,17 +127,17 @@ impl Reloader {
         })
     }
 
-    /// The fronts that there are now, with the ports that the system chose; unix sockets have no address.
+    /// Returns the current listeners, with the ports that the system chose; unix sockets have no address.
     pub fn fronts(&self) -> Vec<(String, Option<SocketAddr>)> {
         self.0.fronts.addresses()
     }
 
-    /// The names under which edges reach the gateway: those of its certificate.
+    /// Returns the names under which edges reach the gateway: those of its certificate.
     pub fn names(&self) -> Vec<HostName> {
         self.0.identity.names()
     }
 
-    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    /// Records that a configuration was refused: it could not be read, or not be prepared.
     pub fn refused(&self) {
         self.0.shared.metrics.reloaded(false);
     }
@@ -148,13 +148,13 @@ impl Reloader {
 }
 
 impl PendingReload<'_> {
-    /// Puts it into force.
+    /// Puts the configuration into force.
     pub fn apply(self) -> ReloadSummary {
         self.apply_with(None::<fn()>)
     }
 
-    /// Puts it into force together with other `rules`, which this calls when callers of the old fronts have begun their
-    /// last and those of the new ones nothing.
+    /// Puts the configuration into force together with other `rules`. This function calls `rules` when the old listeners begin no
+    /// new streams, and the new listeners none yet.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> ReloadSummary {
         let parts = self.parts;
         // Before it is looked who is welcome.
@@ -202,7 +202,7 @@ impl PendingReload<'_> {
     }
 }
 
-/// What names are to be answered with. A server that goes, or comes, at the next start stays as it is until then.
+/// Returns the new zones of the DNS server. A server that is removed or added at the next start stays as it is until then.
 fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
     let stays = began.dns.0.is_some() && now.dns.0.is_some();
     let zones = stays.then(|| Zones::of(now)).transpose();
@@ -256,7 +256,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     differs.map(|(key, _)| key).collect()
 }
 
-/// For people, in one line.
+/// Text for people, in one line.
 impl fmt::Display for ReloadSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ListenerDiff {

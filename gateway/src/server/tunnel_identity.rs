@@ -1,8 +1,8 @@
-//! What the tunnel port shows to edges, and whom it believes.
+//! Identity of the tunnel port: the certificate that it presents to edges, and the CAs that it trusts.
 //!
-//! By our CA: a certificate for the names by which edges reach this gateway, made here and renewed by itself. Or given: the
-//! files of another system, which are read at each reload, and whoever renews them causes one. Which of the two it is holds
-//! as long as the gateway runs.
+//! With the own CA, the gateway issues and renews a certificate for the names by which edges reach it. With an external CA, the
+//! gateway reads the CA's files at each reload, and the renewal of the files has to cause a reload. The choice between the two is
+//! fixed as long as the gateway runs.
 
 mod kubernetes;
 
@@ -30,16 +30,17 @@ use std::{
 };
 use tokio::time::sleep;
 
-/// How long a certificate of the gateway's own making is valid; it is renewed at half of that.
+/// Lifetime of a certificate that the gateway issues itself; it is renewed at half of that.
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
-/// Of which part of its life nothing is left when whoever renews what was given should have: Vault's agent does at a tenth.
+/// Divisor of a certificate's lifetime: an external certificate with less than this part left is late. Vault's agent renews at a
+/// tenth.
 const LATE: u64 = 20;
-/// The key of what another system gives.
+/// Configuration key of the external identity.
 const WHAT: &str = "tunnel.identity";
-/// How often that is looked at, at least. A timer stands still while a machine is suspended.
+/// Maximum time between checks of the certificate. A timer stands still while a machine is suspended.
 const LOOK: Duration = Duration::from_hours(1);
 
-/// What the tunnel port shows and believes. Cheap to clone.
+/// Current certificate and trust of the tunnel port. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(super) struct TunnelIdentity {
     ca: LiveCa,
@@ -50,7 +51,7 @@ pub(super) struct TunnelIdentity {
     cluster: Option<KubernetesIdentity>,
 }
 
-/// What another system has made.
+/// Certificates of an external CA.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct ExternalIdentity {
     leaf: LeafCertificate,
@@ -60,7 +61,7 @@ pub(super) struct ExternalIdentity {
     any_node: bool,
 }
 
-/// What a configuration asks for, built and not in force.
+/// Identity of a new configuration, built and not in force.
 #[derive(Debug)]
 pub(super) struct PendingIdentity {
     names: Vec<HostName>,
@@ -69,7 +70,7 @@ pub(super) struct PendingIdentity {
     cluster: Option<(ClusterCa, Tls)>,
 }
 
-/// Reads the files of others' certificates.
+/// Reads the files of external certificates.
 pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
     config
         .tunnel
@@ -110,7 +111,7 @@ impl ExternalIdentity {
         Ok(tls.any_node(self.any_node))
     }
 
-    /// Says so where the certificate has ended, or whoever renews it should have. When to look again.
+    /// Logs if the certificate has expired or should have been renewed. Returns the time until the next check.
     fn look(&self) -> Duration {
         let facts = self.leaf.chain().first().map(Certificate::read);
         let Some(Ok(facts)) = facts else { return LOOK };
@@ -161,7 +162,7 @@ impl TunnelIdentity {
         Some(given.clone())
     }
 
-    /// The tunnel port's TLS where `ca` signs what is not given.
+    /// Returns the tunnel port's TLS, with `ca` as the signer unless an external CA is configured.
     pub(super) fn tls(&self, ca: &Ca) -> Result<Tls, BindError> {
         if let Some(given) = self.given() {
             return given.tls(self.leaf.clone(), &self.store);
@@ -176,7 +177,7 @@ impl TunnelIdentity {
         tls.vouched(self.leaf.clone(), cluster).map_err(unbuilt)
     }
 
-    /// What a configuration asks for.
+    /// Builds the identity of a new configuration.
     pub(super) fn prepare(&self, config: &config::Tunnel) -> Result<PendingIdentity, BindError> {
         let names = names(&config.advertise, config.listen.ip())?;
         match (&config.identity, self.given()) {
@@ -225,7 +226,7 @@ impl TunnelIdentity {
         }
     }
 
-    /// The cluster's CA, where its files are others than those that are believed.
+    /// Returns the cluster's CA, if its files differ from the CA that is trusted now.
     fn another_cluster(&self) -> Result<Option<(ClusterCa, Tls)>, BindError> {
         let next = self
             .cluster
@@ -239,7 +240,7 @@ impl TunnelIdentity {
         Ok(Some((next, tls)))
     }
 
-    /// Shows that from now on, and renews it under its names. What the tunnel port believes then, if that is new.
+    /// Installs the identity, and renews it under its names from now on. Returns the tunnel port's TLS, if it has changed.
     pub(super) fn apply(&self, next: PendingIdentity) -> Option<Tls> {
         self.names.store(Arc::new(next.names));
         if let Some(leaf) = next.leaf {
@@ -257,7 +258,7 @@ impl TunnelIdentity {
         Some(tls)
     }
 
-    /// What is believed and shown where this CA signs; nothing changes where it is given.
+    /// Returns TLS and certificate of the tunnel port for this CA, or `None` with an external CA.
     pub(super) fn turn_to(&self, ca: &Ca) -> Result<Option<(Tls, LeafCertificate)>, BindError> {
         if self.given.is_some() {
             return Ok(None);
@@ -269,7 +270,7 @@ impl TunnelIdentity {
         ca.issue_gateway(&self.names.load(), LIFETIME)
     }
 
-    /// The certificates of the tunnel port, shown and trusted.
+    /// Returns the certificates of the tunnel port, presented and trusted.
     pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
         let leaf = self.leaf.get();
         let Some(given) = self.given() else {
@@ -287,18 +288,18 @@ impl TunnelIdentity {
         shown.into_iter().chain(roots).collect()
     }
 
-    /// The names under which this gateway is to be reached.
+    /// Returns the names under which edges reach this gateway.
     pub(super) fn names(&self) -> Vec<HostName> {
         self.names.load().to_vec()
     }
 
-    /// Shows this one from now on.
+    /// Presents this certificate from now on.
     pub(super) fn show(&self, leaf: LeafCertificate) {
         self.leaf.swap(leaf);
     }
 
-    /// Issues a new certificate whenever half of the old one's life is over, or says that whoever does that has not. Never
-    /// ends.
+    /// Issues a new certificate whenever half of the old one's lifetime is over, or logs that an external one was not renewed.
+    /// Never ends.
     pub(super) async fn renew(self) {
         warn_of_ends(&self.ca.get());
         loop {
@@ -318,7 +319,7 @@ impl TunnelIdentity {
     }
 }
 
-/// The names in `host:port` texts; without any, the address itself and the loopback.
+/// Returns the names in `host:port` texts; without any, the address itself and the loopback.
 pub(super) fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
     let mut names = Vec::new();
     for text in texts {

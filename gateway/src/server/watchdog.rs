@@ -1,7 +1,7 @@
-//! Whether a gateway lives, for whoever watches over the process.
+//! Liveness of a gateway, for the service that supervises the process.
 //!
-//! Each core is asked on its own runtime, by a task that is made for the purpose: a core that hangs takes its nodes
-//! with it, while all others, and every health check that another core answers, go on as if nothing were.
+//! The check runs a short task on the runtime of each worker. A worker that hangs takes its nodes with it, while all others, and
+//! every health check that another worker answers, continue.
 
 use crate::{
     control::drain::Readiness,
@@ -16,7 +16,7 @@ use tokio::{
 };
 use tracing::info_span;
 
-/// What can be felt of a gateway from outside; a cheap clone.
+/// Liveness checks of a gateway from outside. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Watchdog {
     pub(super) cores: Workers,
@@ -25,7 +25,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Asks every core for a sign of life and returns those that give none within `patience`.
+    /// Waits for an answer of every worker, and returns the workers that do not answer within `patience`.
     pub async fn silent(&self, patience: Duration) -> Vec<WorkerId> {
         let deadline = Instant::now() + patience;
         // What a core does not get to is taken back when this returns.
@@ -53,7 +53,7 @@ impl Watchdog {
         self.readiness.why_not().is_none()
     }
 
-    /// How many nodes have a tunnel here.
+    /// Returns the number of nodes that have a tunnel here.
     pub fn nodes(&self) -> usize {
         self.registry.connected()
     }

@@ -1,7 +1,7 @@
-//! Connections by which edges read what is kept of the cluster: whose they are, and what ends each.
+//! Connections by which edges read the API cache: the node of each, and the token that ends it.
 //!
-//! A connection enters when it is let in and leaves when it is gone. What it was let in by is kept with it, so that whoever
-//! changes that can end those to whom it no longer holds.
+//! A connection is added when it is admitted and removed when it is gone. Each entry has the certificate and the access rule that
+//! admitted it, so that a change of these can end the connections that they no longer admit.
 
 use super::registry::EdgeCertificate;
 use crate::config::AccessLevel;

@@ -1,10 +1,10 @@
-//! The keys that prove an issuer's JWTs: whoever fetches them writes, the way of a request reads.
+//! Keys that verify an issuer's JWTs: a fetcher writes them, the request path reads them.
 //!
-//! 1. A reader takes the keys that are here, without waiting, as long as they are not too old.
-//! 2. One that misses a key asks for all of them anew and waits for the end of the fetch, which all that wait share.
-//! 3. Fetches begin [`PAUSE`] apart, whatever is asked: who misses a key sooner is told so at once.
+//! 1. A request uses the cached keys, without waiting, as long as they are not too old.
+//! 2. A request that misses a key asks for a fetch of all keys and waits for its end. All requests that wait share one fetch.
+//! 3. Fetches begin at least [`PAUSE`] apart. A request that misses a key sooner does not wait.
 //!
-//! Never fetches. Where nobody reads any more, the writer hears of it and ends.
+//! This module never fetches. When the last [`JwksCache`] is dropped, the writer is notified and ends.
 
 mod key_set;
 
@@ -21,7 +21,7 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Between the begin of one fetch and the next: tokens with key ids that nobody has cost an issuer no more than this.
+/// Minimum time between the begins of two fetches: tokens with unknown key ids cost an issuer no more than this.
 pub const PAUSE: Duration = Duration::from_secs(10);
 
 /// Why there are no keys to go by.
@@ -33,7 +33,7 @@ pub enum KeyError {
     TooOld(Duration),
 }
 
-/// An issuer's keys, for reading. A cheap clone; with the last one the writer ends.
+/// Read access to an issuer's keys. A cheap clone; with the last one the writer ends.
 #[derive(Clone, Debug)]
 pub struct JwksCache(Arc<Inner>);
 
@@ -74,15 +74,15 @@ impl JwksCache {
         keys
     }
 
-    /// Keys that are yet to be fetched, and what they are fetched for. They count for `max_age`.
+    /// Returns keys that are yet to be fetched, and the writer for them. Keys count for `max_age`.
     pub fn fetched(max_age: Duration) -> (Self, JwksWriter) {
         of(Some(max_age))
     }
 
-    /// The keys that count now.
+    /// Returns the keys that count now.
     ///
     /// # Errors
-    /// That there are none.
+    /// If there are none.
     pub fn now(&self) -> Result<Arc<KeySet>, KeyError> {
         let known = self.0.table.known.load();
         let known = known.as_ref().ok_or(KeyError::NotYet)?;
@@ -116,24 +116,24 @@ impl JwksCache {
         let _ = timeout(bound, fetching.wait_for(|later| later.ended > now.ended)).await;
     }
 
-    /// For whoever would share them as long as somebody reads them.
+    /// Returns a weak handle, which shares the keys as long as a [`JwksCache`] exists.
     pub fn downgrade(&self) -> WeakJwksCache {
         WeakJwksCache(Arc::downgrade(&self.0))
     }
 }
 
-/// Keys that somebody else may read.
+/// Weak handle to an issuer's keys.
 #[derive(Clone, Debug)]
 pub struct WeakJwksCache(Weak<Inner>);
 
 impl WeakJwksCache {
-    /// The keys, if anybody reads them still.
+    /// Returns the keys, if a [`JwksCache`] still exists.
     pub fn upgrade(&self) -> Option<JwksCache> {
         self.0.upgrade().map(JwksCache)
     }
 }
 
-/// An issuer's keys, for whoever fetches them.
+/// Write access to an issuer's keys, for the fetcher.
 #[derive(Debug)]
 pub struct JwksWriter {
     table: Arc<KeyTable>,
@@ -170,12 +170,12 @@ impl JwksWriter {
         new
     }
 
-    /// Returns once somebody misses a key.
+    /// Returns once a request misses a key.
     pub async fn wanted(&self) {
         self.table.wanted.notified().await;
     }
 
-    /// Returns once nobody reads them any more.
+    /// Returns once the last [`JwksCache`] is dropped.
     pub async fn unread(&self) {
         self.unread.cancelled().await;
     }

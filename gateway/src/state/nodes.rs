@@ -1,11 +1,10 @@
-//! The nodes that this gateway is for: names, confirmed addresses, pod networks.
+//! Nodes that this gateway is for: names, confirmed addresses, pod networks.
 //!
-//! Owns who is known by which name and address. An address is here only when an enrolment record (or,
-//! with Kubernetes, the Node object) confirms it: what an edge says of itself never is. Who of several nodes with one
-//! address has it, `claims` says.
-//! There are two writers: the records of who has joined, and the cluster, where there is one. What the cluster says of a
-//! node's addresses and pods holds before what its record says; of labels and pools the record's word holds first, since
-//! a token's word is its owner's, and a kubelet writes its own Node object.
+//! This table owns the names and addresses of nodes. An address is here only when an enrolment record (or, with Kubernetes, the
+//! Node object) confirms it: the statement of an edge about itself never does. `claims` decides which of several nodes with one
+//! address has it. There are two writers: the enrolment records, and the cluster, if there is one. For a node's addresses and
+//! pods the cluster takes precedence over the record. For labels and pools the record takes precedence, since a token states the
+//! word of its owner, and a kubelet writes its own Node object.
 
 mod claims;
 mod writer;
@@ -22,16 +21,16 @@ use std::{
 };
 pub use writer::NodesWriter;
 
-/// What is confirmed of a node.
+/// Confirmed data of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
-    /// Addresses that name this node to callers.
+    /// Addresses that name this node to clients.
     pub addresses: Vec<IpAddr>,
     /// Networks of the pods on it.
     pub pod_networks: Vec<IpNet>,
-    /// The pool that it counts to.
+    /// The pool that it belongs to.
     pub pool: Option<String>,
-    /// The same where the policy may go by it: a token's word, or a label's that no kubelet can write.
+    /// The pool if the policy may use it: from a token, or from a label that no kubelet can write.
     pub policy_pool: Option<String>,
     /// The labels that count in the policy.
     pub labels: BTreeMap<String, String>,
@@ -39,11 +38,11 @@ pub struct Node {
     pub follows_cluster: bool,
     /// When it joined last, in Unix seconds: certificates that were issued before are not its own any more.
     pub joined_at: u64,
-    /// Why it is not welcome any more, if it is not.
+    /// Reason why its access is revoked, if it is.
     pub revoked: Option<String>,
 }
 
-/// What a cluster says of one of its nodes.
+/// Data of a node in the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClusterNode {
     /// It is at the edge. Others are reached by their own addresses; one that was let in here by its name is at the edge
@@ -65,7 +64,7 @@ pub struct ClusterNode {
     pub pool_counts: bool,
 }
 
-/// Where a node is.
+/// Location of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeLocation {
     /// At the edge: it is reached through a tunnel.
@@ -74,21 +73,21 @@ pub enum NodeLocation {
     Elsewhere(Vec<IpAddr>),
 }
 
-/// What a node's record has not to say, since the configuration does: that it is not welcome.
+/// Reason of a revocation by the configuration, in place of one in the node's record.
 pub(crate) const REVOKED: &str = "tunnel.revoked names it";
 
 /// Changes of labels after which it is not known any more that those of a node which is gone have changed.
 const FORGOTTEN: u64 = 1024;
 
-/// What is said of nodes, each by somebody else.
+/// Sources of the data of nodes.
 #[derive(Clone, Debug, Default)]
 struct NodeSources {
-    /// Who has joined, as the records say.
+    /// Nodes that have joined, by the enrolment records.
     records: BTreeMap<NodeName, Node>,
-    /// In which nodes have names as well: each in lower case, with the dot before it.
+    /// Zones in which nodes have names as well: each in lower case, with the dot before it.
     zones: Arc<[String]>,
     cluster: Cluster,
-    /// Who is not welcome, whatever the records say.
+    /// Nodes that are revoked, whatever the records contain.
     revoked: Arc<BTreeSet<NodeName>>,
 }
 
@@ -127,7 +126,7 @@ struct Table {
     relabelled_at: BTreeMap<NodeName, u64>,
 }
 
-/// What an address names.
+/// Result of looking up an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AddressMatch {
     /// One node, by an address of its own.
@@ -140,7 +139,7 @@ pub enum AddressMatch {
     Nobody,
 }
 
-/// The reading side: a cheap clone that never waits.
+/// Read access to the table: a cheap clone that never waits.
 #[derive(Clone, Debug, Default)]
 pub struct Nodes(Arc<ArcSwap<Table>>);
 
@@ -241,7 +240,7 @@ impl NodeSources {
 }
 
 impl Node {
-    /// Takes what the cluster says of it.
+    /// Adopts the data that the cluster has of it.
     fn adopt(&mut self, member: &ClusterNode) {
         self.addresses.clone_from(&member.addresses);
         self.pod_networks.clone_from(&member.pod_networks);
@@ -267,13 +266,13 @@ fn enter(
     }
 }
 
-/// That a node's record says that it is not welcome.
+/// Returns the sentence that a node is revoked by its record.
 pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
     format!("node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`")
 }
 
 impl Nodes {
-    /// Where the node of this name is, if there is one. Names compare as in [`Nodes::by_name`].
+    /// Returns the location of the node of this name, if there is one. Names compare as in [`Nodes::by_name`].
     pub fn place(&self, name: &str) -> Option<NodeLocation> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
@@ -321,7 +320,8 @@ impl Nodes {
         !self.0.load().said.records.is_empty()
     }
 
-    /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.
+    /// Returns the location of each node, or `None` until the cluster has named its own: an empty result would say that there are
+    /// none.
     pub fn places(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
         let table = self.0.load();
         let cluster = table.said.cluster.members()?.iter();
@@ -337,8 +337,9 @@ impl Nodes {
         Some(all)
     }
 
-    /// The node at the edge of this name, alone or in one of the zones, if it is known. Names compare without case, and the
-    /// root's dot (RFC 3986 §3.2.2) makes no other name: a node that it hid from the route would pass for somebody else's Host.
+    /// Returns the node at the edge of this name, alone or in one of the zones, if it is known. Names compare without case, and
+    /// the root's dot (RFC 3986 §3.2.2) makes no other name: otherwise a node with that dot would be hidden from the route and
+    /// pass for a foreign Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
@@ -352,7 +353,7 @@ impl Nodes {
             .or_else(|| table.said.zones.iter().find_map(within))
     }
 
-    /// What an address names: a node by its confirmed addresses, else by its pods' networks.
+    /// Returns the meaning of an address: a node by its confirmed addresses, else by its pods' networks.
     pub fn by_address(&self, address: IpAddr) -> AddressMatch {
         let table = self.0.load();
         let address = address.to_canonical();
@@ -393,7 +394,7 @@ impl Nodes {
         }
     }
 
-    /// Reads what is confirmed of a node; of one that is not known, nothing is.
+    /// Reads the confirmed data of a node; that of an unknown node is empty.
     pub fn with<T>(&self, name: &NodeName, read: impl FnOnce(&Node) -> T) -> T {
         match self.0.load().nodes.get(name) {
             Some(node) => read(node),
@@ -401,7 +402,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the nodes whose labels or pool have changed since this number, with the number to ask by next time.
+    /// Returns the nodes whose labels or pool have changed since this number, with the number for the next call.
     pub fn relabelled_since(&self, number: u64) -> (u64, BTreeSet<NodeName>) {
         let table = self.0.load();
         if table.relabelled == number {
@@ -414,7 +415,7 @@ impl Nodes {
         )
     }
 
-    /// What is confirmed of a node.
+    /// Returns the confirmed data of a node.
     pub fn get(&self, name: &NodeName) -> Option<Node> {
         self.0.load().nodes.get(name).cloned()
     }
@@ -424,13 +425,13 @@ impl Nodes {
         self.0.load().said.records.keys().cloned().collect()
     }
 
-    /// What the records say of a node that has joined, whatever a cluster knows of it.
+    /// Returns the record of a node that has joined, whatever the cluster has of it.
     pub fn recorded(&self, name: &NodeName) -> Option<Node> {
         self.0.load().said.records.get(name).cloned()
     }
 
-    /// Why a node is not welcome, by its record or by the configuration, whether it is known or not; and by what it is let in
-    /// again.
+    /// Returns why a node is revoked, by its record or by the configuration, and how it is allowed again. The node need not be
+    /// known.
     pub fn revoked(&self, name: &NodeName) -> Option<String> {
         let table = self.0.load();
         if table.said.revoked.contains(name) {
@@ -471,8 +472,8 @@ impl Nodes {
         table.by_address.get(&address.to_canonical())?.conflict()
     }
 
-    /// The networks of pods that are one edge's alone: neither another node's pods nor its own addresses lie in them, and
-    /// they in nobody else's. Behind them those of edges' pods that are not.
+    /// Returns two sets of pod networks of edges. Networks in the first belong to one edge alone: they contain neither other
+    /// nodes' pods nor their addresses, and lie in no other node's networks. The second set has the remaining ones.
     pub fn edge_pod_networks(&self) -> [BTreeSet<IpNet>; 2] {
         let table = self.0.load();
         let mut all: Vec<(IpNet, &NodeName, bool)> = Vec::new();

@@ -1,10 +1,11 @@
-//! The keys by which apps are known that are believed from their first use on.
+//! Pinned keys of upstreams that are trusted from their first use on.
 //!
-//! 1. A reader takes the key that is noted of a node's port, without waiting.
-//! 2. One that meets an app for the first time has its key noted and waits for that. What is noted then is what counts:
-//!    of two that met different keys at once, one is told the other's.
+//! 1. A request reads the pinned key of a node's port, without waiting.
+//! 2. A request that meets an upstream for the first time has its key pinned and waits for that. The key that is then pinned
+//!    counts: if two requests met different keys at once, one of them gets the other's.
 //!
-//! Never writes the disk. A key is in this table only when it is there, so that none is believed that a restart forgets.
+//! This module never writes the disk. A key is in this table only when it is on the disk, so that no key is trusted that a
+//! restart forgets.
 
 use arc_swap::ArcSwap;
 use causeway_certs::{Fingerprint, NodeName, Pin, PinTable};
@@ -17,38 +18,39 @@ use tokio::{
     time::timeout,
 };
 
-/// First meetings that wait to be noted, at most; whoever comes with more waits too.
+/// Maximum number of first keys that wait to be pinned; further requests wait too.
 const WAITING: usize = 1_024;
 
-/// The reading side: a cheap clone that never waits but where an app is met for the first time.
+/// Read access to the pins: a cheap clone that waits only when an upstream is met for the first time.
 #[derive(Clone, Debug)]
 pub struct Pins {
     table: Arc<ArcSwap<PinTable>>,
     met: mpsc::Sender<NewPin>,
 }
 
-/// An app that is met for the first time.
+/// Key of an upstream that is met for the first time.
 #[derive(Debug)]
 pub struct NewPin {
-    /// Where.
+    /// Node of the upstream.
     pub node: NodeName,
-    /// At which port of it.
+    /// Port of the upstream on the node.
     pub port: u16,
     /// The key that it has proven to hold.
     pub key: Fingerprint,
-    /// Who waits for what is noted of it then, or why that is nothing.
+    /// Sender for the request that waits: the key that is then pinned, or the reason why none is.
     pub tell: oneshot::Sender<Result<Pin, String>>,
 }
 
-/// The writing side. Clones write the same table.
+/// Write access to the pins. Clones write the same table.
 #[derive(Clone, Debug)]
 pub struct PinsWriter {
     table: Arc<ArcSwap<PinTable>>,
-    /// Held while a new table is made, from the disk on.
+    /// Locked while a new table is built, including the write to the disk.
     making: Arc<Mutex<()>>,
 }
 
-/// A table of what is noted already, and what is to be noted. Nobody notes anything before the last of these is read.
+/// Returns a table of the keys that are already pinned, and the receiver of those to be pinned. No key is pinned until the
+/// receiver is read.
 pub fn pins(noted: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
     let table = Arc::new(ArcSwap::from_pointee(noted));
     let (met, meetings) = mpsc::channel(WAITING);
@@ -60,15 +62,15 @@ pub fn pins(noted: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
 }
 
 impl Pins {
-    /// What is noted of this port.
+    /// Returns the pinned key of this port.
     pub fn get(&self, node: &NodeName, port: u16) -> Option<Pin> {
         self.table.load().get(node)?.get(&port).copied()
     }
 
-    /// Has this key noted, unless another one is. What is noted then.
+    /// Has this key pinned, unless another one is. Returns the key that is then pinned.
     ///
     /// # Errors
-    /// Why nothing is; after `bound` at the latest.
+    /// The reason why none is pinned; after `bound` at the latest.
     pub async fn first(
         &self,
         (node, port): (&NodeName, u16),
@@ -99,17 +101,17 @@ impl PinsWriter {
         self.table.load().is_empty()
     }
 
-    /// Replaces all by what `written` says is on the disk now; nobody else changes them meanwhile.
+    /// Replaces all pins by those that `written` has put on the disk. The table is locked meanwhile.
     ///
     /// # Errors
-    /// As writing says; then all is as it was.
+    /// The error of `written`; then the table is unchanged.
     pub fn replace<E>(&self, written: impl FnOnce() -> Result<PinTable, E>) -> Result<(), E> {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         self.table.store(Arc::new(written()?));
         Ok(())
     }
 
-    /// What is noted of this port.
+    /// Returns the pinned key of this port.
     pub fn get(&self, node: &NodeName, port: u16) -> Option<Pin> {
         self.table.load().get(node)?.get(&port).copied()
     }

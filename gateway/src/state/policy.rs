@@ -1,14 +1,14 @@
-//! The rules of who may do what on which node, compiled: the first that matches decides.
+//! Access policy: compiled rules of which clients may do what on which node. The first rule that matches decides.
 //!
-//! 1. Each rule is a bit. For each thing that rules speak of (caller, network, node, pool, port, method, path,
-//!    kind of stream) an index says which rules a value is named by.
-//! 2. A stream's values are looked up one after the other, and what is left of the rules narrows with each:
-//!    10,000 rules are 157 words, so their number hardly counts.
-//! 3. The lowest bit that is left is the first rule that matches. Without one, nothing is allowed.
+//! 1. Each rule is a bit. For each property that rules match (client, network, node, pool, port, method, path, kind of stream) an
+//!    index returns the rules that name a value.
+//! 2. A stream's values are looked up one after the other, and each narrows the remaining rules: 10,000 rules are 157 words, so
+//!    their number hardly counts.
+//! 3. The lowest bit that remains is the first rule that matches. Without one, nothing is allowed.
 //!
-//! What cannot be seen is taken for the worst: a TCP session may carry any method and path, and a path that
-//! apps read in two ways may be any. It matches no rule that allows some of them, and each that denies some.
-//! What is denied is denied in small and capital letters.
+//! An unknown value counts as the worst one: a TCP session may carry any method and path, and a path that upstreams read in two
+//! ways may be any. It matches no rule that allows some of them, and each that denies some. A denied path is denied in small and
+//! capital letters.
 
 mod compile;
 mod index;
@@ -31,29 +31,29 @@ use std::{
     },
 };
 
-/// In which group everybody is who is known (Kubernetes' `user.AllAuthenticated`).
+/// Group of all authenticated clients (Kubernetes' `user.AllAuthenticated`).
 pub const AUTHENTICATED: &str = "system:authenticated";
-/// In which group everybody else is (Kubernetes' `user.AllUnauthenticated`).
+/// Group of all other clients (Kubernetes' `user.AllUnauthenticated`).
 pub const UNAUTHENTICATED: &str = "system:unauthenticated";
-/// What everybody else is called (Kubernetes' `user.Anonymous`).
+/// Name of all other clients (Kubernetes' `user.Anonymous`).
 pub const ANONYMOUS: &str = "system:anonymous";
 
-/// What is to be decided: may they do this there?
+/// Input of a policy decision.
 #[derive(Clone, Copy, Debug)]
 pub struct PolicyInput<'a> {
-    /// The caller's name; nobody's is ignored.
+    /// The client's name; an anonymous client's is ignored.
     pub user: &'a str,
-    /// The caller's groups.
+    /// The client's groups.
     pub groups: &'a [String],
-    /// The URIs in the caller's certificate.
+    /// The URIs in the client's certificate.
     pub uris: &'a [String],
-    /// Whether it is known who calls.
+    /// Whether the client is identified.
     pub known: bool,
-    /// Where the caller comes from; a unix socket has no address.
+    /// The client's address; a unix socket has no address.
     pub from: Option<IpAddr>,
-    /// The node; none for what is at no edge.
+    /// The node; `None` for a target that is at no edge.
     pub node: Option<&'a NodeName>,
-    /// The address that the gateway dials itself, where there is no node.
+    /// The address that the gateway dials itself, if there is no node.
     pub direct: Option<IpAddr>,
     /// Its confirmed pool.
     pub pool: Option<&'a str>,
@@ -70,7 +70,7 @@ pub struct PolicyInput<'a> {
 }
 
 impl PolicyInput<'_> {
-    /// The path as every app reads it; a session's is not known.
+    /// Returns the path as every upstream reads it; a session's is not known.
     fn path(&self) -> Option<Cow<'_, str>> {
         match self.act {
             Action::Connect => None,
@@ -79,12 +79,12 @@ impl PolicyInput<'_> {
     }
 }
 
-/// What was decided, and by which rule.
+/// Decision of the policy, with the rule that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// Whether they may.
+    /// Whether the access is allowed.
     pub allow: bool,
-    /// The rule that matched; none did where this is `None`.
+    /// The rule that matched, or `None` if none did.
     pub by: Option<MatchedRule>,
 }
 
@@ -241,7 +241,7 @@ fn find_address(
     }
 }
 
-/// The reading side: a cheap clone that never waits.
+/// Read access to the policy: a cheap clone that never waits.
 #[derive(Clone, Debug, Default)]
 pub struct PolicyReader(Arc<Current>);
 
@@ -301,7 +301,7 @@ impl PolicyWriter {
         })))
     }
 
-    /// The reading side.
+    /// Returns read access to the policy.
     pub fn reader(&self) -> PolicyReader {
         self.0.clone()
     }

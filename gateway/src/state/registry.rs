@@ -44,21 +44,21 @@ pub struct TunnelId(pub u64);
 pub struct NewTunnel {
     /// The tunnel.
     pub tunnel: Tunnel,
-    /// What the edge said of itself.
+    /// Hello of the edge.
     pub welcome: Arc<EdgeHello>,
-    /// Where the edge dialled from.
+    /// Address from which the edge dialled.
     pub from: SocketAddr,
-    /// The certificate by which it came.
+    /// The certificate of the edge on this tunnel.
     pub certificate: EdgeCertificate,
-    /// The roots that the edge believes, if it is one that says so.
+    /// The roots that the edge trusts, if it announces them.
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
-    /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
+    /// Messages for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<GatewayMessage>>,
     /// Cancelled when another tunnel has taken over: this one closes with its last stream.
     pub taken_over: CancellationToken,
 }
 
-/// The certificate by which a tunnel came.
+/// Certificate of an edge on a tunnel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EdgeCertificate {
     /// Its serial number, in hexadecimal.
@@ -69,7 +69,7 @@ pub struct EdgeCertificate {
     pub not_after: u64,
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
-    /// All of its chain, where another system has made it: which root it hangs on is then not all there is to know.
+    /// The whole certificate chain, if an external CA has issued it: the root alone is then not sufficient.
     pub given: Option<Arc<[CertificateDer<'static>]>>,
 }
 
@@ -78,7 +78,7 @@ pub struct EdgeCertificate {
 pub struct TunnelInfo {
     /// The tunnel's identity.
     pub id: TunnelId,
-    /// The tunnel and what goes with it.
+    /// The tunnel and its data.
     pub admitted: NewTunnel,
     /// When it was registered.
     pub since: SystemTime,
@@ -109,12 +109,12 @@ pub enum NodeUnavailable {
     Last {
         /// When its last tunnel ended.
         seen: SystemTime,
-        /// Where that tunnel came from.
+        /// Address from which that tunnel came.
         from: SocketAddr,
     },
-    /// Its tunnels are there and do not answer, since then.
+    /// Its tunnels are connected and do not answer.
     Suspect {
-        /// Where the newest of them came from.
+        /// Address from which the newest of them came.
         from: SocketAddr,
     },
     /// All its tunnels drain.
@@ -128,7 +128,7 @@ pub enum RegisterError {
     Superseded {
         /// The instance that took the node over.
         by: String,
-        /// Where it dialled from.
+        /// Address from which that instance dialled.
         from: SocketAddr,
     },
     /// This instance has [`MOST_TUNNELS`] already.
@@ -140,18 +140,18 @@ pub enum RegisterError {
 pub struct ReplacedTunnel {
     /// The tunnel.
     pub edge: TunnelInfo,
-    /// What becomes of it.
+    /// Effect of the replacement on it.
     pub fate: ReplaceMode,
 }
 
-/// What becomes of a tunnel that a registration replaced.
+/// Effect of a replacement on the tunnel that a registration replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplaceMode {
-    /// Another process took the node over: it is told so, and its streams go on until they end.
+    /// Another process took the node over: the edge is informed, and its streams go on until they end.
     Superseded,
     /// Its own process dialled anew, and has given this one up.
     Lost,
-    /// Its own process dialled anew, and keeps this one until its streams have ended.
+    /// Its own process dialled anew, and uses this one until its streams have ended.
     TakenOver,
 }
 
@@ -193,7 +193,7 @@ pub struct Registry {
     closed: CancellationToken,
     /// The same, for requests: a look at the token takes a lock.
     drains: Arc<AtomicBool>,
-    /// The drain's time is over, and tunnels are closed with what they carry.
+    /// The drain's time is over, and tunnels are closed with their streams.
     over: Arc<AtomicBool>,
 }
 
@@ -204,7 +204,7 @@ pub struct SelectedTunnel {
     pub tunnel: Tunnel,
     /// Its identity.
     pub id: TunnelId,
-    /// How many streams the node's callers have open; see `proxy::limits`.
+    /// Number of open streams of the node's clients; see `proxy::limits`.
     pub streams: Arc<AtomicUsize>,
 }
 
@@ -223,13 +223,13 @@ impl Registry {
         }
     }
 
-    /// What all tunnels of a node share, registered or about to be.
+    /// Returns the budget that all tunnels of a node share, registered or about to be.
     pub fn siblings(&self, node: &NodeName) -> Arc<NodeBudget> {
         let mut shard = self.shard(node);
         shard.entry(node.clone()).or_default().siblings.clone()
     }
 
-    /// Registers a tunnel. What it replaces is returned, to be told and closed.
+    /// Registers a tunnel. Returns the tunnels that it replaces, which must be informed and closed.
     ///
     /// # Errors
     /// If this instance of the edge was superseded by another, or has as many tunnels as it may have.
@@ -389,7 +389,7 @@ impl Registry {
         self.drains.load(Relaxed)
     }
 
-    /// Notes that the drain's time is over: what is open from now on ends for that.
+    /// Notes that the drain's time is over: the streams that are still open end for that reason.
     pub fn end(&self) {
         self.over.store(true, Relaxed);
     }

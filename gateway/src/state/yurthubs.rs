@@ -1,4 +1,4 @@
-//! Where `YurtHub`s of each pool read at its edges, as far as these are connected here.
+//! Endpoints at which the `YurtHub`s of each pool read, as far as the edges are connected here.
 
 use causeway_certs::NodeName;
 use causeway_watch_cache::GroupVersionResource;
@@ -7,21 +7,22 @@ use std::{
     net::IpAddr,
 };
 
-/// Of each pool that has any.
+/// Endpoints of each pool that has any.
 pub type YurtHubEndpoints = BTreeMap<String, NodePoolEndpoints>;
 
-/// Where hubs of one pool read.
+/// Endpoints at which the `YurtHub`s of one node pool read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePoolEndpoints {
-    /// The IP of each edge that serves hubs.
+    /// The IP of each edge that serves `YurtHub`s.
     pub at: BTreeMap<NodeName, IpAddr>,
-    /// What hubs can read at each of them.
+    /// Resources that `YurtHub`s can read at each of them.
     pub resources: BTreeSet<GroupVersionResource>,
 }
 
 impl NodePoolEndpoints {
-    /// One edge more, which lets these be read. It is left out where there are as many as hubs are told, where it has nothing of what those
-    /// before it have, and where nobody could reach it by what it says.
+    /// Adds an edge that serves these resources. It is left out if there are as many edges as `YurtHub`s may learn of, if it
+    /// shares no resource with the edges before it, or if its address is unreachable for others (unspecified, loopback or
+    /// multicast).
     pub(crate) fn add(
         &mut self,
         node: &NodeName,
@@ -43,7 +44,7 @@ impl NodePoolEndpoints {
     }
 }
 
-/// Edges of one pool that hubs are told: they take turns among them, and go round those that do not answer.
+/// Maximum number of edges of one pool that `YurtHub`s learn of: they alternate between them, and avoid those that do not answer.
 const MOST: usize = 8;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Decisions of the request path by the state of each table that they rest on.
+//! Decisions of the request path for each state of the tables that they depend on.
 //!
-//! A table is *not yet* filled, *stale* (its source stopped answering after it had filled it) or *gone* (its source lost
-//! what it held). In none of these states may a client get more than it gets from a table that is filled.
+//! A table is *not yet* filled, *stale* (its source stopped answering after it had filled the table) or *gone* (its source lost
+//! its data). In none of these states may a client get more than it gets from a filled table.
 //!
 //! | table | not yet | stale | gone |
 //! | --- | --- | --- | --- |
@@ -9,10 +9,10 @@
 //! | labels and pools, for the policy | undecided | as last known | no rule that names one matches |
 //! | records and revocations | the gateway does not start | as last read | as last read |
 //! | policy | the gateway does not start | as last read | as last read (`src/reload.rs`) |
-//! | pins | nothing is believed | as last read | as last read |
-//! | keys of issuers (JWKS, tests of `state::keys`) | undecided | as last known, for their greatest age | undecided |
-//! | reviews (tests of `proxy::reviews::answers`) | undecided | until an answer's age is over, then undecided | undecided |
-//! | names (DNS, tests of `control::dns::answer`) | SERVFAIL where no record has the name | as last known | NXDOMAIN |
+//! | pins | no key is trusted | as last read | as last read |
+//! | keys of issuers (JWKS, tests of `state::jwks`) | undecided | as last known, up to their maximum age | undecided |
+//! | reviews (tests of `proxy::access_review`) | undecided | until an answer's TTL is over, then undecided | undecided |
+//! | names (DNS, tests of `control::dns::handler`) | SERVFAIL if no record has the name | as last known | NXDOMAIN |
 
 use crate::{
     Config, Gateway, Reason,
@@ -39,7 +39,7 @@ fn name(text: &str) -> NodeName {
     NodeName::parse(text).unwrap()
 }
 
-/// The cluster's edge-1 with its address and label.
+/// Returns the cluster's edge-1 with its address and label.
 fn members() -> BTreeMap<NodeName, ClusterNode> {
     let member = ClusterNode {
         edge: true,
@@ -51,7 +51,7 @@ fn members() -> BTreeMap<NodeName, ClusterNode> {
     [(name("edge-1"), member)].into()
 }
 
-/// The tables of nodes of a gateway whose record of edge-9 has an address: not yet, stale, gone.
+/// Returns the tables of nodes of a gateway whose record of edge-9 has an address: not yet, stale, gone.
 fn tables() -> [NodesWriter; 3] {
     let table = || {
         let writer = NodesWriter::default();
@@ -161,7 +161,7 @@ fn a_foreign_host_passes_beside_a_name_that_is_known() {
     }
 }
 
-/// A policy that denies nodes of one label, or one pool, and allows all else.
+/// Returns a policy that denies nodes of one label, or one pool, and allows all else.
 fn policy(denied: NodeSelector) -> PolicyWriter {
     let rule = |then, r#where| Rule {
         name: None,

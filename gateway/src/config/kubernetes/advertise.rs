@@ -1,6 +1,6 @@
-//! The section `kubernetes.advertise`: where edges reach the gateways is what a Service of the cluster says.
+//! Configuration section `kubernetes.advertise`: a Service of the cluster gives the addresses at which edges reach gateways.
 //!
-//! What the configuration says itself stays beside it, behind what is found.
+//! Addresses of the configuration itself remain, after those of the Service.
 
 use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
@@ -8,13 +8,13 @@ use serde::{Deserialize, Serialize};
 use super::coredns_hosts::is_name;
 use crate::config::Config;
 
-/// The Service through which edges come.
+/// The Service through which edges reach the gateways.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvertisedService {
-    /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) counts before its balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).
+    /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) takes precedence over its load balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).
     pub service: String,
-    /// Name of its port for tunnels, where it has several.
+    /// Name of the Service's port for tunnels, if it has several ports.
     pub port: String,
 }
 
@@ -28,23 +28,23 @@ impl Default for AdvertisedService {
 }
 
 impl AdvertisedService {
-    /// Namespace and name of the Service.
+    /// Returns the namespace and name of the Service.
     pub fn names(&self) -> (&str, &str) {
         self.service.split_once('/').unwrap_or_default()
     }
 }
 
-/// What a Service says of the gateways behind it.
+/// Gateway addresses of a Service, and the number of gateways behind it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiscoveredEndpoints {
-    /// The `host:port` by which edges reach them.
+    /// The `host:port` at which edges reach the gateways.
     pub addresses: Vec<String>,
-    /// How many there are, where that can be told.
+    /// Number of gateways, if it can be determined.
     pub replicas: Option<u32>,
 }
 
 impl Config {
-    /// This configuration where the cluster says this of gateways.
+    /// Returns this configuration with the endpoints that the cluster gives.
     #[must_use]
     pub fn advertising(mut self, found: &DiscoveredEndpoints) -> Self {
         let rules = self.kubernetes.as_ref();

@@ -1,7 +1,8 @@
-//! The section `kubernetes.certificates`: edges join by what their cluster knows of them, in place of tokens.
+//! Configuration section `kubernetes.certificates`: edges join by their identity in the cluster, in place of tokens.
 //!
-//! Only a signer of our own name is one that we can be: those of `kubernetes.io` are the cluster's, whose certificates other
-//! nodes, users and components have as well. What such a signer makes for clients is shown here once, for one of ours.
+//! The gateway can only be a signer with a name of its own. Signers of `kubernetes.io` are the cluster's, and other nodes, users
+//! and components have certificates of these signers as well. An edge presents a client certificate of such a signer once, in
+//! exchange for a certificate of our own CA.
 
 use causeway_certs::SignerProfile;
 use causeway_config::ConfigErrors;
@@ -11,16 +12,16 @@ use std::path::PathBuf;
 use super::coredns_hosts::{check_names, is_name};
 use crate::config::Config;
 
-/// What edges ask the cluster's `certificates.k8s.io` for.
+/// Signing of certificate requests of edges in the cluster's `certificates.k8s.io`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CsrSigning {
-    /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`. Or one of the cluster's own for clients: `kubernetes.io/kube-apiserver-client` (the gateway approves), `kubernetes.io/kube-apiserver-client-kubelet` (the cluster approves, and for nodes alone).
+    /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`. Or one of the cluster's own signers for clients: `kubernetes.io/kube-apiserver-client` (the gateway approves), `kubernetes.io/kube-apiserver-client-kubelet` (the cluster approves, and for nodes alone).
     pub signer: String,
-    /// CA certificates of the cluster's own signers, in files (PEM); for these alone.
+    /// Files of the CA certificates of the cluster's own signers (PEM); for these signers only.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub client_ca: Vec<PathBuf>,
-    /// Service accounts `NAMESPACE/NAME` whose tokens speak for the node that their pod is on. A node's own kubelet always does.
+    /// Service accounts `NAMESPACE/NAME` whose tokens may request for the node that their pod runs on. A node's own kubelet always may.
     pub service_accounts: Vec<String>,
     /// Namespace of the `ConfigMap` in which edges find the CA.
     pub namespace: String,
@@ -41,7 +42,7 @@ impl Default for CsrSigning {
 }
 
 impl CsrSigning {
-    /// How the signer names nodes, where it is one of the cluster's own.
+    /// Returns how the signer names nodes, if it is one of the cluster's own.
     pub fn subject(&self) -> Option<SignerProfile> {
         SignerProfile::of(&self.signer)
     }
@@ -107,7 +108,7 @@ impl CsrSigning {
 }
 
 impl Config {
-    /// What of the cluster's requests for certificates is signed here, if any is.
+    /// Returns the rules for signing the cluster's certificate requests, if the gateway handles them.
     pub fn signer(&self) -> Option<&CsrSigning> {
         self.kubernetes.as_ref()?.certificates.as_ref()
     }

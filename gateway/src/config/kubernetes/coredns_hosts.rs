@@ -1,7 +1,7 @@
-//! The section `kubernetes.hosts`: the file of nodes' names that `CoreDNS` reads from a `ConfigMap`.
+//! Configuration section `kubernetes.hosts`: the hosts file of node names that `CoreDNS` reads from a `ConfigMap`.
 //!
-//! What is not said follows from the format, whose names whoever comes from OpenYurt has already. What an edge's name means
-//! is never guessed, as for the gateway's own DNS server; loopback is no answer here, since other machines read this.
+//! Defaults follow from the format, whose object names users of OpenYurt already have. As for the gateway's own DNS server, the
+//! addresses for an edge's name are never guessed. Loopback is no valid address here, since other machines read this file.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -11,32 +11,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, dns};
 
-/// A lease that is shorter is lost whenever the API takes a breath, and its times are whole seconds.
+/// Minimum lease duration. A shorter lease is lost at each short pause of the API, and lease times are whole seconds.
 const SHORTEST: Duration = Duration::from_secs(3);
-/// Longer than this no file should stay as it was when its writer died.
+/// Maximum lease duration: no file should remain unchanged for longer after its writer has died.
 const LONGEST: Duration = Duration::from_hours(1);
-/// Of a name in Kubernetes, with room for the number of a further file.
+/// Maximum length of a Kubernetes object name, with room for the number of a further file.
 const MAX_NAME: usize = 240;
 
-/// A hosts file of all nodes in a `ConfigMap`.
+/// Hosts file of all nodes in a `ConfigMap`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CoreDnsHosts {
-    /// `causeway`: a line for each address of a node, by name. `openyurt`: one line for each node, as its tunnel server writes it, with that one's names where nothing else is said.
+    /// `causeway`: a line for each address of a node, by name. `openyurt`: one line for each node, as OpenYurt's tunnel server writes it, with that server's object names by default.
     pub format: HostsFormat,
     /// Namespace of the `ConfigMap` and of the Lease.
     pub namespace: String,
-    /// Name of the `ConfigMap`; by default `causeway-nodes`, or `yurt-tunnel-nodes`. Where one is too small for all nodes, further ones have a number behind it.
+    /// Name of the `ConfigMap`; by default `causeway-nodes`, or `yurt-tunnel-nodes`. If one is too small for all nodes, further ones have this name with a number appended.
     pub name: Option<String>,
-    /// Key of the file in it; by default `hosts`, or `tunnel-nodes`.
+    /// Key of the file in the `ConfigMap`; by default `hosts`, or `tunnel-nodes`.
     pub key: Option<String>,
     /// Zones in which nodes have names as well, `NODE.ZONE`.
     pub zones: Vec<String>,
-    /// What the name of an edge's node means: the addresses at which callers reach the fronts. Without it as `dns.addresses`, or where the fronts listen.
+    /// Addresses that the name of an edge's node resolves to: those at which clients reach the listeners. Without this key: `dns.addresses`, or the addresses of the listeners.
     pub addresses: Vec<IpAddr>,
-    /// Name of the Lease by which one of several gateways writes; by default that of the `ConfigMap`.
+    /// Name of the Lease that selects the one gateway that writes; by default that of the `ConfigMap`.
     pub lease: Option<String>,
-    /// How long the others wait for a gateway that has died, in whole seconds.
+    /// Time after which another gateway replaces a writer that has died, in whole seconds.
     #[serde(with = "DurationStr")]
     pub lease_duration: Duration,
 }
@@ -57,18 +57,18 @@ impl Default for CoreDnsHosts {
     }
 }
 
-/// How the file is written.
+/// Format of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HostsFormat {
-    /// By name, a line for each address.
+    /// Sorted by name, a line for each address.
     Causeway,
-    /// As OpenYurt's tunnel server writes it.
+    /// The format of OpenYurt's tunnel server.
     OpenYurt,
 }
 
 impl CoreDnsHosts {
-    /// The name of the `ConfigMap`.
+    /// Returns the name of the `ConfigMap`.
     pub fn name(&self) -> &str {
         let usual = match self.format {
             HostsFormat::Causeway => "causeway-nodes",
@@ -77,7 +77,7 @@ impl CoreDnsHosts {
         self.name.as_deref().unwrap_or(usual)
     }
 
-    /// The key of the file in it.
+    /// Returns the key of the file in the `ConfigMap`.
     pub fn key(&self) -> &str {
         let usual = match self.format {
             HostsFormat::Causeway => "hosts",
@@ -86,7 +86,7 @@ impl CoreDnsHosts {
         self.key.as_deref().unwrap_or(usual)
     }
 
-    /// The name of the Lease.
+    /// Returns the name of the Lease.
     pub fn lease(&self) -> &str {
         self.lease.as_deref().unwrap_or_else(|| self.name())
     }
@@ -127,7 +127,7 @@ impl CoreDnsHosts {
     }
 }
 
-/// Names of objects, by key.
+/// Checks names of objects, by key.
 pub(super) fn check_names<'a>(
     section: &str,
     names: impl IntoIterator<Item = (&'static str, Option<&'a String>)>,
@@ -143,7 +143,7 @@ pub(super) fn check_names<'a>(
     }
 }
 
-/// Whether an object can have this name (RFC 1123, as Kubernetes asks for).
+/// Whether an object can have this name (RFC 1123, as Kubernetes requires).
 pub(super) fn is_name(name: &str) -> bool {
     let label = |label: &str| {
         let plain = |each: char| each.is_ascii_lowercase() || each.is_ascii_digit() || each == '-';
@@ -156,7 +156,7 @@ pub(super) fn is_name(name: &str) -> bool {
 }
 
 impl Config {
-    /// What the hosts file says of edges' nodes: `kubernetes.hosts.addresses`, else as the DNS server answers.
+    /// Returns the addresses of edges' nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server answers.
     pub fn hosted_addresses(&self) -> Vec<IpAddr> {
         let hosts = self.kubernetes.as_ref();
         let hosts = hosts.and_then(|rules| rules.hosts.as_ref());

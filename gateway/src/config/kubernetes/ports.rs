@@ -1,8 +1,8 @@
-//! The section `kubernetes.ports`: node ports that a `ConfigMap` lists, while the gateway runs.
+//! Configuration section `kubernetes.ports`: node ports that a `ConfigMap` lists, updated while the gateway runs.
 //!
-//! A listed port is as the front that is named for its kind, but for a listener of its own: a pod sees no original
-//! destination. Where that front does see one, the port is redirected to it instead. What is configured by hand wins.
-//! A `connect` front needs no other for listed ports: there it is only edges that are told of them.
+//! A listed port gets a listener of its own that is otherwise a copy of the listener named for its protocol, since a pod sees no
+//! original destination. If the named listener does see one, the port is redirected to it instead. Ports in the configuration
+//! file take precedence. A `connect` listener serves listed ports without another listener; they are only announced to edges.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,11 +21,11 @@ pub struct PortList {
     pub namespace: String,
     /// Name of the `ConfigMap`, with the keys of OpenYurt's `yurt-tunnel-server-cfg`: `http-proxy-ports`, `https-proxy-ports`, `localhost-proxy-ports`.
     pub name: String,
-    /// The `https` front as which `https-proxy-ports` are; `apps` says of its own port by which files apps are asked.
+    /// The `https` listener that is the template for `https-proxy-ports`. The entry of `apps` for its own port gives the TLS files for these upstreams.
     pub https: Option<String>,
-    /// The `http` front as which `http-proxy-ports` are.
+    /// The `http` listener that is the template for `http-proxy-ports`.
     pub http: Option<String>,
-    /// Service that gets a port for each of these. Without it none is touched.
+    /// Service that gets a port for each of these ports. Without this key the gateway changes no Service.
     pub service: Option<String>,
 }
 
@@ -41,26 +41,26 @@ impl Default for PortList {
     }
 }
 
-/// What a `ConfigMap` lists.
+/// Node ports that a `ConfigMap` lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct NodePorts {
-    /// Apps that speak HTTP in the clear.
+    /// Ports of upstreams that speak HTTP without TLS.
     pub http: BTreeSet<u16>,
-    /// Apps that speak TLS.
+    /// Ports of upstreams that speak TLS.
     pub https: BTreeSet<u16>,
-    /// Apps that edges are to reach on loopback, for whom there is no listener.
+    /// Ports that edges dial on loopback, without a listener at the gateway.
     pub loopback: BTreeSet<u16>,
 }
 
 impl NodePorts {
-    /// Those with a listener.
+    /// Returns the ports with a listener.
     pub fn served(&self) -> impl Iterator<Item = u16> {
         self.http.iter().chain(&self.https).copied()
     }
 }
 
 impl PortList {
-    /// The fronts that are named here, by key.
+    /// Returns the listeners that are named here, by key.
     fn fronts(&self) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
         let named = [
             ("https", ListenerProtocol::Https, self.https.as_deref()),
@@ -107,10 +107,10 @@ impl PortList {
 }
 
 impl Config {
-    /// This configuration with these node ports listed.
+    /// Returns this configuration with these node ports listed.
     ///
     /// # Errors
-    /// Whatever then does not fit together.
+    /// All faults of the resulting configuration.
     pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<ConfigError>> {
         let rules = self.kubernetes.as_ref();
         let Some(rules) = rules.and_then(|rules| rules.ports.clone()) else {
@@ -162,7 +162,7 @@ impl Config {
         }
     }
 
-    /// What edges are told of these.
+    /// Returns the announcement of these ports to edges.
     fn told(&self, listed: &NodePorts) -> AnnouncedPorts {
         let http = listed.http.union(&listed.loopback);
         let tcp = listed.https.iter().chain(self.apps.keys());
@@ -172,7 +172,7 @@ impl Config {
         }
     }
 
-    /// Serves these ports as `front` is.
+    /// Serves these ports with `front` as the template.
     fn serve(&mut self, front: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
         let by_hand: BTreeMap<u16, &Listener> = match &self.redirect {
             Some(redirect) if front.original_destination => redirect.by_port(&self.fronts),

@@ -1,4 +1,4 @@
-//! The section `kubernetes.state`: a Secret in which gateways keep what outlives their pods.
+//! Configuration section `kubernetes.state`: a Secret with the state of gateways that outlives their pods.
 
 use causeway_config::ConfigErrors;
 

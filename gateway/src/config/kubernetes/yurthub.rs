@@ -1,15 +1,15 @@
-//! The section `kubernetes.hubs`: `YurtHub`s are told which edges of their pool to read at.
+//! Configuration section `kubernetes.hubs`: directs `YurtHub`s to edges of their pool.
 
 use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 
-/// `leader-hub-POOL` of `OpenYurt` v1.6.1 and later, kept by gateways.
+/// `ConfigMap` `leader-hub-POOL` of `OpenYurt` v1.6.1 and later, which gateways maintain.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct YurtHub {
-    /// Namespace in which hubs look for it (their `--namespace`).
+    /// Namespace in which `YurtHub`s look for the `ConfigMap` (their `--namespace`).
     pub namespace: String,
 }
 

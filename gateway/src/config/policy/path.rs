@@ -1,14 +1,14 @@
-//! What a path means to whoever decides by it.
+//! Canonical form of request paths for authorization.
 //!
-//! Apps read paths in many ways: they decode, join `//`, follow `..`, cut at `;`. A path that one of them may
-//! read as another one has no meaning here; what decides by paths then takes the worst for granted. Never
-//! changes what the app is sent.
+//! Upstreams read paths in many ways: they decode, join `//`, follow `..`, cut at `;`. A path that an upstream may read as
+//! another path has no canonical form. Authorization by path then assumes the worst. The path that the upstream gets is never
+//! changed.
 
 use std::borrow::Cow;
 
 use percent_encoding::percent_decode_str;
 
-/// The path as every app reads it, decoded once; `None` where apps may differ.
+/// Returns the path as every upstream reads it, decoded once; `None` if upstreams may differ.
 pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
     // An encoded slash is one to some, and a letter to others.
     let hidden = |triple: &[u8]| {

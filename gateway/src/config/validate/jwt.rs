@@ -1,6 +1,6 @@
-//! The checks of a front's issuers of JWTs, and of the fields that tell apps who calls.
+//! Checks of a listener's issuers of JWTs, and of the fields that tell upstreams who the client is.
 //!
-//! A front that cannot take a token, or pass a field on, says so instead of leaving the key without effect.
+//! A listener that cannot accept a token, or pass on a field, is a fault, so that no key is without effect.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use crate::config::{
     identity_headers::{check_prefix, field},
 };
 
-/// Shorter than a token with an unknown key id makes it anyway.
+/// Minimum of `jwks_refresh`: a token with an unknown key id causes a fetch this soon anyway.
 const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
-/// What the kernel alone says.
+/// Prefix of names that the kernel alone provides.
 const UID: &str = "uid:";
 
 impl ListenerValidator<'_> {

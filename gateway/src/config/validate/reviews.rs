@@ -1,6 +1,6 @@
-//! The checks of what a cluster's API is asked about callers.
+//! Checks of the reviews that a cluster's API makes of clients.
 //!
-//! A key that could have no effect, or would leave everybody waiting for an answer that cannot come, is a fault.
+//! A key without effect, or one that makes all clients wait for an answer that cannot come, is a fault.
 
 use causeway_config::ConfigErrors;
 

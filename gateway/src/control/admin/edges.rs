@@ -1,7 +1,7 @@
-//! The edges as the admin API shows them: one row a node, and its tunnels on request.
+//! The edges in the admin API: one row a node, and its tunnels on request.
 //!
-//! A node is listed if it is enrolled or connected. What it says of itself (version, labels, ports, addresses)
-//! is shown as such; its pool is the confirmed one. Field names are a promise to scripts.
+//! A node is listed if it is enrolled or connected. Properties that an edge reports itself (version, labels, ports, addresses)
+//! are shown as such; its pool is the confirmed one. Scripts may rely on the field names.
 
 use crate::state::{Nodes, Registry, TunnelInfo};
 use causeway_certs::NodeName;
@@ -13,19 +13,19 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// How a node is.
+/// State of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum NodeState {
-    /// A tunnel takes streams.
+    /// A tunnel accepts streams.
     Connected,
     /// Its tunnels do not answer.
     Suspect,
-    /// It leaves.
+    /// The edge drains.
     Draining,
-    /// It has no tunnel here.
+    /// The node has no tunnel here.
     Away,
-    /// It is not welcome.
+    /// The node is revoked.
     Revoked,
 }
 
@@ -34,51 +34,51 @@ pub(super) enum NodeState {
 pub(super) struct EdgeSummary {
     node: NodeName,
     state: NodeState,
-    /// Since when it has been connected, or away; unknown if it was never seen by this process.
+    /// Start of the current state, connected or away; unknown if this process never saw the node.
     since: Option<String>,
     last_seen: Option<String>,
-    /// Of the nearest tunnel.
+    /// Round-trip time of the nearest tunnel.
     rtt_ms: Option<f64>,
     streams: usize,
-    /// From callers to the node, over the tunnels that are open.
+    /// Bytes from clients to the node, over the tunnels that are open.
     bytes_up: u64,
     bytes_down: u64,
     version: Option<String>,
-    /// Where it dialled from.
+    /// Address from which the edge connected.
     address: Option<SocketAddr>,
     tunnels: usize,
     instance: Option<String>,
     pool: Option<String>,
-    /// Confirmed addresses, by which callers may name it.
+    /// Confirmed addresses, by which clients may name the node.
     addresses: Vec<IpAddr>,
-    /// Other nodes that have a confirmed address of this node as well, by address: none is reached by it.
+    /// Other nodes that share a confirmed address of this node, by address: none of these nodes is reached by it.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     address_conflicts: BTreeMap<IpAddr, Vec<NodeName>>,
     ports: Vec<u16>,
-    /// What the edge says of itself.
+    /// Labels that the edge reports.
     labels: BTreeMap<String, String>,
-    /// What joining has confirmed: policy goes by these.
+    /// Labels confirmed at joining, which the policy uses.
     confirmed_labels: BTreeMap<String, String>,
-    /// Why it is not welcome.
+    /// Reason of the revocation.
     revoked: Option<String>,
-    /// How it reads what its cluster has, if it does.
+    /// Role in reading the cluster's resources, if the edge reads them.
     #[serde(skip_serializing_if = "Option::is_none")]
     reading: Option<CacheRole>,
 }
 
-/// How an edge reads.
+/// Role of an edge in reading the cluster's resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum CacheRole {
-    /// Here, for its pool.
+    /// Reads at the gateway, for its pool.
     Leader,
-    /// At its pool's leader.
+    /// Reads at the leader of its pool.
     Follower,
-    /// Here, for itself.
+    /// Reads at the gateway, for itself.
     Alone,
 }
 
-/// Who leads each pool, where edges may read.
+/// Leader of each pool, if edges may read.
 pub(super) type Leaders = Option<BTreeMap<String, NodeName>>;
 
 /// One node with its tunnels.
@@ -86,7 +86,7 @@ pub(super) type Leaders = Option<BTreeMap<String, NodeName>>;
 pub(super) struct EdgeDetail {
     #[serde(flatten)]
     row: EdgeSummary,
-    /// Addresses of the node as its edge sees them; not routable for that.
+    /// Addresses of the node as its edge sees them; the gateway does not route by these.
     claimed_addresses: Vec<IpAddr>,
     details: Vec<TunnelSummary>,
 }
@@ -104,12 +104,12 @@ struct TunnelSummary {
     bytes_up: u64,
     bytes_down: u64,
     address: SocketAddr,
-    /// The serial number of the certificate by which it came, and when that ends.
+    /// Serial number of the certificate that the tunnel was opened with, and its expiry.
     certificate: String,
     certificate_ends: String,
 }
 
-/// All nodes, by name.
+/// Returns all nodes, by name.
 pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Leaders) -> Vec<EdgeSummary> {
     let mut tunnels: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
     for name in nodes.names() {
@@ -130,7 +130,7 @@ pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Leaders) -> Vec<Edge
     rows
 }
 
-/// One node, if it is known.
+/// Returns one node, if it is known.
 pub(super) fn one(
     registry: &Registry,
     nodes: &Nodes,
@@ -246,7 +246,7 @@ fn tunnel(edge: &TunnelInfo) -> TunnelSummary {
     }
 }
 
-/// The best of its tunnels says how a node is.
+/// Returns the state of a node, which is that of its best tunnel.
 fn condition(edges: &[TunnelInfo]) -> NodeState {
     let is_open = |edge: &TunnelInfo| edge.admitted.tunnel.is_open();
     if edges.is_empty() {

@@ -1,40 +1,42 @@
-//! Who of a pool is to lead it.
+//! Policy of leader election in a pool.
 //!
-//! Whoever leads goes on while it answers. A leader that has not answered a probe for a while gives way to whoever was heard since then,
-//! and stays where nobody was: members of a site share its uplink, and what is silent may be that. Who asks for others to be
-//! heard in time is `to_probe`. Of several the one with the fewest streams leads, of those that have been here for a while.
+//! A leader remains while it answers. A leader that has not answered a probe for a while is replaced by a candidate that was
+//! heard since then. If there is no such candidate, the leader remains: members of a site share its uplink, which may be the
+//! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates the one with the
+//! fewest streams leads, among those that have been connected for a while.
 
 use super::leaders::ConnectedReader;
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use std::time::Duration;
 
-/// An edge that has been here for so long is likely to stay.
+/// Time after which a connected edge is likely to stay.
 const STEADY: Duration = Duration::from_secs(10);
-/// Whoever has not answered a probe for so long leads on only where nobody does better. Its tunnel is suspect no sooner than 5 s after
-/// the probe, which comes after 5 s of silence (`tunnel.ping_after`): with what a look takes, its pool would be without a leader for
-/// more than 10 s. A link whose round trips take longer has twice its own.
+/// Time without an answer to a probe, after which a leader remains only if no candidate does better. Its tunnel is suspect
+/// 5 s after the probe at the earliest, and the probe comes after 5 s of silence (`tunnel.ping_after`). With the time of a check,
+/// its pool would then be without a leader for more than 10 s. For a link with longer round trips the time is twice the round
+/// trip.
 const LATE: Duration = Duration::from_millis(2_500);
-/// Once a leader has not answered for so long, others are probed.
+/// Time without an answer from the leader, after which other candidates are probed.
 const ASK: Duration = Duration::from_secs(1);
 
-/// An edge that may lead.
+/// Edge that may lead.
 #[derive(Debug)]
 pub(super) struct Candidate<'a> {
     node: &'a NodeName,
-    /// How long it has been connected.
+    /// Time since the edge connected.
     lasts: Duration,
     streams: usize,
-    /// It has not answered for [`LATE`].
+    /// Whether the edge has not answered for [`LATE`].
     late: bool,
-    /// How long its probe is without an answer.
+    /// Time for which its probe has had no answer.
     unanswered: Duration,
-    /// How long nothing was heard of it.
+    /// Time since anything was received from the edge.
     silent: Duration,
 }
 
 impl<'a> Candidate<'a> {
-    /// Of its tunnels the one that does best counts.
+    /// Returns the candidate of a connected edge. The best of its tunnels counts.
     pub(super) fn of(here: &'a ConnectedReader, lasts: Duration) -> Self {
         let late = |tunnel: &Tunnel| LATE.max(2 * tunnel.round_trip());
         let unanswered = here.staying().map(Tunnel::unanswered_for).min();
@@ -51,7 +53,7 @@ impl<'a> Candidate<'a> {
         }
     }
 
-    /// It was heard since this leader was probed.
+    /// Whether the edge was heard since this leader was probed.
     fn is_heard_since(&self, leading: &Candidate<'_>) -> bool {
         self.silent < leading.unanswered
     }
@@ -64,7 +66,7 @@ fn leading<'a, 'b>(
     candidates.iter().find(|one| Some(one.node) == current)
 }
 
-/// Who leads a pool of these.
+/// Returns the leader of a pool with these candidates.
 pub(super) fn elect<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],
@@ -86,7 +88,7 @@ pub(super) fn elect<'a>(
     named.or(leading).map(|one| one.node)
 }
 
-/// Who is to be probed now, so that it is known who could take the place of a leader that does not answer.
+/// Returns the candidates to probe now, to find out which could replace a leader that does not answer.
 pub(super) fn candidates_to_probe<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],

@@ -1,14 +1,15 @@
-//! Who reads at the gateway for each pool, and where its neighbours are.
+//! Leader assignment: the edge of each pool that reads at the gateway, and the addresses of the pool's other members.
 //!
-//! Every second, and when an edge comes or a node is another:
-//! 1. edges with a reader are gathered by their confirmed pools;
-//! 2. each pool has a leader, one of its `candidate`s: whoever leads goes on while it is connected and answers;
-//! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
-//!    next; the others hear together who came or went, for a site that comes back comes one by one.
+//! Every second, and when an edge connects or a node changes:
+//! 1. edges with an API cache are grouped by their confirmed pools;
+//! 2. each pool gets a leader, one of its candidates: a leader remains while it is connected and answers;
+//! 3. each tunnel gets each change once. A change of the leader is announced at once, and so is each change of members to the
+//!    leader, since members connect to it next. The others get changes of members together, since the edges of a site that is
+//!    back reconnect one by one.
 //!
-//! Who was here and lost its way to the cloud is a neighbour still: it reads at one of the others. It leads nobody.
+//! A node that was connected and has lost its uplink remains a member: it reads at another member. It leads no pool.
 //!
-//! Who leads is advice: an edge that finds its leader silent reads at the gateway itself.
+//! The leader is advice: an edge whose leader is silent reads at the gateway itself.
 
 use super::{
     ApiCacheServer,
@@ -34,30 +35,30 @@ use std::{
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-/// How often is looked.
+/// Interval of checks.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long is waited after each look: a fleet that comes is looked at together.
+/// Pause after each check: a fleet that reconnects is checked together.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Neighbours that came or went are told this often.
+/// Interval of announcements of members that came or went.
 const GATHER: Duration = Duration::from_secs(3);
-/// Addresses of one edge that are passed on: one of each family on each of two networks.
+/// Maximum number of announced addresses of one edge: one of each family on each of two networks.
 const MOST_ADDRESSES: usize = 4;
-/// Longest of them: a name of DNS and a port.
+/// Maximum length of an address: a DNS name and a port.
 const LONGEST: usize = 260;
 
-/// The leader of each pool, for whoever shows it.
+/// Leader of each pool, shared with the components that show it.
 pub type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
 
-/// A node with a reader, as it is connected here.
+/// Connected node with an API cache.
 pub(super) struct ConnectedReader {
     pub(super) node: NodeName,
     pool: Option<String>,
-    /// Where it serves its neighbours.
+    /// Addresses at which the node serves other members.
     pub(super) at: Vec<String>,
-    /// Where it serves hubs.
+    /// Endpoint at which the node serves `YurtHub`s.
     hubs: Option<Box<YurtHubAddr>>,
     instance: String,
-    /// Those to be told.
+    /// Tunnels that get announcements.
     tunnels: Vec<TunnelInfo>,
 }
 
@@ -66,17 +67,17 @@ impl ConnectedReader {
         self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
     }
 
-    /// Neighbours are to know of it.
+    /// Whether other members may use this node.
     pub(super) fn serves(&self) -> bool {
         !self.at.is_empty() && self.staying().next().is_some()
     }
 
-    /// Those that stay, whether they answer or not.
+    /// Returns the tunnels that do not drain, whether they answer or not.
     pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
         self.handles().filter(|tunnel| !tunnel.is_draining())
     }
 
-    /// What its tunnels carry.
+    /// Returns the number of streams of the node's tunnels.
     pub(super) fn streams(&self) -> usize {
         self.handles().map(|tunnel| tunnel.load().streams()).sum()
     }
@@ -90,25 +91,25 @@ impl ConnectedReader {
     }
 }
 
-/// What a pool was told, and when.
+/// Last announcement, and its time.
 #[derive(Clone)]
 struct LastAnnouncement {
     members: Arc<NodePoolMembers>,
     at: Instant,
 }
 
-/// Names leaders and tells edges.
+/// Assigns leaders and announces them to edges.
 pub(crate) struct LeaderAssigner {
     reading: ApiCacheServer,
     registry: Registry,
     nodes: NodesWriter,
-    /// Since when each process is here.
+    /// Time since which each edge process is connected.
     since: HashMap<NodeName, (String, Instant)>,
-    /// By pool.
+    /// Last announcement by pool.
     said: HashMap<Option<String>, LastAnnouncement>,
-    /// What each tunnel was told.
+    /// Last announcement to each tunnel.
     told: HashMap<TunnelId, LastAnnouncement>,
-    /// Where each node that has been here serves its neighbours.
+    /// Addresses at which each node that has been connected serves other members.
     met: BTreeMap<NodeName, Vec<String>>,
 }
 
@@ -125,7 +126,7 @@ impl LeaderAssigner {
         }
     }
 
-    /// Goes on until `stop`: edges that are asked to go elsewhere have nobody to follow here.
+    /// Runs until `stop`: edges that are asked to connect elsewhere need no leader here.
     pub(crate) async fn run(self, stop: CancellationToken) {
         stop.run_until_cancelled(self.keep()).await;
     }
@@ -199,7 +200,7 @@ impl LeaderAssigner {
         }
     }
 
-    /// Notes since when each process is here, and forgets who is not.
+    /// Records since when each process is connected, and forgets nodes and tunnels that are not connected.
     fn age(&mut self, all: &[ConnectedReader], now: Instant) {
         let mut since = HashMap::with_capacity(all.len());
         for here in all {
@@ -239,7 +240,7 @@ impl LeaderAssigner {
         leader_policy::elect(current, &candidates)
     }
 
-    /// Where hubs of this pool read: at its leader first, and at others that serve them.
+    /// Returns the endpoints for `YurtHub`s of this pool: the leader's first, then those of others that serve them.
     fn hubs(
         &self,
         pool: &str,
@@ -261,7 +262,7 @@ impl LeaderAssigner {
         (!all.at.is_empty()).then_some(all)
     }
 
-    /// What a pool is told from now on: this, or what it was told last where that will do for a while.
+    /// Returns the announcement to a pool from now on: this one, or the last one if that suffices for a while.
     fn saying(&mut self, next: &LastAnnouncement) -> LastAnnouncement {
         let Some(before) = self.said.remove(&next.members.pool) else {
             return next.clone();
@@ -274,7 +275,7 @@ impl LeaderAssigner {
         next.clone()
     }
 
-    /// Nodes that have been here, are not now, and are still welcome, by their pools.
+    /// Returns nodes by pool that have been connected, are not now, and are neither removed nor revoked.
     fn away(&mut self, all: &[ConnectedReader]) -> BTreeMap<Option<String>, Vec<NodePoolMember>> {
         let nodes = self.nodes.reader();
         self.met
@@ -299,8 +300,8 @@ impl LeaderAssigner {
         away
     }
 
-    /// Tells each of its tunnels, unless it was told that or something later. Who comes is told what holds `now`: it may be cut off
-    /// before long.
+    /// Sends the announcement to each of the node's tunnels, unless the tunnel got this or a later one. A new tunnel gets `now`,
+    /// the current state: it may be cut off before long.
     fn tell(&mut self, here: &ConnectedReader, saying: &LastAnnouncement, now: &LastAnnouncement) {
         for edge in &here.tunnels {
             let told = self.told.get(&edge.id);
@@ -319,7 +320,7 @@ impl LeaderAssigner {
     }
 }
 
-/// All nodes with a reader, in the order of their names.
+/// Returns all nodes with an API cache, in the order of their names.
 fn gather(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
     let mut all: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
     for (node, edge) in registry.all() {

@@ -1,4 +1,4 @@
-//! The line by which edges are told their neighbours: as many of them as fit into it.
+//! Message that announces a pool's members to an edge: as many members as fit.
 
 use super::leaders::ConnectedReader;
 use causeway_certs::NodeName;
@@ -7,11 +7,11 @@ use causeway_tunnel::{
     wire::MAX_MESSAGE,
 };
 
-/// What a line needs beside names and addresses, for each member and in all.
+/// Bytes that a message needs beside names and addresses, for each member and in total.
 const AROUND: usize = 32;
 
-/// What a pool is told: the leader first, so that it is among them however many there are, the others by name, and then those
-/// who are away.
+/// Returns the announcement to a pool: the leader first, so that it fits however many members there are, then the others by
+/// name, and then members that are not connected.
 pub(super) fn members(
     pool: Option<String>,
     leader: Option<&NodeName>,
@@ -39,7 +39,7 @@ pub(super) fn members(
     }
 }
 
-/// The same with the edge itself among them, if it is a member.
+/// Returns the announcement with the edge itself in it, if the edge is a member.
 pub(super) fn with_itself(members: &NodePoolMembers, here: &ConnectedReader) -> NodePoolMembers {
     let mut own = members.clone();
     let known = own.members.iter().any(|one| one.node == here.node.as_str());
@@ -68,13 +68,13 @@ fn at(here: &ConnectedReader) -> NodePoolMember {
     }
 }
 
-/// What a member takes of a line, at most.
+/// Returns the maximum number of bytes that a member needs in a message.
 fn size(member: &NodePoolMember) -> usize {
     let at = member.at.iter().map(|at| at.len() + AROUND);
     member.node.len() + AROUND + at.sum::<usize>()
 }
 
-/// What there is for members in a line: the rest is for the names of pool and leader.
+/// Returns the number of bytes for members in a message: the rest is for the names of pool and leader.
 fn room() -> usize {
     MAX_MESSAGE - MAX_MESSAGE / 8
 }

@@ -28,7 +28,7 @@ use tracing::info_span;
 
 const SERVICES: &str = "/api/v1/services";
 
-/// A cluster of one object of each resource, in which nothing happens.
+/// Cluster of one object of each resource, without any changes.
 struct Still;
 
 impl ListWatch for Still {
@@ -58,7 +58,7 @@ impl ListWatch for Still {
     }
 }
 
-/// A gateway that has read this cluster.
+/// Starts a gateway that has read this cluster.
 async fn world(rules: &ApiCache) -> World {
     let world = World::read(rules);
     for store in world.reading.as_ref().unwrap().pool().stores() {
@@ -83,7 +83,7 @@ struct Client {
 }
 
 impl Client {
-    /// By HTTP/2, with or without a certificate.
+    /// Connects by HTTP/2, with or without a certificate.
     async fn dial(world: &World, identity: Option<&EdgeIdentity>) -> Self {
         let config = match identity {
             Some(identity) => verify::control_client(identity),
@@ -264,7 +264,7 @@ async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
     over(watch).await;
 }
 
-/// A tunnel of an edge that serves its neighbours, and what it is told first.
+/// Connects an edge that serves other members, and returns its tunnel with the first announcement.
 async fn member(world: &World, node: &str, at: &str) -> (FakeEdge, NodePoolMembers) {
     let identity = crate::control::tests::world::identity(&world.ca, node);
     let welcome = EdgeHello {

@@ -1,8 +1,8 @@
-//! From the bytes of a question to those of an answer, by the tables of this moment.
+//! Builds the bytes of an answer from those of a query and the current tables.
 //!
-//! Pure: no socket, no clock, no memory of what was asked before, so that an edge that joins is found by the next
-//! question. Never asks anybody else, and never answers an answer: two servers would talk forever. What cannot be read
-//! gets a head of twelve bytes or nothing, so that nobody is sent more than was sent here in his name.
+//! The module is pure: it has no socket, no clock, and no memory of earlier queries, so the next query finds an edge that joins.
+//! It never asks another server, and never answers an answer: two servers would do so forever. A query that cannot be parsed gets
+//! a header of twelve bytes or nothing, so that a forged source address gets no more bytes than were sent here.
 
 use super::zones::{NEGATIVE, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};
@@ -16,19 +16,20 @@ use hickory_proto::{
 };
 use std::net::IpAddr;
 
-/// What passes everywhere in one piece: 1280, the least MTU of IPv6, less the headers (DNS Flag Day 2020).
+/// Maximum size of a datagram that passes everywhere in one piece: 1280, the minimum MTU of IPv6, less the headers (DNS Flag Day
+/// 2020).
 const DATAGRAM: u16 = 1232;
 
-/// What carries a question.
+/// Transport of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// A datagram: an answer that does not fit says so.
+    /// A datagram: an answer that does not fit is marked as truncated.
     Udp,
     /// A connection.
     Tcp,
 }
 
-/// What was found, for metrics.
+/// Outcome of a query, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueryOutcome {
     /// A node at the edge.
@@ -39,14 +40,14 @@ pub enum QueryOutcome {
     Zone,
     /// No node.
     None,
-    /// Nothing was looked for: not our zone, or not our work.
+    /// Not looked up: not our zone, or an unsupported query.
     Refused,
-    /// Nothing that can be read.
+    /// A query that cannot be parsed.
     Malformed,
 }
 
 impl QueryOutcome {
-    /// The label of metrics.
+    /// Returns the label of metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Edge => "edge",
@@ -59,17 +60,17 @@ impl QueryOutcome {
     }
 }
 
-/// What the asked name is.
+/// Meaning of the queried name.
 enum QueryMatch {
     Node(NodeLocation),
     Apex,
     Server,
-    /// Nothing, but there is a name below it.
+    /// No node, but there is a name below it.
     Between,
     Nobody,
 }
 
-/// The answer to a `question`, if it is worth one, and what was found.
+/// Returns the answer to a `question`, if it gets one, and the outcome.
 pub fn answer(
     question: &[u8],
     over: Transport,
@@ -104,20 +105,21 @@ pub fn answer(
     (found, bytes)
 }
 
-/// Whether there is one question, and beside it at most what may stand there: the SOA of a transfer, EDNS and a
-/// signature. Seen before the rest is read, which takes room and time for as many records as the head promises.
+/// Whether there is one question, and beside it at most the records that are allowed: the SOA of a transfer, EDNS and a
+/// signature. This is checked before the rest is read, since reading takes memory and time for as many records as the header
+/// claims.
 fn is_plain(counts: HeaderCounts) -> bool {
     counts.queries == 1 && counts.answers == 0 && counts.authorities <= 1 && counts.additionals <= 2
 }
 
-/// Nothing but a head.
+/// Returns an answer that is a header only.
 fn bare(head: &Header, code: ResponseCode) -> Option<Vec<u8>> {
     let mut reply = Message::error_msg(head.id, head.op_code, code);
     reply.metadata.recursion_desired = head.recursion_desired;
     reply.to_vec().ok()
 }
 
-/// An answer that says nothing yet.
+/// Returns an answer without records.
 fn begun(query: &Message) -> Message {
     let mut reply = Message::response(query.id, query.op_code);
     reply.metadata = Metadata::response_from_request(&query.metadata);
@@ -192,7 +194,7 @@ fn meaning(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
     }
 }
 
-/// What there is of this type.
+/// Returns the records of this type.
 fn records(meaning: &QueryMatch, asked: RecordType, (zone, zones): (&Zone, &Zones)) -> Vec<RData> {
     if asked == RecordType::ANY && !matches!(meaning, QueryMatch::Between) {
         // All of it would be more than somebody who did not ask should get (RFC 8482).

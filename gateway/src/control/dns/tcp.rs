@@ -1,7 +1,7 @@
-//! Questions over TCP, each with its length before it (RFC 7766).
+//! Queries over TCP, each with a length prefix (RFC 7766).
 //!
-//! Connections are limited, with a share for each source (`ConnectionLimit`): one that rests gives its place to another where
-//! there are no others. Waits are bounded: for the next question, for the whole of it, for the answer to be taken.
+//! Connections are limited, with a share for each source (`ConnectionLimit`): at the limit, an idle connection is closed for a
+//! new one. All waits have a timeout: for the next query, for the whole of it, and for the client to read the answer.
 
 use super::{NodeNames, QUESTION, Transport};
 use causeway_rt::{connection_limit::Slot, listener::BoundSocket, socket::Socket, task::TaskGroup};
@@ -13,15 +13,15 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// Connections at once, at less than 10 KiB each.
+/// Maximum number of connections, at less than 10 KiB each.
 const CONNECTIONS: usize = 256;
-/// What a forwarder keeps a connection for, commonly.
+/// Idle timeout: the time for which forwarders commonly keep a connection open.
 const IDLE: Duration = Duration::from_secs(10);
-/// The rest of a question has to come, and an answer to go, within this time.
+/// Timeout of the rest of a query, and of sending an answer.
 const TRANSFER: Duration = Duration::from_secs(2);
-/// After this time a connection ends with its next answer.
+/// Maximum lifetime: after this time a connection ends with its next answer.
 const LIFE: Duration = Duration::from_mins(2);
-/// What an answer that is being written gets when the server stops.
+/// Time for an answer that is being written when the server stops.
 const GRACE: Duration = Duration::from_millis(500);
 
 pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &CancellationToken) {

@@ -1,8 +1,8 @@
-//! Questions by datagram.
+//! Queries over UDP.
 //!
-//! An answer leaves from the very address that was asked, or a client takes it for somebody else's: a socket on a wildcard
-//! address has to be told which (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any
-//! datagram may be, so that nobody's slow link holds up the next question.
+//! An answer must leave from the queried address, or the client takes it for another server's. A socket on a wildcard address has
+//! to be told the address (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any datagram may be, so
+//! that a slow link does not delay the next query.
 
 use super::{NodeNames, QUESTION, Transport};
 use nix::{
@@ -22,17 +22,17 @@ use std::{
 use tokio::{io::Interest, net::UdpSocket, time::sleep};
 use tokio_util::sync::CancellationToken;
 
-/// How long to wait when the machine is out of something.
+/// Pause when the machine lacks a resource.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The address that was asked.
+/// Address that was queried.
 #[derive(Clone, Copy, Debug)]
 enum LocalAddr {
     V4(in_pktinfo),
     V6(in6_pktinfo),
 }
 
-/// A question's length, who asks, and where.
+/// A query's length, its source, and the queried address.
 type Received = (usize, SockaddrStorage, Option<LocalAddr>);
 
 pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &CancellationToken) {

@@ -1,7 +1,7 @@
-//! What the DNS server answers for: its zones, and what they say of every edge.
+//! Zones of the DNS server, and their addresses for every edge.
 //!
-//! Made of a configuration, whole or not at all, and never changed: a reload puts another in its place. A zone has no
-//! records of its own but SOA and NS. Its server is `ns.dns` in it, a name that no one-label node can take away.
+//! The zones are built from a configuration, completely or not at all, and never changed: a reload replaces them. A zone has no
+//! records of its own except SOA and NS. Its server is `ns.dns` in it, a name that no node with a one-label name can take.
 
 use crate::config::{Config, Dns};
 use hickory_proto::{
@@ -13,7 +13,7 @@ use hickory_proto::{
 };
 use std::net::IpAddr;
 
-/// How long it may be kept that a name is none: an edge that joins is to be found at once.
+/// TTL of negative answers: an edge that joins must be found at once.
 pub(super) const NEGATIVE: u32 = 1;
 
 /// The zones of a gateway.
@@ -24,7 +24,7 @@ pub struct Zones {
     pub(super) ttl: u32,
 }
 
-/// A zone whose names are nodes.
+/// Zone whose names are nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Zone {
     pub(super) apex: Name,
@@ -33,10 +33,10 @@ pub(super) struct Zone {
 }
 
 impl Zones {
-    /// Those of this configuration; none where it has no such section.
+    /// Returns the zones of this configuration; none if it has no section `dns`.
     ///
     /// # Errors
-    /// If a zone is no name, which a configuration that has been validated has not.
+    /// If a zone is no valid name, which a validated configuration excludes.
     pub fn of(config: &Config) -> Result<Self, String> {
         let Some(dns) = &config.dns.0 else {
             return Ok(Self::default());
@@ -51,7 +51,7 @@ impl Zones {
         })
     }
 
-    /// The zone that a name belongs to: the longest, for one may lie in another.
+    /// Returns the zone that a name belongs to: the longest, since one may be inside another.
     pub(super) fn holding(&self, name: &Name) -> Option<&Zone> {
         let holding = self.all.iter().filter(|zone| zone.apex.zone_of(name));
         holding.max_by_key(|zone| zone.apex.iter().len())
@@ -73,8 +73,8 @@ impl Zone {
         })
     }
 
-    /// What stands before the zone, as it would name a node; empty at the apex. None where it cannot name any: a dot inside
-    /// of a label would pass for one between labels.
+    /// Returns the labels before the zone, as the name of a node; empty at the apex. `None` if they can name no node: a dot
+    /// inside a label would look like one between labels.
     pub(super) fn within(&self, name: &Name) -> Option<String> {
         let labels = name.iter().len().saturating_sub(self.apex.iter().len());
         let mut text = String::new();

@@ -1,6 +1,6 @@
-//! Joining by a certificate that a signer of the cluster's own has made for the node.
+//! Enrolment by a certificate that a signer of the cluster's own has issued for the node.
 //!
-//! It is good for its two hours, for as long as no later one has been shown.
+//! The certificate is valid for its two hours, as long as no later one has been presented.
 
 use super::{HandlerState, JoinResponse, RenewRequest, broken, key, refuse};
 use crate::control::http::{Peer, ProblemDetails};
@@ -44,7 +44,7 @@ impl HandlerState {
         Ok(self.granted(node, &issued))
     }
 
-    /// A node that only the cluster can know of is asked to come again until that has named its nodes.
+    /// Refuses a node that only the cluster can know, until the cluster has named its nodes. The edge may retry.
     pub(super) fn can_judge(&self, node: &NodeName) -> Result<(), ProblemDetails> {
         let nodes = self.enrolment.nodes.reader();
         if !self.enrolment.vouched || nodes.has_cluster() || nodes.get(node).is_some() {
@@ -54,7 +54,7 @@ impl HandlerState {
     }
 }
 
-/// The nodes of the cluster are not known yet.
+/// Returns the error while the nodes of the cluster are not known yet.
 pub(super) fn not_yet() -> ProblemDetails {
     let detail = "the cluster has not named its nodes to this gateway yet; come again";
     let status = StatusCode::SERVICE_UNAVAILABLE;

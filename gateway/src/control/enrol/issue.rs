@@ -1,4 +1,4 @@
-//! Tokens spent and certificates given: what blocks on the disk.
+//! Blocking part of the enrolment: spends tokens and issues certificates.
 
 use super::{
     Enrolment, HandlerState, JoinResponse, broken, exchange::not_yet, refuse, refused, revoked,
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use tokio::task::spawn_blocking;
 
 impl Enrolment {
-    /// Who signs by the cluster's word.
+    /// Returns the signer for edges that join by their identity in the cluster.
     pub(super) fn signer(&self) -> Signer {
         Signer {
             ca: self.ca.clone(),
@@ -55,8 +55,8 @@ impl HandlerState {
         Ok((node, record))
     }
 
-    /// Whether a node may have this name by a token that does not name it: one of a cluster's nodes that is not at the edge may
-    /// not, or whoever holds such a token takes that node's traffic. The token is not spent, and what keeps it out may pass.
+    /// Checks that a node may take this name by a token that does not name it. A cluster's node that is not at the edge may not,
+    /// or the owner of such a token would get that node's traffic. The token is not spent, and the reason may be temporary.
     fn may_name_itself(&self, token: &JoinToken, node: &NodeName) -> Result<(), ProblemDetails> {
         // What is wrong with the token itself, spending it says.
         let names_it = |meant: NodePattern| meant.node().is_some();
@@ -78,12 +78,12 @@ impl HandlerState {
         Err(problem)
     }
 
-    /// Tokens of all roots that are trusted.
+    /// Returns the tokens of all trusted roots.
     fn tokens(&self) -> TokenStore {
         self.enrolment.store.tokens_of(&self.enrolment.ca.get())
     }
 
-    /// The node for which a token was made.
+    /// Returns the node for which a token was made.
     fn meant(&self, token: &JoinToken) -> Result<NodeName, ProblemDetails> {
         let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
         nodes.node().ok_or_else(|| {
@@ -94,7 +94,7 @@ impl HandlerState {
         })
     }
 
-    /// The certificate of an edge that joins. Blocks on the disk.
+    /// Issues the certificate of an edge that joins. Blocks on the disk.
     pub(super) fn issue(
         &self,
         key: &VerifiedPublicKey,
@@ -142,8 +142,7 @@ impl HandlerState {
         Ok(self.granted(node, &issued))
     }
 
-    /// The next certificate of an enrolled edge. The disk has the last word: a node that is removed or revoked meanwhile
-    /// stays so.
+    /// Issues the next certificate of an enrolled edge. The disk decides: a node that is removed or revoked meanwhile stays so.
     pub(super) async fn reissue(
         self: Arc<Self>,
         key: VerifiedPublicKey,

@@ -1,9 +1,9 @@
-//! Addresses from which wrong tokens came, and how long they wait.
+//! Rate limit of wrong tokens by source address.
 //!
-//! A token's secret has 256 bits, so this does not keep guessers out; it keeps their noise off the disk and
-//! out of the log. Many edges share the address of their NAT or of a balancer: some tokens are free, and one that is shown again
-//! does not count again, as by an edge that looks for the gateway that knows its token. The table is
-//! bounded; when it is full, the address that was idle longest is forgotten.
+//! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and out of the
+//! log. Many edges share the address of their NAT or of a load balancer. Some tokens are therefore free, and a token that is
+//! presented again does not count again, as by an edge that looks for the gateway that knows its token. The table is bounded;
+//! when it is full, the address that was idle longest is removed.
 
 use std::{
     collections::HashMap,
@@ -14,11 +14,11 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Different wrong tokens from one address that cost nothing.
+/// Number of different wrong tokens from one address that are free.
 const FREE: usize = 5;
-/// After this time without a wrong token an address begins anew.
+/// Time without a wrong token after which an address starts again.
 const FORGET: Duration = Duration::from_mins(1);
-/// Addresses that are remembered.
+/// Maximum number of addresses in the table.
 const MOST: usize = 1024;
 
 #[derive(Debug)]
@@ -36,7 +36,7 @@ pub(super) struct JoinRateLimiter {
 }
 
 impl JoinRateLimiter {
-    /// How many seconds an address has to wait, if it has to.
+    /// Returns the number of seconds that an address has to wait, if it has to.
     pub(super) fn wait(&self, address: IpAddr) -> Option<u16> {
         let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
         let seen = attempts
@@ -46,7 +46,7 @@ impl JoinRateLimiter {
         u16::try_from(left.as_secs().max(1)).ok()
     }
 
-    /// A wrong token came from there.
+    /// Records a wrong token from this address.
     pub(super) fn failed(&self, address: IpAddr, token: &str) {
         let token = self.hasher.hash_one(token);
         let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);

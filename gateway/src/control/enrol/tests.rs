@@ -62,7 +62,7 @@ impl Counter {
         STANDARD.encode(self.key.request().unwrap())
     }
 
-    /// Asks for what a body says, and hears status and answer.
+    /// Posts a body, and returns status and answer.
     async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
         let peer = Peer {
             issued: UnixTime::now().as_secs(),
@@ -165,7 +165,7 @@ async fn each_refusal_has_its_reason() {
     );
 }
 
-/// A token of a pattern is for nodes that have not joined: that a cluster has them already is the rule, and no reason.
+/// A token of a pattern is for nodes that have not joined. The cluster usually has the node already, which does not count.
 #[tokio::test]
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let counter = Counter::open();
@@ -185,7 +185,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     assert_eq!((status, reason.as_str()), (403, "token_not_new"));
 }
 
-/// A token for any node must not bring the traffic of a node that the cluster has elsewhere.
+/// A token for any node must not redirect the traffic of a node that the cluster has elsewhere.
 #[tokio::test]
 async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_token() {
     let counter = Counter::open();
@@ -254,7 +254,7 @@ async fn a_bad_request_does_not_burn_the_token() {
     );
 }
 
-/// Bodies of strangers that do not end hold the places of one address, and nobody else's.
+/// Unfinished bodies of peers without a certificate use the permits of one address, and of no other.
 #[tokio::test(start_paused = true)]
 async fn strangers_have_so_many_requests_at_once_and_leave_room_to_others() {
     let counter = Counter::open();
@@ -367,7 +367,7 @@ async fn an_edge_that_another_gateway_let_in_by_the_clusters_word_is_renewed_her
     assert!(records.len() == 1 && !records[0].serial.is_empty());
 }
 
-/// On a connection that is older than the end of a root, or than its node's new beginning.
+/// On a connection that is older than the end of a root, or than its node's new enrolment.
 #[tokio::test]
 async fn a_certificate_that_is_good_no_more_renews_nothing() {
     let counter = Counter::open();

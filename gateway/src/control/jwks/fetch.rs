@@ -1,7 +1,7 @@
 //! One fetch of a set of keys: resolve, connect, TLS, one GET.
 //!
-//! What answers is believed for its certificate alone (in the clear: because it is this very machine). Redirects are
-//! not followed, and of an answer no more is read than [`LARGEST`].
+//! The server is trusted by its certificate alone (without TLS: because it is this machine). Redirects are not followed, and at
+//! most [`LARGEST`] bytes of an answer are read.
 
 use crate::state::KeySet;
 use bytes::Bytes;
@@ -23,19 +23,19 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// An answer at most, in bytes: a set with 256 keys and their certificates.
+/// Maximum size of an answer, in bytes: a set with 256 keys and their certificates.
 const LARGEST: usize = 1 << 20;
 
-/// Where keys come from.
+/// Source of keys.
 pub(super) struct JwksSource {
     url: Uri,
     host: String,
     port: u16,
-    /// Without: in the clear.
+    /// TLS; `None` means plain HTTP.
     tls: Option<(TlsConnector, ServerName<'static>)>,
 }
 
-/// Without its query, which may hold a secret.
+/// URL without its query, which may contain a secret.
 impl fmt::Display for JwksSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let authority = self
@@ -47,14 +47,14 @@ impl fmt::Display for JwksSource {
     }
 }
 
-/// One address that swallows everything leaves the next some of a fetch's time.
+/// Timeout of connecting to one address: an address that does not answer leaves some of a fetch's time to the next.
 const DIAL: Duration = Duration::from_secs(1);
 
 impl JwksSource {
-    /// A URL, whose server shows a certificate of `ca` (in PEM), or else of a CA that the system trusts.
+    /// Returns the source at a URL, whose server presents a certificate of `ca` (in PEM), or else of a CA that the system trusts.
     ///
     /// # Errors
-    /// If there is no CA to go by.
+    /// If there is no CA to verify the server with.
     pub(super) fn new(url: &Uri, ca: Option<&str>) -> Result<Self, String> {
         let host = url.host().unwrap_or_default();
         let host = host
@@ -78,10 +78,10 @@ impl JwksSource {
         })
     }
 
-    /// The keys that it has now.
+    /// Returns the current keys of the source.
     ///
     /// # Errors
-    /// Why there are none to be had.
+    /// The reason why there are none.
     pub(super) async fn fetch(&self) -> Result<KeySet, String> {
         let tcp = self.dial().await?;
         let text = match &self.tls {

@@ -14,7 +14,7 @@ fn set() -> KeySet {
     KeySet::parse(KEYS.as_bytes()).unwrap()
 }
 
-/// Keeps keys for this long, and says after which seconds they were fetched.
+/// Fetches keys while `work` runs, and returns the seconds after which they were fetched.
 async fn fetched_at(
     (keys, writer): &(JwksCache, JwksWriter),
     work: impl AsyncFnOnce(&JwksCache),
@@ -80,7 +80,7 @@ async fn a_flood_of_unknown_key_ids_costs_an_issuer_one_fetch_in_ten_seconds() {
     );
 }
 
-/// A server on this machine that gives each connection the next of these answers, the last one from then on.
+/// Starts a server on this machine that gives each connection the next of these answers, and the last one from then on.
 async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, TaskGroup) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/keys?p=secret", listener.local_addr().unwrap());

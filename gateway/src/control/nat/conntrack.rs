@@ -1,7 +1,7 @@
-//! What the kernel remembers of connections to an address.
+//! The kernel's connection tracking for redirected addresses.
 //!
-//! A connection goes on as it began, whatever the rules say now: where an address changes hands, what is remembered
-//! of it is forgotten, and its next packet is judged anew. Nothing of other addresses is touched.
+//! A tracked connection continues as it began, whatever the current rules are. If an address changes hands, its tracked
+//! connections are deleted, and the next packet of each is checked again. Connections to other addresses are not touched.
 
 use super::netlink::{Netlink, message};
 use netlink_bindings::{
@@ -27,10 +27,10 @@ const TUPLE_ORIG: u16 = 1;
 /// `CTA_ZONE`.
 const ZONE: u16 = 18;
 
-/// Forgets all TCP connections that were made to addresses that were `handed` over. Returns how many.
+/// Deletes all tracked TCP connections to addresses that were `handed` over. Returns their number.
 ///
 /// # Errors
-/// If the kernel does not tell what it remembers, which is so without `nf_conntrack_netlink`.
+/// If the kernel does not list tracked connections, as without `nf_conntrack_netlink`.
 pub(super) fn forget(netlink: &Netlink, handed: impl Fn(&IpAddr) -> bool) -> io::Result<usize> {
     let mut forgotten = Vec::new();
     let request = Request::new().op_get_dump(&Nfgenmsg::new());
@@ -51,7 +51,7 @@ pub(super) fn forget(netlink: &Netlink, handed: impl Fn(&IpAddr) -> bool) -> io:
     Ok(count)
 }
 
-/// What deletes this connection, if it was made to an address that was handed over.
+/// Returns the message that deletes this connection, if its destination was handed over.
 fn deletion(
     header: &Nfgenmsg,
     known: &IterableConntrackAttrs<'_>,

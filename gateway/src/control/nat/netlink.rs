@@ -1,7 +1,7 @@
-//! What is said to the kernel's netfilter, and its answers.
+//! Messages to the kernel's netfilter, and its answers.
 //!
-//! Owns the socket. Never knows what a message means. The kernel does what it is told before sending returns, so an
-//! answer is there at once or not at all: nothing here waits.
+//! This module owns the socket, and does not know the meaning of a message. The kernel executes a message before the send
+//! returns, so an answer is available at once or not at all: nothing here waits.
 
 use netlink_bindings::{builtin::Nlmsghdr, traits::NetlinkChained};
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
@@ -11,20 +11,20 @@ use nix::{
 };
 use std::io;
 
-/// A batch is one message: 100,000 addresses fit.
+/// Buffer size. A batch is one message: 100,000 addresses fit.
 const ROOM: usize = 8 << 20;
-/// What the kernel sends at once of a list.
+/// Maximum size of one part of a list from the kernel.
 const PIECE: usize = 64 << 10;
-/// `NLMSG_ERROR`, which acknowledges too, and `NLMSG_DONE`: what ends an answer says how.
+/// `NLMSG_ERROR`, which is also an acknowledgement, and `NLMSG_DONE`: the messages that end an answer contain its result.
 const ENDS: [u16; 2] = [2, 3];
 
-/// What the kernel did not do, and why.
+/// Error of a request that the kernel did not execute.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}{cause}")]
 pub struct NetlinkError {
-    /// The message, by its name where it has one.
+    /// Name of the message, if it has one.
     what: String,
-    /// Why.
+    /// The cause.
     pub(super) cause: io::Error,
 }
 
@@ -35,7 +35,7 @@ impl From<io::Error> for NetlinkError {
     }
 }
 
-/// A conversation with netfilter.
+/// Socket to netfilter.
 #[derive(Debug)]
 pub(super) struct Netlink {
     socket: Socket,
@@ -43,7 +43,7 @@ pub(super) struct Netlink {
 }
 
 impl Netlink {
-    /// Opens it, in the network of this thread.
+    /// Opens the socket, in the network namespace of this thread.
     pub(super) fn open() -> io::Result<Self> {
         let mut socket = Socket::new(NETLINK_NETFILTER)?;
         socket.bind_auto()?;
@@ -59,17 +59,17 @@ impl Netlink {
         })
     }
 
-    /// The first number for so many messages.
+    /// Reserves this many sequence numbers, and returns the first.
     pub(super) fn reserve(&mut self, messages: u32) -> u32 {
         let first = self.sequence.wrapping_add(1);
         self.sequence = self.sequence.wrapping_add(messages);
         first
     }
 
-    /// Has done what all of these messages ask for, each of which is to be acknowledged.
+    /// Sends these messages, each of which is to be acknowledged.
     ///
     /// # Errors
-    /// The first thing that the kernel did not like.
+    /// The first error of the kernel.
     pub(super) fn tell(&self, messages: &impl NetlinkChained) -> Result<(), NetlinkError> {
         let mut heard = 0;
         let asked = self.ask(messages.payload(), |_, _| heard += 1);
@@ -87,10 +87,10 @@ impl Netlink {
         Ok(())
     }
 
-    /// Asks this, and shows each message of the answer and its kind.
+    /// Sends a request, and passes each message of the answer and its kind to `see`.
     ///
     /// # Errors
-    /// The first thing that the kernel did not like, and the number of the message if it is about one.
+    /// The first error of the kernel, and the number of the message if the error is about one.
     pub(super) fn ask(
         &self,
         messages: &[u8],
@@ -119,7 +119,7 @@ impl Netlink {
     }
 }
 
-/// One message with its header.
+/// Returns one message with its header.
 pub(super) fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     let mut header = Nlmsghdr::new();
     header.len = u32::try_from(Nlmsghdr::len() + body.len()).unwrap_or(u32::MAX);
@@ -128,7 +128,7 @@ pub(super) fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     [header.as_slice(), body].concat()
 }
 
-/// Shows each message of what was received.
+/// Passes each received message to `see`.
 fn each(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
     while let Some(header) = received.get(..Nlmsghdr::len()) {
         let Some(header) = Nlmsghdr::new_from_slice(header) else {
@@ -144,7 +144,7 @@ fn each(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
     }
 }
 
-/// What a message complains of, if it does; an acknowledgement complains of nothing.
+/// Returns the error of a message, if it has one; an acknowledgement has none.
 fn error(kind: u16, body: &[u8]) -> Option<io::Error> {
     let code = i32::from_ne_bytes(body.get(..4)?.try_into().ok()?);
     (ENDS.contains(&kind) && code < 0).then(|| Errno::from_raw(-code).into())

@@ -1,8 +1,7 @@
-//! The rules of our table: two chains, and in each one rule for a family, or two where pods are led away.
+//! Rules of our table: two chains, with one rule for each family, or two if connections to pods are redirected.
 //!
-//! Owns what a connection is looked at for, in this order: it is not for this host itself, it is TCP to an address of
-//! the set, and its port is in the map; else it is TCP to a pod. Never knows an address: whatever is to be redirected is
-//! in sets.
+//! The rules check in this order: the destination is not this host itself, it is TCP to an address of the set, and its port is in
+//! the map; else it is TCP to a pod. The rules contain no address: all redirected destinations are in sets.
 
 use super::table::{Family, header};
 use netlink_bindings::{
@@ -23,7 +22,7 @@ const ADDRESS_TYPE: u32 = 3;
 const LOCAL: u32 = 2;
 const TCP: u8 = 6;
 
-/// A chain at this hook, which leaves this host's own addresses alone.
+/// Adds a chain at this hook, which excludes this host's own addresses.
 pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str, hook: u32) {
     batch
         .request()
@@ -100,7 +99,7 @@ pub(super) fn redirection_of_pods(
     });
 }
 
-/// Goes on where it is TCP of this family to what is in the set.
+/// Continues if the packet is TCP of this family to a member of the set.
 fn to<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     family: &Family,
@@ -152,7 +151,7 @@ fn is<P: Pusher>(
     equals(told, &[value])
 }
 
-/// Goes on where the register holds this.
+/// Continues if the register has this value.
 fn equals<P: Pusher>(expressions: PushExprListAttrs<P>, value: &[u8]) -> PushExprListAttrs<P> {
     expressions
         .nested_elem()
@@ -166,7 +165,7 @@ fn equals<P: Pusher>(expressions: PushExprListAttrs<P>, value: &[u8]) -> PushExp
         .end_nested()
 }
 
-/// Whether the register is in the set; of a map, what it leads to. The library numbers these attributes wrongly.
+/// Checks whether the register is in the set; for a map, loads the mapped value. The library numbers these attributes wrongly.
 fn lookup<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     set: &str,
@@ -181,7 +180,7 @@ fn lookup<P: Pusher>(
     expression(expressions, c"lookup", if map { &all } else { &all[..2] })
 }
 
-/// To the port in the register. The library has no such expression.
+/// Redirects to the port in the register. The library has no such expression.
 fn redirect<P: Pusher>(expressions: PushExprListAttrs<P>) {
     const PORT: u16 = 1;
     const FLAGS: u16 = 3;

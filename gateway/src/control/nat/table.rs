@@ -1,8 +1,8 @@
-//! Our nftables table, in the kernel's words.
+//! Our nftables table, in the kernel's terms.
 //!
-//! Owns how many rules there are: the same for one node and for ten thousand. Addresses and ports are in sets and
-//! maps. A change is one batch, which the kernel does whole or not at all. The table belongs to our socket (`owner`):
-//! nobody else can change or flush it, and it goes when this process does, however that ends.
+//! The number of rules is the same for one node and for ten thousand: addresses and ports are in sets and maps. A change is one
+//! batch, which the kernel executes completely or not at all. The table belongs to our socket (`owner`): no other process can
+//! change or flush it, and it is removed when this process ends in any way.
 
 use super::{
     NatError, PortMap, RedirectSet,
@@ -19,21 +19,21 @@ use std::{
 
 /// `NFPROTO_INET`: IPv4 and IPv6 at once.
 const INET: u8 = 1;
-/// `NFNL_SUBSYS_NFTABLES`, which a batch names.
+/// `NFNL_SUBSYS_NFTABLES`, the subsystem of a batch.
 const NFTABLES: u16 = 10;
-/// Elements in one message, whose attributes are 64 KiB at most.
+/// Maximum number of elements in one message, whose attributes are 64 KiB at most.
 const AT_ONCE: usize = 1000;
-/// The numbers of types by which `nft` shows what is in a set.
+/// Type numbers by which `nft` displays the elements of a set.
 const SERVICE: u32 = 13;
 
-/// What differs between IPv4 and IPv6.
+/// Differences between IPv4 and IPv6.
 pub(super) struct Family {
     pub(super) protocol: u8,
     pub(super) addresses: &'static str,
     pub(super) pods: &'static str,
     kind: u32,
     pub(super) length: u32,
-    /// Where the destination is in the header.
+    /// Offset of the destination address in the header.
     pub(super) offset: u32,
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// The table of this name, which does not stand yet.
+    /// Opens the table of this name, which does not exist yet.
     pub(super) fn open(name: &str) -> Result<Self, NatError> {
         let mut netlink = Netlink::open().map_err(NatError::Unsupported)?;
         // The first thing said tells whether anything may be.
@@ -90,7 +90,7 @@ impl Table {
         })
     }
 
-    /// Puts this in the place of whatever stands under the name, at once.
+    /// Replaces the table of this name in one step.
     pub(super) fn replace(&mut self, led: &RedirectSet, ports: &PortMap) -> Result<(), NatError> {
         let done = self.batch(|batch, name| {
             // Deleting what may not be there fails on kernels before 6.3; made first, it is there.
@@ -145,7 +145,7 @@ impl Table {
         done.map_err(NatError::Kernel)
     }
 
-    /// Takes the table away.
+    /// Removes the table.
     pub(super) fn remove(&mut self) -> Result<(), NatError> {
         if !std::mem::take(&mut self.stands) {
             return Ok(());
@@ -190,7 +190,7 @@ fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>
     }
 }
 
-/// A set of addresses, or of intervals of them.
+/// Adds a set of addresses, or of intervals of addresses.
 fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (family, flags): (&Family, u32)) {
     batch
         .request()
@@ -205,7 +205,7 @@ fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (family, flags
         .push_id(1);
 }
 
-/// A map from a node's port to a port here, with what is in it.
+/// Adds a map from a node's port to a port on this host, with its elements.
 fn port_map(batch: &mut Chained<'static>, table: &CString, name: &str, ports: &BTreeMap<u16, u16>) {
     batch
         .request()
@@ -275,7 +275,7 @@ fn elements(
     }
 }
 
-/// Adds networks to the sets of pods. What is next to each other or within becomes one: intervals may not overlap.
+/// Adds networks to the sets of pods. Adjacent and nested networks are merged, since intervals may not overlap.
 fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNet>) {
     /// `NFT_SET_ELEM_INTERVAL_END`.
     const END: u32 = 1;
@@ -308,7 +308,7 @@ fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNe
     }
 }
 
-/// The first address behind a network.
+/// Returns the first address after a network.
 fn behind(net: &IpNet) -> Option<IpAddr> {
     Some(match net.broadcast() {
         IpAddr::V4(last) => Ipv4Addr::from_bits(last.to_bits().checked_add(1)?).into(),

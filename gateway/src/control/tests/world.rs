@@ -1,4 +1,4 @@
-//! A gateway's control path on real sockets.
+//! A gateway's control plane on real sockets.
 
 use super::{FakeEdge, LONG, SHORT, welcome};
 use crate::control::{
@@ -48,7 +48,7 @@ pub(crate) fn new_ca(domain: &str) -> Ca {
     Ca::create(&TrustDomain::parse(domain).unwrap()).unwrap()
 }
 
-/// An edge's identity by this CA.
+/// Returns an edge's identity by this CA.
 pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -56,13 +56,13 @@ pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     EdgeIdentity::new(&ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
-/// What the tunnel port shows.
+/// Returns the certificate that the tunnel port presents.
 fn shown(ca: &Ca) -> LeafCertificate {
     let names = [GatewayName::parse("127.0.0.1").unwrap()];
     ca.issue_gateway(&names, LIFE).unwrap()
 }
 
-/// How edges join.
+/// Returns the state of the enrolment.
 fn enrolment(
     (ca, store): (&LiveCa, &Store),
     (nodes, ledger): (&NodesWriter, &NodeRecordWriter),
@@ -88,7 +88,7 @@ fn advertised(all: &[&str]) -> AdvertisedGateways {
     })
 }
 
-/// A tunnel port that waits for nobody long.
+/// Returns settings of a tunnel port with short timeouts.
 fn impatient() -> config::Tunnel {
     config::Tunnel {
         handshake_timeout: SHORT,
@@ -100,7 +100,7 @@ fn impatient() -> config::Tunnel {
 /// The tunnel port of a gateway.
 pub(crate) struct World {
     pub(crate) ca: Arc<Ca>,
-    /// The same as the gateway has it.
+    /// The same CA as the gateway uses it.
     pub(crate) live: LiveCa,
     pub(crate) store: Store,
     pub(crate) nodes: NodesWriter,
@@ -111,7 +111,7 @@ pub(crate) struct World {
     pub(crate) stop: CancellationToken,
     tls: LiveTls,
     leaf: LeafCertificate,
-    /// What edges read here.
+    /// Server of the API cache.
     pub(crate) reading: Option<ApiCacheServer>,
     /// Dropping it ends the gateway at once.
     pub(crate) tasks: TaskGroup,
@@ -123,7 +123,7 @@ impl World {
         Self::on(&Workers::here())
     }
 
-    /// Of a gateway that follows a cluster, which has not named its nodes yet.
+    /// Starts a gateway that follows a cluster, which has not named its nodes yet.
     pub(crate) fn of_a_cluster() -> Self {
         Self::with(&Workers::here(), true)
     }
@@ -132,7 +132,7 @@ impl World {
         Self::with(cores, false)
     }
 
-    /// Of a gateway at which edges read by these rules.
+    /// Starts a gateway at which edges read by these rules.
     pub(crate) fn read(readers: &config::ApiCache) -> Self {
         Self::made(&Workers::here(), false, Some(readers))
     }
@@ -141,7 +141,7 @@ impl World {
         Self::made(cores, cluster, None)
     }
 
-    /// Of a gateway with as few places, which waits for peers as long as gateways do.
+    /// Starts a gateway with these limits, and with the default timeouts.
     pub(crate) fn with_places(places: Places) -> Self {
         let settings = config::Tunnel::default();
         Self::built(&Workers::here(), false, None, (settings, places))
@@ -221,7 +221,7 @@ impl World {
         self.nodes.reader()
     }
 
-    /// The tunnel port believes whom the CA has signed that is in force now. It shows what it showed.
+    /// Makes the tunnel port trust the CA that is in force now. The presented certificate does not change.
     pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
         let trust = TrustStore::of(&self.live.get()).unwrap();
@@ -229,7 +229,7 @@ impl World {
         self.tls.store(Arc::new(tls.unwrap()));
     }
 
-    /// The tunnel port lets nodes join as which the cluster's own signers have named them.
+    /// Makes the tunnel port accept nodes by certificates of the cluster's own signers.
     pub(crate) fn believe(&self, cluster: ClusterCa, tickets: &TicketSecret) {
         let trust = TrustStore::of(&self.ca).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
@@ -237,13 +237,13 @@ impl World {
         self.tls.store(Arc::new(tls));
     }
 
-    /// The tunnel port lets each node in whose certificate is believed.
+    /// Makes the tunnel port admit each node with a trusted certificate.
     pub(crate) fn let_any_in(&self) {
         let tls = Tls::clone(&self.tls.load());
         self.tls.store(Arc::new(tls.any_node(true)));
     }
 
-    /// Who is welcome.
+    /// Returns the nodes of the gateway.
     pub(crate) fn roll(&self) -> NodeSync {
         let (_, writer, _) = pins(PinTable::new());
         NodeSync {
@@ -263,13 +263,13 @@ impl World {
         }
     }
 
-    /// An enrolled edge's identity.
+    /// Enrols an edge, and returns its identity.
     pub(crate) fn enrolled(&self, node: &str) -> EdgeIdentity {
         self.nodes.put(name(node), Node::default());
         identity(&self.ca, node)
     }
 
-    /// TLS to the tunnel port.
+    /// Opens TLS to the tunnel port.
     pub(crate) async fn tls(
         &self,
         config: Arc<ClientConfig>,
@@ -281,7 +281,7 @@ impl World {
             .await
     }
 
-    /// A tunnel up to the gateway's hello.
+    /// Opens a tunnel up to the gateway's hello.
     pub(crate) async fn dial(&self, identity: &EdgeIdentity) -> FakeEdge {
         let io = self
             .tls(verify::tunnel_client(identity).unwrap())
@@ -290,7 +290,7 @@ impl World {
         FakeEdge::greeted(io).await
     }
 
-    /// A tunnel that says this, and what it hears.
+    /// Opens a tunnel, sends this hello, and returns the tunnel with the answer.
     pub(crate) async fn says(
         &self,
         identity: &EdgeIdentity,
@@ -305,7 +305,7 @@ impl World {
         (edge, heard)
     }
 
-    /// A registered tunnel.
+    /// Opens a registered tunnel.
     pub(crate) async fn joined(
         &self,
         identity: &EdgeIdentity,
@@ -317,7 +317,7 @@ impl World {
         edge
     }
 
-    /// Waits until something is so.
+    /// Waits until a condition is met.
     pub(crate) async fn until(&self, what: impl Fn(&Self) -> bool) {
         let looking = async {
             while !what(self) {

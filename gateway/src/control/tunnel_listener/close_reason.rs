@@ -1,4 +1,4 @@
-//! How a conversation ends, in words for the log and for metrics.
+//! Reasons for the end of a session, in words for the log and for metrics.
 
 use crate::{audit, log_throttle::LogThrottle};
 use causeway_tunnel::{
@@ -8,7 +8,7 @@ use causeway_tunnel::{
 use std::net::SocketAddr;
 use tracing::{debug, warn};
 
-/// How a conversation ended.
+/// Reason for the end of a session.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CloseReason {
     #[error("{0}")]
@@ -26,7 +26,7 @@ pub(super) enum CloseReason {
 }
 
 impl CloseReason {
-    /// One word, for metrics.
+    /// Returns one word, for metrics.
     pub(super) fn word(&self) -> &'static str {
         match self {
             Self::Tunnel(ended) => ended.word(),
@@ -46,7 +46,7 @@ impl CloseReason {
         }
     }
 
-    /// An edge whose link broke during the hello is ordinary; one that was refused wants a look.
+    /// Logs the end. A connection lost during the hello is ordinary; a refused edge is a warning.
     pub(super) fn log_refusal(&self, edge: &str, from: SocketAddr, early: &LogThrottle) {
         if matches!(self, Self::Early) {
             if let Some(times) = early.happened() {
@@ -61,7 +61,7 @@ impl CloseReason {
         }
     }
 
-    /// A control stream breaks with its tunnel: then the tunnel's own words say more.
+    /// Returns the more informative reason: a control stream breaks with its tunnel, whose own error says more.
     pub(super) fn blame(self, ended: TunnelEnd) -> Self {
         match (self, ended) {
             (end @ Self::Control(_), TunnelEnd::Closed) => end,

@@ -1,8 +1,8 @@
-//! One admitted connection: the tunnel, the task that drives it, and its place in the registry.
+//! One admitted connection: the tunnel, the task that drives it, and its registration.
 //!
-//! The driver is a task of its own, on the core of the node: what moves bytes is woken without the
-//! conversation. It belongs to the [`Link`], and the place to [`Registered`]: dropping either on
-//! any path leaves nothing behind.
+//! The driver is a task of its own, on the worker of the node, so that moving bytes does not wake the session. The driver belongs
+//! to the [`TunnelConnection`], and the entry in the registry to the [`Registration`]: dropping either on any path leaves nothing
+//! behind.
 
 use super::{HandshakenEdge, TunnelListener, close_reason::CloseReason};
 use crate::{
@@ -30,25 +30,25 @@ use tokio::{
 };
 use tracing::Span;
 
-/// How often is looked whether a leaving edge's streams have ended.
+/// Interval of checks whether a leaving edge's streams have ended.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long a tunnel that nobody hurries has been without streams when it goes.
+/// Time without streams after which a leaving tunnel without a deadline closes.
 const LINGER: Duration = Duration::from_secs(1);
-/// Every tunnel has its control stream open.
+/// Number of streams of an idle tunnel: every tunnel has its control stream open.
 const CONTROL: usize = 1;
 
-/// A tunnel and the task that drives it, which ends with this value.
+/// Tunnel and the task that drives it, which ends with this value.
 pub(super) struct TunnelConnection {
     pub(super) tunnel: Tunnel,
     over: oneshot::Receiver<TunnelEnd>,
     ended: Option<TunnelEnd>,
-    /// Of each wait for the edge.
+    /// Timeout of each wait for the edge.
     pub(super) bound: Duration,
     _driver: TaskGroup,
 }
 
 impl TunnelConnection {
-    /// Begins HTTP/2 on this core.
+    /// Begins HTTP/2 on this worker.
     pub(super) async fn open(
         admission: &TunnelListener,
         arrived: Box<HandshakenEdge>,
@@ -130,7 +130,8 @@ impl TunnelConnection {
             .map_err(|_| ControlStreamError::TooSlow(self.bound))?
     }
 
-    /// Sends the edge away. It hangs up when it has read why; else it is hung up on after a bound.
+    /// Makes the edge disconnect. The edge closes the connection when it has read the reason; else the gateway does after a
+    /// timeout.
     pub(super) async fn dismiss(
         &mut self,
         control: &mut ControlStream,
@@ -142,7 +143,7 @@ impl TunnelConnection {
         CloseReason::Dismissed(why, detail)
     }
 
-    /// The same, in these words.
+    /// Makes the edge disconnect by this message.
     pub(super) async fn send_away(&mut self, control: &mut ControlStream, line: &GatewayMessage) {
         if self.tell(control, line).await.is_ok() {
             control.close();
@@ -153,15 +154,15 @@ impl TunnelConnection {
     }
 }
 
-/// A tunnel takes no new streams and goes when the open ones have ended.
+/// Tunnel that accepts no new streams and closes when the open ones have ended.
 pub(super) struct DrainingTunnel {
-    /// They have ended.
+    /// Completes when the streams have ended.
     idle: BoxFuture<'static, ()>,
     pub(super) end: CloseReason,
 }
 
 impl DrainingTunnel {
-    /// They are given until then; without it, as long as they like.
+    /// Drains the tunnel. Open streams may last until `until`, or without it as long as they need.
     pub(super) fn new(tunnel: &Tunnel, until: Option<Instant>, end: CloseReason) -> Self {
         let tunnel = tunnel.clone();
         Self {
@@ -171,7 +172,7 @@ impl DrainingTunnel {
     }
 }
 
-/// Waits until it has left, if it is leaving.
+/// Waits until the tunnel has drained, if it drains.
 pub(super) async fn drained(leaving: &mut Option<DrainingTunnel>) {
     match leaving {
         Some(leaving) => leaving.idle.as_mut().await,
@@ -179,8 +180,8 @@ pub(super) async fn drained(leaving: &mut Option<DrainingTunnel>) {
     }
 }
 
-/// Waits until no caller's stream is open, at most until `end`. Without an end nobody is in a hurry: a
-/// caller that chose the tunnel before it began to leave gets its stream.
+/// Waits until no client's stream is open, at most until `end`. Without an end there is no hurry: a client that chose the
+/// tunnel before the tunnel began to leave gets its stream.
 async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
     let linger = end.map_or(LINGER, |_| Duration::ZERO);
     let mut quiet = Instant::now();
@@ -194,7 +195,7 @@ async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
     }
 }
 
-/// The tunnel's place in the registry; dropping it gives up the place and closes the tunnel.
+/// The tunnel's entry in the registry; dropping it removes the entry and closes the tunnel.
 pub(super) struct Registration {
     registry: Registry,
     node: NodeName,
@@ -221,7 +222,7 @@ impl Registration {
 }
 
 impl Registration {
-    /// Notes that the edge has announced that this tunnel leaves.
+    /// Records that the edge has announced that this tunnel leaves.
     pub(super) fn leaves(&self) {
         self.tunnel.leave();
         self.registry.leaves(&self.node, self.id);
@@ -235,7 +236,7 @@ impl Drop for Registration {
     }
 }
 
-/// Why a tunnel was not registered, for its edge.
+/// Returns the reason why a tunnel was not registered, for its edge.
 pub(super) fn register_error(node: &NodeName, refused: &RegisterError) -> (GoAway, String) {
     match refused {
         RegisterError::Superseded { from, .. } => {
@@ -249,7 +250,7 @@ pub(super) fn register_error(node: &NodeName, refused: &RegisterError) -> (GoAwa
     }
 }
 
-/// Takes the tunnels that a newer one replaced out of use.
+/// Retires the tunnels that a newer one replaced.
 pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<ReplacedTunnel>) {
     for ReplacedTunnel { edge, fate } in replaced {
         let old = edge.admitted;

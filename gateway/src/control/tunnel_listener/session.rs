@@ -1,10 +1,10 @@
-//! The conversation with one edge: hello, registration, lines both ways, and the end.
+//! Session with one edge: hello, registration, messages both ways, and the end.
 //!
-//! HTTP/2 begins on the core of the node. The gateway says hello and hears who the edge is, within a bound.
-//! The edge is judged: certificate, version, known node. Its tunnel is registered; what that replaced is
-//! told. Then lines pass until the tunnel ends, or one end sends the other away. A tunnel from which another one
-//! has taken over closes when its last stream has ended by itself. The guard of the
-//! registration unregisters on every path, and only what it has registered.
+//! HTTP/2 begins on the worker of the node. The gateway sends its hello and receives that of the edge, within a timeout. It
+//! checks the edge's certificate, version and node. It registers the tunnel, and informs the tunnels that this one replaced. Then
+//! messages pass until the tunnel ends, or one side disconnects the other. A tunnel from which another one has taken over closes
+//! when its last stream has ended by itself. The guard of the registration unregisters on every path, and only what it has
+//! registered.
 
 use super::{
     HandshakenEdge, TunnelListener,
@@ -37,12 +37,12 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
-/// Lines that wait for an edge; one that does not read them is about to end.
+/// Maximum number of messages that wait for an edge; an edge that does not read them is about to end.
 const LINES: usize = 8;
-/// Longest name that an edge may give its process.
+/// Maximum length of the name that an edge gives its process.
 const MAX_INSTANCE: usize = 64;
 
-/// Sets the tunnel to what the edge says of itself.
+/// Applies the settings that the edge announces to the tunnel.
 fn heed(tunnel: &Tunnel, welcome: &EdgeHello) {
     if welcome.turns {
         tunnel.give_turns();
@@ -54,7 +54,7 @@ fn heed(tunnel: &Tunnel, welcome: &EdgeHello) {
     tunnel.allow_upgrade_bodies(welcome.upgrade_bodies);
 }
 
-/// Talks with an edge until its tunnel is gone.
+/// Runs the session with an edge until its tunnel is gone.
 pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenEdge>) {
     let (node, from) = (arrived.node.clone(), arrived.from);
     let certificate = arrived.certificate.clone().unwrap_or_default();
@@ -93,20 +93,20 @@ pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenE
     info!("{node} disconnected: {end}");
 }
 
-/// What both ends say once the tunnel is registered.
+/// Session of a registered tunnel.
 struct TunnelSession {
     control: ControlStream,
     lines: mpsc::Receiver<Box<GatewayMessage>>,
-    /// Another tunnel has taken over.
+    /// Cancelled when another tunnel has taken over.
     taken_over: CancellationToken,
-    /// What the edge believes.
+    /// Roots that the edge trusts.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
     registered: Registration,
 }
 
 impl TunnelListener {
-    /// Says hello, judges the answer, registers. An error comes with the best name there is.
+    /// Exchanges hellos, checks the edge, and registers the tunnel. An error comes with the best known name of the edge.
     async fn handshake(
         &self,
         link: &mut TunnelConnection,
@@ -166,7 +166,7 @@ impl TunnelListener {
         }
     }
 
-    /// Has an edge come again that cannot be judged yet.
+    /// Makes an edge retry that cannot be checked yet.
     async fn defer(&self, link: &mut TunnelConnection, name: &str) -> CloseReason {
         // One that does not listen comes again as well.
         if let Ok(Ok((mut control, _))) = timeout(link.bound, self.ask(link, name)).await {
@@ -175,7 +175,7 @@ impl TunnelListener {
         CloseReason::Early
     }
 
-    /// Notes a node that nobody has let join, where that is not asked for.
+    /// Records a node that connects without having joined, if the configuration admits such nodes.
     async fn record_arrival(&self, node: &NodeName, bound: Duration) -> Result<(), String> {
         if !self.tls.load().lets_any_in() {
             return Ok(());
@@ -193,7 +193,7 @@ impl TunnelListener {
         })
     }
 
-    /// Opens the control stream, says hello, and hears one line.
+    /// Opens the control stream, sends the hello, and receives one message.
     async fn ask(
         &self,
         link: &TunnelConnection,
@@ -218,7 +218,7 @@ impl TunnelListener {
         Ok((control, heard))
     }
 
-    /// Whether an edge that says this may stay.
+    /// Checks whether an edge with this hello may stay.
     fn judge(welcome: &EdgeHello) -> Result<(), (GoAway, String)> {
         if welcome.protocol != wire::VERSION {
             let detail = format!(
@@ -239,7 +239,7 @@ impl TunnelListener {
         Ok(())
     }
 
-    /// Enters the tunnel and tells what it replaced.
+    /// Registers the tunnel and informs those that it replaced.
     async fn register(
         &self,
         link: &mut TunnelConnection,
@@ -308,8 +308,8 @@ impl TunnelListener {
 }
 
 impl TunnelSession {
-    /// Passes lines both ways until the tunnel ends or one end leaves. A line that the edge does not take yet waits for as
-    /// long as the tunnel lives: streams go on meanwhile.
+    /// Passes messages both ways until the tunnel ends or one side leaves. A message that the edge does not take yet waits as
+    /// long as the tunnel lives: streams continue meanwhile.
     async fn run(&mut self, link: &mut TunnelConnection) -> CloseReason {
         let tunnel = link.tunnel.clone();
         let mut leaving: Option<DrainingTunnel> = None;
@@ -356,7 +356,7 @@ impl TunnelSession {
         }
     }
 
-    /// Takes up a line of the edge. Returns how the tunnel leaves, if the edge says that it does.
+    /// Handles a message of the edge. Returns the draining tunnel, if the edge says that the tunnel leaves.
     fn hear(&self, line: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
         match line {
             EdgeMessage::Window { bytes } => tunnel.turn_over(bytes),

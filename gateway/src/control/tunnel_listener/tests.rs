@@ -34,14 +34,14 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::Span;
 
-/// A client configuration with another ALPN.
+/// Returns a client configuration with another ALPN.
 fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
     let mut config = ClientConfig::clone(config);
     config.alpn_protocols = vec![alpn.to_vec()];
     Arc::new(config)
 }
 
-/// With what words the gateway refuses a handshake, which TLS 1.3 shows at the first read.
+/// Returns the error by which the gateway refuses a handshake, which TLS 1.3 shows at the first read.
 async fn alert(world: &World, config: Arc<ClientConfig>) -> String {
     let refused = async {
         let mut io = world.tls(config).await?;
@@ -496,7 +496,7 @@ async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with
     assert!(world.registry.holds(&stays) && world.registry.holds(&deleted));
 }
 
-/// Another root signs from then on, and both are believed.
+/// Makes another root sign from then on; both are trusted.
 fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
     let next = world
         .store
@@ -505,7 +505,7 @@ fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
     world.take_up();
 }
 
-/// The edge has come by the old root and takes its time to say who it is.
+/// The edge has connected by the old root and delays its hello.
 #[tokio::test]
 async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
     let world = World::start();
@@ -588,7 +588,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     bulk.ended().await;
 }
 
-/// A request that its edge has not answered.
+/// Opens a request that its edge has not answered.
 async fn request(
     world: &World,
     node: &str,
@@ -601,7 +601,7 @@ async fn request(
     (opened.unwrap(), asked.unwrap())
 }
 
-/// The edge answers it, and its client gets the answer.
+/// Lets the edge answer, and checks that the client gets the answer.
 async fn answered((opened, asked): (OpenStream, Box<StreamRequest>)) {
     asked.reply.send(http::Response::new(()), true).unwrap();
     let answer = timeout(LONG, opened.answer).await.unwrap();
@@ -752,7 +752,7 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     );
 }
 
-/// Fronts without callers.
+/// Returns listeners without clients.
 fn fronts_of(close: &CancellationToken) -> DrainListeners<'_> {
     DrainListeners {
         close,
@@ -787,7 +787,7 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
     edge.ended().await;
 }
 
-/// Few places, so that a test fills them.
+/// Small limits, which a test can reach.
 const FEW: Places = Places {
     arriving: 8,
     handshakes: 4,
@@ -795,7 +795,7 @@ const FEW: Places = Places {
     renewing: 4,
 };
 
-/// All of them from the address that the edge comes from as well: the worst case.
+/// All of them come from the address that the edge comes from as well: the worst case.
 #[tokio::test]
 async fn silent_connections_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -812,7 +812,7 @@ async fn silent_connections_keep_no_edge_out() {
     world.until(|world| world.counted(&line)).await;
 }
 
-/// Each from an address of its own, as many again whenever the edge restarts.
+/// Each comes from an address of its own, and as many again whenever the edge restarts.
 #[tokio::test]
 async fn silent_connections_from_many_addresses_keep_no_edge_out() {
     let world = World::with_places(FEW);

@@ -1,4 +1,4 @@
-//! The tunnel port's TLS: what is shown, who is believed, and the handshake.
+//! The tunnel port's TLS: the presented certificate, the trusted CAs, and the handshake.
 
 use super::Io;
 use crate::state::registry::EdgeCertificate;
@@ -18,25 +18,25 @@ use std::{io, sync::Arc, time::Duration};
 use tokio::time::Instant;
 use tokio_rustls::LazyConfigAcceptor;
 
-/// The tunnel port's TLS: two configurations, and who is believed.
+/// The tunnel port's TLS: two configurations, and the trusted CAs.
 #[derive(Clone, Debug)]
 pub struct Tls {
     tunnel: Arc<ServerConfig>,
     join: Arc<ServerConfig>,
     trust: TrustStore,
     any_node: bool,
-    /// Whom the cluster's own signers name, for joining.
+    /// CA of the cluster's own signers, for joining.
     cluster: Option<ClusterCa>,
 }
 
-/// The tunnel port's TLS as it is now.
+/// The current TLS of the tunnel port.
 pub type LiveTls = Arc<ArcSwap<Tls>>;
 
 impl Tls {
-    /// For a gateway that shows `leaf`, believes whom `trust` names and seals sessions by `tickets`.
+    /// Returns the TLS of a gateway that presents `leaf`, trusts the CAs of `trust` and seals sessions by `tickets`.
     ///
     /// # Errors
-    /// If nobody could be believed so.
+    /// If no peer could be trusted with these.
     pub fn new(
         leaf: Arc<dyn ResolvesServerCert>,
         trust: TrustStore,
@@ -51,16 +51,16 @@ impl Tls {
         })
     }
 
-    /// Whether a certificate that is believed is enough, of whichever node.
+    /// Sets whether a trusted certificate is enough, of whichever node.
     #[must_use]
     pub fn any_node(self, any_node: bool) -> Self {
         Self { any_node, ..self }
     }
 
-    /// Whose word for a node is enough to join as it.
+    /// Sets the CA of the cluster's own signers, by whose certificates nodes may join.
     ///
     /// # Errors
-    /// If nobody could be believed so.
+    /// If no peer could be trusted with these.
     pub fn vouched(
         self,
         leaf: Arc<dyn ResolvesServerCert>,
@@ -76,17 +76,17 @@ impl Tls {
         })
     }
 
-    /// Who is believed.
+    /// Returns the trusted CAs.
     pub fn trust(&self) -> &TrustStore {
         &self.trust
     }
 
-    /// Whether each node with a certificate that is believed is let in.
+    /// Whether each node with a trusted certificate is admitted.
     pub(super) fn lets_any_in(&self) -> bool {
         self.any_node
     }
 
-    /// Whether a certificate that was believed when it was shown is still. Its dates were judged then.
+    /// Whether a certificate that was trusted when it was presented still is. Its dates were checked then.
     pub(in crate::control) fn believes(&self, shown: &EdgeCertificate) -> bool {
         let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
         // Where a root takes the place of an intermediate that counted as one, those below it stay.
@@ -103,7 +103,7 @@ impl Tls {
         verify_peer(Some(chain), Purpose::Edge, at, &self.trust, revoked).is_ok()
     }
 
-    /// Whose certificate it is, resumed or not.
+    /// Returns the verified owner of the peer's certificate, resumed or not.
     pub(super) fn check(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
         let chain = io.get_ref().1.peer_certificates();
         let now = UnixTime::now();
@@ -116,7 +116,7 @@ impl Tls {
         )
     }
 
-    /// Which edge it is, and the certificate that it has shown.
+    /// Returns the node of the edge, and the certificate that it has presented.
     pub(super) fn edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
         let proven = self.check(io)?;
         let Identity::Edge(node) = proven.identity else {
@@ -138,15 +138,15 @@ impl Tls {
         Ok((node, shown))
     }
 
-    /// Which node it is that may join by the cluster's certificate which it shows, where such count.
+    /// Returns the node that may join by the cluster's certificate that the peer presents, if such certificates are accepted.
     pub(super) fn joins(&self, io: &Io) -> Option<Result<VerifiedNodeCertificate, PeerRejected>> {
         let chain = io.get_ref().1.peer_certificates();
         let cluster = self.cluster.as_ref()?;
         Some(cluster.node(chain, UnixTime::now()))
     }
 
-    /// Finishes TLS, and takes the time that its last flight needed: one round trip. Awaits `turn` once the `ClientHello` is
-    /// there, and keeps its result until the handshake is over.
+    /// Finishes TLS, and measures the time of its last flight: one round trip. Awaits `turn` once the `ClientHello` has arrived,
+    /// and keeps the result of `turn` until the handshake is over.
     pub(super) async fn handshake<T>(
         &self,
         socket: io::Result<DetachedSocket>,
@@ -181,7 +181,7 @@ impl Tls {
     }
 }
 
-/// Returns the likely cause of an alert by which an edge ends the handshake: it refuses the gateway's certificate.
+/// Returns the likely cause of an alert by which an edge ends the handshake: the edge refuses the gateway's certificate.
 pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
     match alert {
         Alert::CertificateExpired => Some(
@@ -200,10 +200,10 @@ pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
     }
 }
 
-/// A handshake that came to nothing.
+/// Error of a handshake.
 pub(super) struct TlsError {
     pub(super) error: io::Error,
-    /// By which whoever came can be told why.
+    /// Socket by which the peer can get the reason.
     pub(super) socket: Option<CountedIo<Socket>>,
 }
 
@@ -216,7 +216,7 @@ impl From<io::Error> for TlsError {
     }
 }
 
-/// What somebody wants here, by the ALPN.
+/// Protocol that a peer has selected by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnProtocol {
     Tunnel,

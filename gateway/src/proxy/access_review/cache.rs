@@ -1,9 +1,9 @@
-//! Answers of the cluster's API, asked once for all who wait and kept for a while.
+//! Cache of the review answers of the cluster's API. Each question is asked once for all requests that wait.
 //!
-//! A question is asked in a task of its own: whoever leaves takes nobody's answer along. Each has a bound, its caller's
-//! wait and the question itself. What was refused is kept for less long than what was allowed, and that nobody answers for
-//! a second, which is enough for a herd. Known are hashes of tokens, never tokens. A token that says when it ends never
-//! counts beyond that.
+//! A question is asked in a task of its own: a request that leaves does not cancel the answer for the others. The wait of a
+//! request and the question itself each have a bound. Refusals are cached for less time than permissions. A missing answer is
+//! cached for a second, which is enough for a herd of requests. Keys are hashes of tokens, never tokens. A token that names its
+//! expiry never counts beyond that.
 
 use super::{ReviewAttributes, ReviewClient, ReviewError, UserInfo};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::authn::jwt};
@@ -23,23 +23,23 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
-/// How long it is known that there is no answer.
+/// Time for which a missing answer is cached.
 const UNKNOWN: Duration = Duration::from_secs(1);
-/// How many answers of each kind are kept; beyond, it is asked more often.
+/// Maximum number of cached answers of each kind; beyond, the API is asked more often.
 const MOST: u64 = 20_000;
-/// How many questions of each kind are in the air: whoever comes with wrong tokens by the thousand has them wait, and
-/// neither the cluster's API nor clients from elsewhere.
+/// Maximum number of concurrent questions of each kind. A client that sends thousands of wrong tokens waits by itself; neither
+/// the cluster's API nor clients from other addresses do.
 const AT_ONCE: usize = 64;
 
 type Key = [u8; 32];
 
-/// What is known, and who is asked for the rest.
+/// Cache of reviews, and the client that asks for the missing ones.
 #[derive(Debug)]
 pub struct ReviewCache {
     by: Arc<dyn ReviewClient>,
     tokens: CachedResults,
     accesses: CachedResults,
-    /// Questions are asked where whoever answers them lives.
+    /// Runtime on which questions are asked: that of the review client.
     runtime: Handle,
     tasks: TaskGroup,
     bound: Duration,
@@ -103,7 +103,7 @@ impl ReviewCache {
         }
     }
 
-    /// Whose token this is, if it counts for these audiences.
+    /// Returns the user of this token, if it counts for these audiences.
     ///
     /// # Errors
     /// If there is no answer.
@@ -223,7 +223,7 @@ impl CachedResults {
     }
 }
 
-/// What is told of answers: all in numbers, and in words when they cease and when they come again.
+/// Health of the review API. Every answer is counted; a log line is written when answers cease and when they resume.
 #[derive(Debug)]
 struct ReviewHealth {
     metrics: Arc<Metrics>,
@@ -275,7 +275,7 @@ fn is_over(end: u64) -> bool {
     now() >= Duration::from_secs(end)
 }
 
-/// How long answers are kept.
+/// Time for which answers are cached.
 #[derive(Clone, Copy, Debug)]
 struct Ttl {
     allowed: Duration,

@@ -1,8 +1,7 @@
-//! What a request to a kubelet is called where somebody decides about it, as kubelet itself calls it (pkg/kubelet/server/auth.go,
-//! 1.36).
+//! Attributes of a request to a kubelet for a review, as kubelet itself names them (pkg/kubelet/server/auth.go, 1.36).
 //!
-//! Pure. A path that an app may read in two ways is none of those with a name of their own, so it is `proxy`, which stands
-//! for all that a kubelet can do; and so is a session, of which nobody knows what it carries.
+//! Pure. A path that an upstream may read in two ways matches none of the paths with an attribute of their own. It is `proxy`,
+//! which stands for everything that a kubelet can do. A session is `proxy` too, since its content is unknown.
 
 use crate::{
     config::policy::{Action, canonical},
@@ -10,10 +9,10 @@ use crate::{
 };
 use http::Method;
 
-/// What kubelet calls everything that has no name of its own.
+/// Subresource of every path that has none of its own.
 const PROXY: &[&str] = &["proxy"];
 
-/// The verb: by the method, and to make one for a session.
+/// Returns the verb: by the method, and `create` for a session.
 pub(super) fn verb(ask: &AuthzRequest<'_>) -> &'static str {
     if ask.act == Action::Connect {
         return "create";

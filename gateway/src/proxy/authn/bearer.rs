@@ -1,9 +1,9 @@
-//! A bearer token in `Authorization`: one of the front's file, a JWT by its shape, or one that the cluster's API knows.
+//! Bearer token in `Authorization`: one of the listener's file, a JWT by its shape, or one that the cluster's API knows.
 //!
-//! Where a front takes several, a JWT of an issuer that it lists is judged by that alone, and the API is asked last.
-//! What the last token on a connection came to is remembered, so that a kept-alive connection asks once. A JWT is
-//! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it. One that the API knows
-//! is not remembered here.
+//! If a listener accepts several, a JWT of an issuer that it lists is judged by that issuer alone, and the API is asked last.
+//! Each connection caches the identity of its last token, so that a persistent connection is checked once. A JWT is cached no
+//! longer than it counts: neither beyond its expiry, nor beyond the keys that verified it. A token that the API knows is not
+//! cached here.
 
 use super::{AuthMethod, Authenticator, ClientIdentity, Validity, jwt, jwt::Expired};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
 use causeway_rt::listener::RemoteAddr;
 use std::sync::{Mutex, PoisonError};
 
-/// The caller that the last token on a connection named.
+/// Identity of the client that the last token on a connection named.
 pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
 
 /// A token that was tried with success.
@@ -23,7 +23,7 @@ pub(crate) struct CachedIdentity {
     caller: ClientIdentity,
 }
 
-/// Whom what stands in `Authorization` names.
+/// Returns the client that the `Authorization` field identifies.
 pub(super) async fn identify(
     front: &Authenticator,
     (presented, expired): (&[u8], Expired<'_>),

@@ -1,11 +1,11 @@
-//! Who calls by a JWT: the issuers that a front takes, and what a token must say to count.
+//! Authentication by JWT: the issuers that a listener accepts, and the claims that a token needs.
 //!
-//! 1. The token says who issued it; nothing of it counts before its signature is proven by a key of that issuer.
-//! 2. A key that is not here is asked for, once for all who wait: one of the two waits that the way of a request permits.
+//! 1. The token names its issuer; no claim counts before a key of that issuer has verified its signature.
+//! 2. A missing key is fetched, once for all requests that wait: one of the two waits that the request path permits.
 //! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with `LEEWAY` between two clocks.
-//! 4. Its name and groups may be none of those that only the kernel, this gateway or Kubernetes gives.
+//! 4. Its name and groups may be none of those that only the kernel, this gateway or Kubernetes assigns.
 //!
-//! A refusal says what was wrong and repeats nothing: not of the token, and not of what would have been right.
+//! A refusal says what was wrong and discloses nothing: neither the content of the token, nor the expected values.
 
 pub(super) mod claims;
 
@@ -32,19 +32,19 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-/// What two clocks may be apart, in seconds.
+/// Maximum difference between two clocks, in seconds.
 const LEEWAY: u64 = 60;
-/// A larger token is not looked at, in bytes: those with hundreds of groups have half as much.
+/// Maximum size of a token, in bytes. Larger tokens are not parsed: those with hundreds of groups have half as much.
 pub(super) const LARGEST: usize = 16 << 10;
-/// The last second of the year 9999: what is later has no date.
+/// The last second of the year 9999: later times have no date.
 const LAST: u64 = 253_402_300_799;
 
-/// Why a token does not count, for its holder.
+/// Reason why a token does not count, for its holder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rejection {
-    /// The token is not one that is taken here.
+    /// The token is not accepted here.
     Wrong(Cow<'static, str>),
-    /// The keys of its issuer are not here, so nobody can say.
+    /// The keys of its issuer are missing, so the token cannot be verified now.
     Undecided(Cow<'static, str>),
 }
 
@@ -63,7 +63,7 @@ pub enum Expired<'a> {
     Taken(&'a ClientIdentity),
 }
 
-/// The issuers that a front takes.
+/// Issuers that a listener accepts.
 #[derive(Debug)]
 pub struct JwtAuthenticator(Vec<Issuer>);
 
@@ -71,18 +71,18 @@ pub struct JwtAuthenticator(Vec<Issuer>);
 #[derive(Debug)]
 pub struct Issuer {
     name: String,
-    /// What is checked, by algorithm.
+    /// Validations, by algorithm.
     checks: Vec<(Algorithm, Validation)>,
     naming: ClaimMappings,
     keys: JwksCache,
 }
 
-/// Whom a token names, and for how long.
+/// Client that a token identifies, and the validity of the token.
 #[derive(Debug)]
 pub struct JwtIdentity {
-    /// The caller's name.
+    /// The client's name.
     pub name: String,
-    /// The caller's groups.
+    /// The client's groups.
     pub groups: Vec<String>,
     /// For how long it counts.
     pub validity: Validity,
@@ -98,14 +98,14 @@ pub fn is_one(token: &str) -> bool {
     parts.len() == 3 && parts.iter().all(|text| part(text)) && !parts[0].is_empty()
 }
 
-/// What a token says before anything of it is proven.
+/// Claims that are read before the signature is verified.
 #[derive(Deserialize)]
 struct UnverifiedClaims {
     iss: Option<String>,
 }
 
 impl Issuer {
-    /// An issuer of this name, whose tokens are for one of these audiences and signed by one of `algorithms`.
+    /// Returns an issuer of this name, whose tokens are for one of these audiences and signed by one of `algorithms`.
     pub fn new(
         (name, audiences): (&str, &[String]),
         algorithms: &[config::Algorithm],
@@ -223,10 +223,10 @@ impl JwtAuthenticator {
         is_one(token) && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
     }
 
-    /// Whom this token names. Waits for keys that are not here for no longer than `bound`.
+    /// Returns the client that this token identifies. Waits for missing keys for no longer than `bound`.
     ///
     /// # Errors
-    /// Why it does not count.
+    /// The reason why the token does not count.
     pub async fn identify(
         &self,
         (token, expired): (&str, Expired<'_>),

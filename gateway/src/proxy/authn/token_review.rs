@@ -1,7 +1,7 @@
-//! Who calls by a token that the cluster's API knows: a service account's, for the most part.
+//! Authentication by a token that the cluster's API knows: a service account's, for the most part.
 //!
-//! Names and groups are those that the API gives, `system:` and all. Some are never taken from it, since others give
-//! them: the kernel's, and those of our own CA. Nothing of a token is remembered here; `reviews` keeps answers by its hash.
+//! Names and groups are those that the API assigns, `system:` included. Names that the kernel or our own CA assigns are never
+//! taken from the API. No token is cached here; `access_review` caches answers by the token's hash.
 
 use super::{
     AuthMethod, ClientIdentity, Validity,
@@ -19,7 +19,7 @@ use std::{borrow::Cow, sync::Arc};
 /// Tokens that the API is asked about.
 #[derive(Debug)]
 pub struct TokenReview {
-    /// For whom they must be; empty is the API server itself.
+    /// Audiences that tokens must have; empty is the API server itself.
     pub audiences: Arc<[String]>,
     /// The own trust domain.
     pub domain: TrustDomain,
@@ -60,7 +60,7 @@ impl TokenReview {
         })
     }
 
-    /// Returns whose token this was, for the same audiences, if it has expired and counts nevertheless.
+    /// Returns the user of this token for the same audiences, if the token has expired and counts nevertheless.
     fn before_it_expired(&self, expired: Expired<'_>) -> Option<Arc<UserInfo>> {
         let Expired::Taken(before) = expired else {
             return None;

@@ -1,7 +1,7 @@
-//! The addresses that are meant by the networks of a front that dials itself (`direct`).
+//! Addresses that the networks of a listener which dials itself (`direct`) mean.
 //!
-//! A network is written for machines elsewhere, and often a wide one. What lies in it beside those, this host for one and
-//! the metadata of a cloud, is meant only by a network that holds nothing else.
+//! A network is written for machines elsewhere, and is often wide. Other addresses in the network, such as those of this host and
+//! a cloud's metadata service, are meant only by a network that contains nothing else.
 
 use ipnet::IpNet;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
@@ -19,8 +19,8 @@ const CACHE_TTL: Duration = Duration::from_secs(5);
 /// IPVS, `NodeLocal` `DNSCache`).
 const SERVICE_INTERFACES: [&str; 2] = ["kube-ipvs0", "nodelocaldns"];
 
-/// Networks in which nothing is what a wide network is written for: this host and its link, what a cloud tells its machines
-/// (metadata, with their credentials), and what is no one machine's.
+/// Networks without addresses that a wide network is written for: this host and its link, metadata services of clouds (which give
+/// machines their credentials), and addresses that do not belong to one machine.
 static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
     let all = [
         "0.0.0.0/8",
@@ -44,8 +44,8 @@ static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
 /// Prefixes of 96 bits behind which an IPv4 address is reached by IPv6: NAT64 (RFC 6052, RFC 8215).
 const NAT64_PREFIXES: [u128; 2] = [0x64_ff9b << 96, 0x64_ff9b_0001 << 80];
 
-/// Whether a network means this address. What is special, and what is this host's own, is meant only by networks that
-/// hold nothing else.
+/// Whether a network means this address. Special addresses and this host's own addresses are meant only by networks that contain
+/// nothing else.
 pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> bool {
     let address = address.to_canonical();
     if !network.contains(&address) {

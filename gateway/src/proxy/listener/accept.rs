@@ -1,8 +1,7 @@
-//! The door of a front: who comes in by its socket, on which core it is served, and what becomes of it when the front is
-//! another.
+//! Accepts the connections of a listener, selects the worker that serves each, and handles a changed listener configuration.
 //!
-//! An [`Entrance`] is accepted from as long as its socket stands, and leads to the door that is there now. What names
-//! the node before HTTP is spoken names the core; the socket moves there once.
+//! A [`ListenerSocket`] accepts for as long as its socket exists, and leads to the current configuration. If anything before HTTP
+//! names the node, it selects the worker. The socket moves there once.
 
 use super::{AcceptedSocket, Listener, conn_io, https, proxy_protocol, serve};
 use crate::{
@@ -31,11 +30,10 @@ use tracing::debug_span;
 
 /// Enough for the runtime to hear of a connection that the kernel has taken.
 const QUEUED: Duration = Duration::from_millis(2);
-/// A front that closes takes those at most for so long: in a flood the queue never empties.
+/// Maximum time in which a listener that closes still accepts queued connections: in a flood the queue never empties.
 const EMPTYING: Duration = Duration::from_secs(1);
 
-/// Where callers of one front come in: its socket is accepted from as long as it stands, and leads to the door that
-/// is there now.
+/// Socket of one listener: accepts for as long as the socket exists, and leads to the current configuration.
 #[derive(Debug)]
 pub struct ListenerSocket {
     door: ArcSwap<ListenerConfig>,
@@ -43,7 +41,7 @@ pub struct ListenerSocket {
 }
 
 impl ListenerSocket {
-    /// An entrance to these proxies, by core, that closes when `stop` is cancelled.
+    /// Returns a socket that leads to these proxies, by worker, and closes when `stop` is cancelled.
     pub fn new(cores: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
         Arc::new_cyclic(|entrance| {
             let door = ListenerConfig {
@@ -80,13 +78,13 @@ impl ListenerSocket {
         Ok(())
     }
 
-    /// What is there now is about to be replaced or closed.
+    /// Retires the current configuration, which is about to be replaced or closed.
     pub fn retire(&self, linger: bool) {
         self.door.load().front().retire(linger);
     }
 
-    /// Leads whoever comes from now on to these proxies, and whoever is in a handshake. Connections that are there end
-    /// in order: what they have begun is finished, and nothing new begins on them.
+    /// Leads new clients, and those in a handshake, to these proxies. Existing connections end in order: what they have begun is
+    /// finished, and nothing new begins on them.
     pub fn replace(&self, proxies: Vec<Proxy>) {
         let old = self.door.load_full();
         let door = ListenerConfig {
@@ -98,7 +96,7 @@ impl ListenerSocket {
         old.stop.cancel();
     }
 
-    /// Lets nobody in any more; connections that are there end in order.
+    /// Accepts no further client; existing connections end in order.
     pub fn close(&self) {
         self.stop.cancel();
     }
@@ -122,24 +120,24 @@ impl ListenerSocket {
     }
 }
 
-/// One front as it is configured now: its proxy on each core, and what ends the connections that it has let in.
+/// Current configuration of one listener: its proxy on each worker, and the token that ends its connections.
 #[derive(Clone, Debug)]
 pub(super) struct ListenerConfig {
     cores: Workers,
-    /// By core.
+    /// By worker.
     pub(super) proxies: Arc<[Proxy]>,
     pub(super) stop: CancellationToken,
     entrance: Weak<ListenerSocket>,
 }
 
 impl ListenerConfig {
-    /// The front, which is one on all cores.
+    /// Returns the listener, which is the same on all workers.
     fn front(&self) -> &Listener {
         &self.proxies[0].front
     }
 
-    /// The door that is there by now, for whoever came in by this one and has begun nothing yet. None where the front is
-    /// gone, or one of another kind.
+    /// Returns the current configuration, for a client that came in by this one and has begun nothing yet. Returns `None` if the
+    /// listener is gone, or has another kind.
     pub(super) fn by_now(self) -> Option<Self> {
         if !self.front().is_retired() {
             return Some(self);
@@ -205,8 +203,8 @@ impl ListenerConfig {
         });
     }
 
-    /// From whom a connection is, and where it was going if the front asks for that; by a PROXY header where one is due,
-    /// else by the kernel.
+    /// Returns the source of a connection, and its original destination if the listener needs that: from a PROXY header if one is
+    /// due, else from the kernel.
     async fn told(
         &self,
         core: WorkerId,
@@ -232,7 +230,8 @@ impl ListenerConfig {
         }
     }
 
-    /// The core that owns what the connection names; where it names nothing, the one that accepted it.
+    /// Returns the worker that owns the node which the connection names, or the worker that accepted the connection if it names
+    /// none.
     pub(super) fn home(
         &self,
         here: WorkerId,

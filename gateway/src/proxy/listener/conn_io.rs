@@ -1,9 +1,9 @@
-//! A caller's socket below HTTP, and its condition.
+//! Client-side IO below HTTP, and the state of the connection.
 //!
-//! The body of an answer and the socket know of each other here: a body that breaks waits until what came before
-//! it is flushed, and the socket is then dropped with a reset and without `close_notify`. The condition
-//! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
-//! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
+//! The body of an answer and the socket are coordinated here. A body that breaks waits until the bytes before it are flushed, and
+//! the socket is then dropped with a reset and without `close_notify`. The state also measures how long a head has been on its
+//! way, which bounds slow heads without bounding idle clients. While no task reads from a client (its body waits for the
+//! upstream), only `DisconnectWatch` detects that it has disconnected.
 
 use super::{
     header_timeout::HeaderBlockTracker,
@@ -34,7 +34,7 @@ use tokio_rustls::server::TlsStream;
 /// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
 const STUCK: Duration = Duration::from_secs(2);
 
-/// What a socket and the bodies above it know of each other.
+/// State that a socket and the bodies above it share.
 #[derive(Debug)]
 pub struct ConnState {
     began: Instant,
@@ -57,9 +57,9 @@ pub struct ConnState {
     body: AtomicBool,
     /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
     ahead: AtomicBool,
-    /// The part of the request's target that the engine has not seen.
+    /// The part of the request's target that hyper has not seen.
     beyond: Mutex<Option<LongTarget>>,
-    /// Reason that was answered for a head which the engine cannot parse.
+    /// Reason that was answered for a head which hyper cannot parse.
     unparsed: Mutex<Option<Reason>>,
 }
 
@@ -112,7 +112,7 @@ impl ConnState {
         self.head.store(0, Relaxed);
     }
 
-    /// A request of HTTP/1.1 begins, which has a body or not. Returns what the engine has not seen of its target.
+    /// Begins a request of HTTP/1.1, which has a body or not. Returns the part of its target that hyper has not seen.
     pub fn begins(&self, has_body: bool) -> Option<LongTarget> {
         self.asked();
         self.body.store(has_body, Relaxed);
@@ -124,7 +124,7 @@ impl ConnState {
         self.body.store(false, Relaxed);
     }
 
-    /// Returns the reason that was answered for a head which the engine cannot parse.
+    /// Returns the reason that was answered for a head which hyper cannot parse.
     pub fn unparsed(&self) -> Option<Reason> {
         *locked(&self.unparsed)
     }
@@ -139,7 +139,7 @@ impl ConnState {
         *locked(&self.eviction) = eviction;
     }
 
-    /// Waits until the stream that brings the answer is evicted. Has to be polled after what the stream is read by.
+    /// Waits until the stream that brings the answer is evicted. Must be polled after the future that reads the stream.
     pub async fn evicted(&self) {
         poll_fn(|cx| match locked(&self.eviction).as_ref() {
             Some(eviction) => eviction.poll_evicted(cx),
@@ -153,8 +153,8 @@ impl ConnState {
         self.lost.notify_one();
     }
 
-    /// Waits until the socket takes nothing after a stream was evicted: what HTTP/2 has queued for the stream is freed with
-    /// the connection only.
+    /// Waits until the socket takes nothing after a stream was evicted: the bytes that HTTP/2 has queued for the stream are freed
+    /// only with the connection.
     pub async fn stuck(&self) {
         loop {
             self.lost.notified().await;
@@ -218,7 +218,7 @@ impl ConnState {
         self.head.store(age + 1, Relaxed);
     }
 
-    /// What a read has changed for the field lists of a caller that speaks HTTP/2, see [`Blocks::pass`].
+    /// Records a change of the field lists of a client that speaks HTTP/2, see [`HeaderBlockTracker::pass`].
     fn passed(&self, open: Option<bool>) {
         match open {
             // The first head is on its way from the start.
@@ -246,7 +246,7 @@ impl ResetOnClose for ConnState {
     }
 }
 
-/// A caller's connection, plain or in TLS.
+/// A client's connection, plain or in TLS.
 #[derive(Debug)]
 pub struct ClientIo {
     transport: Transport,
@@ -263,10 +263,10 @@ pub struct ClientIo {
     lingers: Option<Pin<Box<Sleep>>>,
 }
 
-/// The answer to a head that the engine cannot parse, in place of its own, which has no text.
+/// Answer to a head that hyper cannot parse, in place of hyper's own, which has no text.
 ///
-/// The engine answers such a head by itself before it returns the error. Its answer is known by its status, by the length of
-/// its body, and by the lack of the fields that all answers of a gateway have.
+/// hyper answers such a head by itself before it returns the error. Its answer is recognized by its status, by the length of its
+/// body, and by the lack of the fields that all answers of a gateway have.
 #[derive(Debug)]
 struct Unparsed {
     form: ErrorFormat,
@@ -283,7 +283,7 @@ impl Unparsed {
         }
     }
 
-    /// Prepares the answer if these bytes are one of the engine's own. Returns the reason, if there is one.
+    /// Prepares the answer if these bytes are one of hyper's own. Returns the reason, if there is one.
     fn replaces(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
         let status = bytes.strip_prefix(b"HTTP/1.1 4")?;
         let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
@@ -325,7 +325,7 @@ impl Agreed {
         }
     }
 
-    /// Checks what is spoken.
+    /// Checks that the client speaks the version of HTTP that ALPN has agreed on.
     fn check(self, blocks: &HeaderBlockTracker) -> io::Result<()> {
         let breaks = match self {
             Self::Nothing => false,
@@ -400,7 +400,7 @@ impl Transport {
 }
 
 impl ClientIo {
-    /// Writes the answer to a head that the engine cannot parse, if `bytes` are the engine's own.
+    /// Writes the answer to a head that hyper cannot parse, if `bytes` are hyper's own.
     fn poll_unparsed(
         &mut self,
         cx: &mut Context<'_>,
@@ -425,13 +425,13 @@ impl ClientIo {
         Poll::Ready(Ok(()))
     }
 
-    /// Whether bytes of the client may wait that nobody has read: closed over them, the connection would be reset, and the
-    /// client would lose the answer (RFC 9112, section 9.6).
+    /// Whether bytes of the client may wait unread. If the connection were closed over them, it would be reset, and the client
+    /// would lose the answer (RFC 9112, section 9.6).
     fn is_unread(&self) -> bool {
         !self.watch.reads && !self.condition.broken.load(Relaxed)
     }
 
-    /// Discards what still comes; ready once the client has hung up, or had its time.
+    /// Discards the bytes that still come; ready once the client has hung up, or its time is over.
     fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let lingers = self.lingers.get_or_insert_with(|| Box::pin(sleep(LINGER)));
         if lingers.as_mut().poll(cx).is_ready() {
@@ -455,16 +455,16 @@ const LINGER: Duration = Duration::from_secs(2);
 /// Bytes that are discarded: more than a head which is refused for its size.
 const MOST_DISCARDED: usize = 4 << 20;
 
-/// How often a caller whose bytes nobody asks for is looked after.
+/// Interval in which a client that no task reads from is checked.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Hears that a caller is gone while nothing is read from it.
+/// Detects that a client has disconnected while no task reads from it.
 ///
-/// The system tells whoever reads, and a body that waits for its app is not read. The system's keepalive turns a
-/// caller that is gone into an error of the socket; this looks for that error, which TLS may have met already.
+/// The system reports a disconnect only to a task that reads, and a body that waits for its upstream is not read. The system's
+/// keepalive turns a client that is gone into an error of the socket. This looks for that error, which TLS may have met already.
 #[derive(Debug, Default)]
 struct DisconnectWatch {
-    /// Somebody waits for bytes, and would hear it.
+    /// A task waits for bytes, and would learn of a disconnect.
     reads: bool,
     timer: Option<Pin<Box<Sleep>>>,
 }
@@ -493,7 +493,7 @@ impl ResetOnClose for ClientIo {
 }
 
 impl Drop for ClientIo {
-    /// What is dropped before its end, as a drain does with what is left, was broken off.
+    /// Resets the connection if it is dropped before its end, as a drain does with the remaining ones.
     fn drop(&mut self) {
         if !self.ended || self.condition.broken.load(Relaxed) {
             match &self.transport {

@@ -1,14 +1,14 @@
-//! Where a caller's field lists begin and end, in what it sends over HTTP/2.
+//! Begin and end of a client's field lists, as it sends them over HTTP/2.
 //!
-//! The engine bounds how large a list is and in how many frames it may come, not how long that takes, and no
-//! other frame may come in between (RFC 9113 §6.10). Only the heads of frames are looked at, as they pass
-//! between TLS and the engine; what does not begin as HTTP/2 does is not looked at.
+//! h2 bounds how large a list is and in how many frames it may come, not how long that takes, and no other frame may come in
+//! between (RFC 9113 §6.10). Only the heads of frames are parsed, as they pass between TLS and h2. Bytes that do not begin as
+//! HTTP/2 does are not parsed.
 
 use causeway_tunnel::frame_parser::{
     CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameHeader, HEADERS,
 };
 
-/// Where the caller stands between its field lists.
+/// Position of the client between its field lists.
 #[derive(Debug, Default)]
 pub(super) struct HeaderBlockTracker {
     frames: ClientFrames,

@@ -1,8 +1,9 @@
-//! HTTP of a front: one connection, HTTP/1.1 or HTTP/2, until it ends or the front drains.
+//! HTTP of a listener: one connection, HTTP/1.1 or HTTP/2, until it ends or the listener drains.
 //!
-//! What ALPN agreed on decides; without ALPN the first bytes do. A head that is longer on its way than its bound
-//! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
-//! on a public front they are the protection. Control frames have a budget below hyper, see [`ControlFrameLimiter`].
+//! The version is the one that ALPN agreed on; without ALPN the first bytes decide. A head that is longer on its way than its
+//! bound ends the connection, and so does a client without any request for much longer. HTTP/2's own limits on resets keep their
+//! defaults here: on a public listener they are the protection. Control frames have a budget below hyper, see
+//! [`ControlFrameLimiter`].
 
 use super::{ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer};
 use crate::{
@@ -98,23 +99,23 @@ impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
     }
 }
 
-/// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
-/// stream whose app does not read may hold as much.
+/// Stream window for clients that speak HTTP/2, in bytes: clients are near, 256 KiB fill 2 Gbit/s at 1 ms. Each stream whose
+/// upstream does not read may buffer as much.
 const WINDOW: u32 = 256 << 10;
-/// The same while too much is unread: what RFC 9113 §6.9.2 begins with.
+/// Stream window while too many bytes are buffered: the initial window of RFC 9113 §6.9.2.
 const SMALL: u32 = (64 << 10) - 1;
-/// Bytes of an answer that wait for a caller's socket, where HTTP/2 is spoken. hyper's default is 400 KiB.
+/// Bytes of an answer that wait for a client's socket, if HTTP/2 is spoken. hyper's default is 400 KiB.
 const QUEUED: usize = 128 << 10;
-/// Streams on one HTTP/2 connection: what Go's server allows; its client opens a second connection beyond.
+/// Streams on one HTTP/2 connection: as many as Go's server allows; its client opens a second connection beyond.
 const STREAMS: u32 = 250;
-/// A dead HTTP/2 caller is noticed within twice this.
+/// Interval of HTTP/2 pings. A dead client is noticed within twice this.
 const PING: Duration = Duration::from_secs(30);
 
-/// Time for one more request of HTTP/1.1, which is told that the connection ends: closed without that, it would lose a request
-/// that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+/// Time for one more request of HTTP/1.1, whose answer announces that the connection ends. A connection that closed without that
+/// would lose a request that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
 const LAST_REQUEST: Duration = Duration::from_secs(1);
 
-/// Serves one connection until it ends; after `stop` it finishes what it has begun.
+/// Serves one connection until it ends; after `stop` it finishes the requests that have begun.
 pub(super) async fn serve(
     proxy: &Proxy,
     io: ClientIo,
@@ -177,13 +178,13 @@ enum Event {
     SlowHead,
     /// There was no request for long.
     Idle,
-    /// The client has been told, and does not go.
+    /// The client was told that the connection ends, and does not close it.
     StillIdle,
     /// The listener closes, or has another configuration.
     Stop,
 }
 
-/// Returns what waits for the events of a connection.
+/// Returns the futures of the events of a connection.
 fn events<'a>(
     proxy: &'a Proxy,
     connection: &'a ClientConnection,
@@ -220,8 +221,8 @@ fn closes(proxy: &Proxy) -> bool {
     proxy.shared.registry.is_closed() || proxy.front.is_retired()
 }
 
-/// Announces that the connection of HTTP/1.1 ends behind this response, which the engine then sees to (RFC 9112, section
-/// 9.6). A connection that becomes a session ends with that.
+/// Announces that the connection of HTTP/1.1 ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
+/// that becomes a session ends with that.
 fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
     let status = response.status();
     let is_session = status == StatusCode::SWITCHING_PROTOCOLS
@@ -251,7 +252,7 @@ fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hy
     }
 }
 
-/// Returns the connection as the engine sees it.
+/// Returns the connection as hyper sees it.
 fn below_engine(
     proxy: &Proxy,
     io: ClientIo,
@@ -265,7 +266,7 @@ fn below_engine(
     InformationalIo::new(io, connection.interims.clone())
 }
 
-/// Returns what interim answers to the request are for that the engine hands over now.
+/// Returns the exchange that interim answers to the request belong to, which hyper hands over now.
 fn exchange(connection: &ClientConnection, version: Version) -> ExchangeId {
     match version {
         Version::HTTP_2 => connection.interims.accepted(),

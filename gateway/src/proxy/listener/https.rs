@@ -1,7 +1,7 @@
-//! TLS of a front: the ClientHello names the core, the handshake ends there, and the peer is checked.
+//! TLS of a listener: the ClientHello selects the worker, the handshake ends there, and the peer is checked.
 //!
-//! After every handshake, resumed or not, a certificate that was shown is judged again: presence of what the
-//! front demands, dates, purpose, whose CA made it. An edge's certificate is no caller's.
+//! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires it,
+//! its dates, its purpose, and the CA that issued it. An edge's certificate identifies no client.
 
 use super::{AcceptedSocket, ListenerConfig, ListenerTls, conn_io::ClientIo, serve};
 use crate::{
@@ -95,9 +95,9 @@ pub(super) async fn accept_tls(
     });
 }
 
-/// Returns whether the server name alone says which node a client means, and no node has it. A fixed node, the original
-/// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the
-/// client is told so over HTTP.
+/// Returns whether only the server name can tell which node a client means, and no node has it. A fixed node, the original
+/// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the client
+/// gets that answer over HTTP.
 fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &AcceptedSocket) -> bool {
     let front = &proxy.front;
     let by_name = matches!(front.kind, ListenerProtocol::Https | ListenerProtocol::Tcp)
@@ -193,7 +193,7 @@ async fn serve_connection(
     serve(proxy, io, connection, door.stop.clone()).await;
 }
 
-/// The caller that the certificate names, if one was shown.
+/// Returns the client that the certificate names, if the client sent one.
 fn caller(
     proxy: &Proxy,
     session: &rustls::ServerConnection,

@@ -1,8 +1,8 @@
-//! How long nobody has asked for anything on a connection of HTTP/2.
+//! Idle time of an HTTP/2 connection.
 //!
-//! hyper bounds idle connections of HTTP/1.1 only. Here each request counts from where its head is known until
-//! nothing of it is left: its answer, an upload behind that, a session. A connection on which nothing was
-//! asked yet is not idle: its first head has a bound of its own.
+//! hyper bounds idle connections of HTTP/1.1 only. Here each request counts from the time when its head is complete until all its
+//! parts have ended: its answer, an upload after that, a session. A connection without any request yet is not idle: its first
+//! head has a bound of its own.
 
 use std::{
     sync::{
@@ -13,7 +13,7 @@ use std::{
 };
 use tokio::time::{Instant, sleep_until};
 
-/// What a connection knows of its open requests.
+/// Open requests of a connection, and the end of the last one.
 #[derive(Debug)]
 pub struct IdleTimer {
     began: Instant,
@@ -33,7 +33,7 @@ impl Default for IdleTimer {
 }
 
 impl IdleTimer {
-    /// A part of a request, which keeps the connection as long as it is kept.
+    /// Returns a guard for a part of a request: the connection is not idle as long as the guard exists.
     pub fn busy(self: &Arc<Self>) -> ActiveRequest {
         self.open.fetch_add(1, Relaxed);
         ActiveRequest(self.clone())

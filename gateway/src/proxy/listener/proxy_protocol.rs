@@ -1,25 +1,26 @@
-//! Who a connection is from, where something in between says so in a PROXY v2 header.
+//! Source of a connection that a proxy in between forwards with a PROXY v2 header.
 //!
-//! Owns the reading of that header, which comes before anything else. Only who is named in `proxy_protocol` is asked
-//! for one, and then it must be there: without it nobody could tell the caller from what is in between. Version 1 is
-//! refused. The header is bounded in size, and its time is the caller's handshake's.
+//! This module reads that header, which comes before anything else. Only a peer in `proxy_protocol` is asked for one, and then
+//! the header must be there: without it the client cannot be distinguished from the proxy. Version 1 is refused. The header is
+//! bounded in size, and shares the time limit of the client's handshake.
 
 use proxy_header::{ParseConfig, Protocol, ProxiedAddress, ProxyHeader};
 use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// What comes before the part whose length is told in its last two bytes.
+/// Length of the fixed part of a header, whose last two bytes are the length of the rest.
 const FIXED: usize = 16;
-/// Addresses are 36 bytes at most; what else is told (TLS versions, names, identifiers) some hundred.
+/// Maximum length of the rest. Addresses are 36 bytes at most; the other contents (TLS versions, names, identifiers) some
+/// hundred.
 const MAX: usize = 4096;
-/// What a header of version 2 begins with.
+/// First bytes of a header of version 2.
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
-/// Reads the header, and nothing behind it. There is no address where what is in between speaks for itself, as it does
-/// to see whether the front is there.
+/// Reads the header, and nothing after it. Returns no address if the proxy connects on its own behalf, as it does for a health
+/// check of the listener.
 ///
 /// # Errors
-/// If there is no header, or none that can be believed.
+/// If there is no header, or none that can be trusted.
 pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<ProxiedAddress>> {
     let mut header = vec![0; FIXED];
     // Whoever sends something else, and less than that, is told apart before its end.
@@ -37,10 +38,10 @@ pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Pr
     parse(&header)
 }
 
-/// What a whole header says.
+/// Parses a whole header.
 ///
 /// # Errors
-/// If it is none of version 2, or not of TCP.
+/// If it is not of version 2, or not of TCP.
 fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
     let config = ParseConfig {
         include_tlvs: false,

@@ -1,24 +1,24 @@
-//! The request line of HTTP/1.1, on its way to the engine.
+//! Request line of HTTP/1.1, on its way to hyper.
 //!
-//! The engine holds targets of [`ENGINE_TARGET`] bytes and knows the versions 1.0 and 1.1. What a target has beyond is kept
-//! here for the request, and a later minor version is read as 1.1 (RFC 9110 section 2.5). The path is always the engine's.
+//! hyper accepts targets of [`MAX_URI_BYTES`] bytes and knows the versions 1.0 and 1.1. The part of a target beyond that is
+//! stored here for the request, and a later minor version is read as 1.1 (RFC 9110 section 2.5). The path always goes to hyper.
 
 use crate::error::Reason;
 use causeway_tunnel::request_target::{MAX_URI_BYTES, OverflowBuffer, TargetOverflow};
 
 /// Longest name of a method, in bytes: RFC 9110 and RFC 3744 have none of more than 17.
 const MAX_METHOD_BYTES: usize = 32;
-/// Bytes of a target beyond its limit that are discarded. Behind them the engine refuses the head.
+/// Bytes of a target beyond its limit that are discarded. After them hyper refuses the head.
 const MAX_DISCARDED_BYTES: usize = 4 << 20;
 /// Version that is spoken, up to its last digit.
 const VERSION: &[u8] = b"HTTP/1.";
 
-/// The bytes of a target that the engine has not seen.
+/// The bytes of a target that hyper has not seen.
 #[derive(Debug)]
 pub enum LongTarget {
     /// They are the rest of the query.
     Rest(TargetOverflow),
-    /// They are not kept, for this reason.
+    /// They are not stored, for this reason.
     Refused(Reason),
 }
 
@@ -44,7 +44,7 @@ pub(super) struct RequestLine {
     has_fragment: bool,
     rest: OverflowBuffer,
     refused: Option<Reason>,
-    /// Longest rest that is kept.
+    /// Longest rest that is stored.
     most: usize,
     other_version: bool,
 }
@@ -69,7 +69,7 @@ impl RequestLine {
         *self = Self::new(self.most);
     }
 
-    /// Whether the target is longer than the engine takes, or has not come to its end.
+    /// Whether the target is longer than hyper accepts, or has not come to its end.
     pub(super) fn is_target_too_long(&self) -> bool {
         self.at == ParseState::Target || self.length > MAX_URI_BYTES
     }
@@ -79,7 +79,7 @@ impl RequestLine {
         self.other_version
     }
 
-    /// Takes the next bytes, and leaves those for the engine at their beginning. Returns how many these are.
+    /// Takes the next bytes, and moves those for hyper to their beginning. Returns how many these are.
     pub(super) fn rewrite(&mut self, bytes: &mut [u8]) -> usize {
         if self.at == ParseState::Method(0) && is_token_byte(bytes) {
             self.at = ParseState::Behind;
@@ -109,7 +109,7 @@ impl RequestLine {
         kept + bytes.len() - read
     }
 
-    /// Returns what the engine has not seen of the target, once the target has come to its end.
+    /// Returns the part of the target that hyper has not seen, once the target has come to its end.
     pub(super) fn take_overflow(&mut self) -> Option<LongTarget> {
         if self.at == ParseState::Target {
             return None;
@@ -217,7 +217,7 @@ impl RequestLine {
     }
 }
 
-/// Whether bytes begin with a whole line of HTTP/1.1 that the engine takes as it is. Almost all heads do.
+/// Whether bytes begin with a whole line of HTTP/1.1 that hyper accepts unchanged. Almost all heads do.
 fn is_token_byte(bytes: &[u8]) -> bool {
     let most = bytes.get(..MAX_URI_BYTES).unwrap_or(bytes);
     let end = memchr::memchr(b'\n', most);
@@ -225,7 +225,7 @@ fn is_token_byte(bytes: &[u8]) -> bool {
     line.is_some_and(|line| line.ends_with(b" HTTP/1.1\r"))
 }
 
-/// Whether a byte may stand in a query, as the engine judges that (`http::uri`).
+/// Whether a byte may stand in a query, by hyper's rules (`http::uri`).
 fn is_query_byte(byte: u8) -> bool {
     byte.is_ascii_graphic() && !matches!(byte, b'"' | b'#' | b'<' | b'>')
 }
@@ -234,7 +234,7 @@ fn is_query_byte(byte: u8) -> bool {
 mod tests {
     use super::*;
 
-    /// Passes the bytes in parts of this size. Returns those for the engine, and what is beyond.
+    /// Passes the bytes in parts of this size. Returns those for hyper, and the part beyond.
     fn passed(bytes: &str, cut: usize) -> (String, Option<LongTarget>) {
         let (mut line, mut kept, mut beyond) = (RequestLine::new(100_000), Vec::new(), None);
         for part in bytes.as_bytes().chunks(cut) {

@@ -1,7 +1,7 @@
-//! Bodies to and from an app that the gateway itself asks.
+//! Bodies to and from an upstream to which the gateway itself speaks.
 //!
-//! A request's body goes as the engine takes it, behind the app's 100 where the caller waits for one. An answer's holds
-//! its line until the end, and gives it back to rest there: one that is dropped before is reset.
+//! A request's body is sent as hyper takes it, after the upstream's 100 if the client waits for one. An answer's body holds its
+//! connection until the end, and then returns the connection to the pool. If the body is dropped before, the connection is reset.
 
 use super::{
     error,
@@ -33,21 +33,21 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A request's body on its way to the app.
+/// A request's body on its way to the upstream.
 #[derive(Default)]
 pub(super) struct UpstreamRequestBody(Option<ActiveUpload>);
 
 struct ActiveUpload {
     upload: CountedRequestBody,
     life: Arc<ConnState>,
-    /// What it waits for before it goes, and for how long at most.
+    /// Signal that the body waits for before it is sent, and the maximum time of that wait.
     go: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
-    /// It may go on behind an answer that is whole.
+    /// Guard of the client's connection: the body may go on after a complete answer.
     _busy: Option<ActiveRequest>,
 }
 
 impl UpstreamRequestBody {
-    /// This body, taken on a line of this life. With `go` it waits for that first.
+    /// Returns this body, sent on the connection with this state. With `go` it waits for that first.
     pub(super) fn new(
         (upload, busy): (CountedRequestBody, Option<ActiveRequest>),
         life: &Arc<ConnState>,
@@ -62,7 +62,7 @@ impl UpstreamRequestBody {
         }))
     }
 
-    /// It goes on another line than it was made for.
+    /// Moves the body to another connection than it was made for.
     pub(super) fn moved(mut self, life: &Arc<ConnState>) -> Self {
         if let Some(uploading) = &mut self.0 {
             uploading.upload.tells(life.waiting.clone());
@@ -111,7 +111,7 @@ impl Drop for ActiveUpload {
     }
 }
 
-/// Why an answer does not go on: for the record, and for the caller's engine.
+/// Reason why an answer does not go on: for the record, and for the client's connection.
 pub(crate) type BodyError = (Error, StreamError);
 
 /// Chunks shorter than this are joined with those behind them.
@@ -119,11 +119,11 @@ const JOIN_BELOW: usize = 16 * 1024;
 /// How often nothing is said of a short chunk: hyper's HTTP/1.1 asks twice in one turn.
 const LINGER: u8 = 2;
 
-/// An answer's body on its way from the app, and the line that brings it.
+/// An answer's body on its way from the upstream, and the connection that brings it.
 ///
-/// An engine hands out one chunk at a time, and makes the next one when its own task is polled. So whoever has a short chunk
-/// lets the other tasks have one turn, and takes along what has come by then: an app that writes single bytes does not cost
-/// a frame, a record of TLS and a write for each. Nobody waits for more than that turn.
+/// hyper and h2 hand out one chunk at a time, and make the next one when their own task is polled. So a body with a short chunk
+/// lets the other tasks have one turn, and joins the chunks that have come by then: an upstream that writes single bytes does not
+/// cost a frame, a TLS record and a write for each. The body waits for no more than that turn.
 #[derive(Debug)]
 pub(crate) struct UpstreamResponseBody {
     source: BodySource,
@@ -131,36 +131,36 @@ pub(crate) struct UpstreamResponseBody {
     whole: bool,
     /// Short chunks that are not handed out yet.
     joined: BytesMut,
-    /// How often nothing was said since the last one came.
+    /// Number of polls without a chunk since the last chunk came.
     lingered: u8,
-    /// What came behind them and is no short chunk.
+    /// Frame or end that came after them and is no short chunk.
     behind: Option<PollFrame>,
 }
 
-/// Who brings an answer's body.
+/// Source of an answer's body.
 #[derive(Debug)]
 enum BodySource {
-    /// A line of HTTP/1.1, to be given back.
+    /// A connection of HTTP/1.1, to be returned to the pool.
     Line { incoming: Incoming, asking: InUse },
-    /// A stream of HTTP/2, which keeps its place. Dropped, it is reset.
+    /// A stream of HTTP/2, which holds its permit. Dropped, it is reset.
     Stream {
         receive: StreamReceiver,
         _place: StreamPermit,
-        /// The tunnel below goes.
+        /// Cancelled when the tunnel below leaves.
         leaving: CancellationToken,
     },
 }
 
-/// What comes of a body, as `Body::poll_frame` says it.
+/// Result of polling a body, as in `Body::poll_frame`.
 type PollFrame = Option<Result<Frame<Bytes>, BodyError>>;
 
 impl UpstreamResponseBody {
-    /// What a line brings.
+    /// Returns the body that an HTTP/1.1 connection brings.
     pub(super) fn of_line(incoming: Incoming, asking: InUse, route: &Route) -> Self {
         Self::new(BodySource::Line { incoming, asking }, route)
     }
 
-    /// What a stream brings.
+    /// Returns the body that an HTTP/2 stream brings.
     pub(super) fn of_stream(
         receive: StreamReceiver,
         place: StreamPermit,
@@ -185,7 +185,7 @@ impl UpstreamResponseBody {
         }
     }
 
-    /// The next frame, or why there is none.
+    /// Returns the next frame, or the reason why there is none.
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<PollFrame> {
         loop {
             let came = match self.behind.take() {
@@ -255,7 +255,7 @@ impl UpstreamResponseBody {
         self.is_brought() && self.joined.is_empty() && self.behind.is_none()
     }
 
-    /// Whether the app has said all of it.
+    /// Whether the upstream has sent the whole body.
     fn is_brought(&self) -> bool {
         self.whole || self.source.is_end()
     }

@@ -1,7 +1,7 @@
-//! TLS to an app that is believed, over a CONNECT stream of the node's tunnel.
+//! TLS to a trusted upstream, over a CONNECT stream of the node's tunnel.
 //!
-//! What both versions of HTTP begin on. It ends in order only if nobody has given it up: what is dropped before is reset,
-//! so that no app takes what was given up for what was wanted (invariant 3).
+//! Both versions of HTTP begin on such a connection. It ends in order only if it was not given up. A connection that is dropped
+//! before is reset, so that no upstream takes an abandoned request for a complete one (design trap 3).
 
 use super::{
     error,
@@ -33,10 +33,10 @@ pub(super) struct UpstreamConnection {
 }
 
 impl UpstreamConnection {
-    /// Opens a stream to the way's target and does the handshake on it.
+    /// Opens a stream to the target of the route and does the handshake on it.
     ///
     /// # Errors
-    /// As the edge says, or why TLS failed, or why the app is not believed.
+    /// The refusal of the edge, or the reason why TLS failed or the upstream is not trusted.
     pub(super) async fn to(
         way: StreamContext<'_>,
         app: &UpstreamTls,
@@ -70,14 +70,14 @@ impl UpstreamConnection {
         Ok(dialled)
     }
 
-    /// Whether the app chose HTTP/2.
+    /// Whether the upstream chose HTTP/2.
     pub(super) fn chose_http2(&self) -> bool {
         self.guarded.chose_http2()
     }
 }
 
-/// TLS that ends in order only if nobody has given it up; and then it waits for the app's end, since what is dropped before
-/// that is reset.
+/// TLS that ends in order only if it was not given up. Then it waits for the upstream's end, since a connection that is dropped
+/// before that is reset.
 #[derive(Debug)]
 pub(super) struct ResetOnDrop<S = StreamIo> {
     tls: TlsStream<S>,
@@ -86,8 +86,8 @@ pub(super) struct ResetOnDrop<S = StreamIo> {
 }
 
 impl<S> ResetOnDrop<S> {
-    /// An app that has answered before it read the request's body may reset its connection over that: the answer is still to
-    /// be read, and what is written from then on is thrown away.
+    /// Discards writes that fail by a reset. An upstream that has answered before it read the request's body may reset its
+    /// connection over that: the answer is still to be read, and further writes are discarded.
     fn written<T>(&self, written: Poll<io::Result<T>>, all: T) -> Poll<io::Result<T>> {
         match written {
             Poll::Ready(Err(error))
@@ -192,7 +192,7 @@ mod tests {
     };
     use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-    /// A connection whose peer resets it over what it is sent, from a moment on.
+    /// A connection whose peer resets it when more is sent, from a moment on.
     struct Resetting {
         io: DuplexStream,
         resets: Arc<AtomicBool>,

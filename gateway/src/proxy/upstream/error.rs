@@ -1,7 +1,7 @@
-//! Why an app was not asked, or did not answer: a row of the error table and a sentence.
+//! Error of a request to an upstream: a row of the error table and a sentence.
 //!
-//! Each sentence names the port and the node. What the tunnel below says of a stream comes before what HTTP or TLS
-//! make of its end.
+//! Each sentence names the port and the node. An error of the tunnel's stream below takes precedence over the error that HTTP or
+//! TLS makes of its end.
 
 use super::pin::KeyMismatch;
 use crate::{
@@ -16,12 +16,12 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The app broke the protocol, or off.
+/// Returns the error of an upstream that broke the protocol, or closed the connection early.
 pub(super) fn broken(route: &Route, what: &str) -> Error {
     Reason::TargetBroken.error(sentence(route, what))
 }
 
-/// The app took too long.
+/// Returns the error of an upstream that took too long.
 pub(super) fn slow(route: &Route, what: &str) -> Error {
     Reason::TargetTimeout.error(sentence(route, what))
 }
@@ -48,7 +48,7 @@ pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
     }
 }
 
-/// What TLS says of the app.
+/// Describes a TLS error of the upstream.
 fn of_peer(error: &rustls::Error) -> String {
     match error {
         rustls::Error::InvalidCertificate(why) => of_certificate(why),
@@ -90,7 +90,7 @@ fn of_certificate(why: &CertificateError) -> String {
     }
 }
 
-/// A name without what rustls puts around it: `DnsName("edge-1")`.
+/// Returns a name without the wrapper that rustls adds: `DnsName("edge-1")`.
 fn plain(name: &str) -> &str {
     let inner = name.split_once('(').map_or(name, |(_, inner)| inner);
     inner.trim_end_matches(')').trim_matches('"')
@@ -105,7 +105,7 @@ pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
     of_answer(way.route, error, "before it had answered")
 }
 
-/// The app did not answer to the end, which is `when`.
+/// Returns the error of an answer that did not come to its end; `when` says at which point.
 pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
         return of_below(route, stream, when);
@@ -131,8 +131,8 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
     broken(route, &format!("broke the connection {when}: {cause}"))
 }
 
-/// The tunnel's stream below the app's connection broke, which is `when`. What resets one is its app: an edge says why it
-/// refuses, and what it leaves behind is lost.
+/// Returns the error of the tunnel's stream below the upstream's connection; `when` says at which point it broke. A reset comes
+/// from the upstream: an edge gives a reason for a refusal, and the streams of an edge that leaves are lost.
 fn of_below(route: &Route, error: &StreamError, when: &str) -> Error {
     match error {
         StreamError::Reset { .. } => broken(route, &format!("reset the connection {when}")),
@@ -140,7 +140,8 @@ fn of_below(route: &Route, error: &StreamError, when: &str) -> Error {
     }
 }
 
-/// A stream that an app's connection carries broke, which is `when`; perhaps because the tunnel below that goes.
+/// Returns the error of a stream on an upstream's connection; `when` says at which point it broke. The tunnel below may have
+/// left.
 pub(super) fn of_stream(
     route: &Route,
     leaving: &CancellationToken,

@@ -1,10 +1,10 @@
-//! A plain request to an app that the gateway itself asks.
+//! A plain request to an upstream to which the gateway itself speaks.
 //!
-//! By HTTP/2 where the app chose it (`stream`), else by HTTP/1.1.
-//! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
-//! ways; an answer that comes before the request's body has been read passes at once. A request is sent once more, on a new
-//! line, if the one that was kept did not take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the
-//! app closed the kept line without a byte of an answer: a reset or garbage may be what the request has done to the app.
+//! It uses HTTP/2 if the upstream chose it (`http2_request`), else HTTP/1.1. As at an edge, fields pass unchanged, except those
+//! of one connection. A body streams as it comes, both ways. An answer that comes before the request's body has been read passes
+//! at once. A request is sent once more, on a new connection, if the pooled connection did not take it. The same applies to a
+//! request that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection without a byte of
+//! an answer. After a reset or garbage it is not repeated: that may be the effect of the request on the upstream.
 
 use super::{
     body::{UpstreamRequestBody, UpstreamResponseBody},
@@ -37,18 +37,18 @@ use std::sync::{
 };
 use tokio::sync::oneshot;
 
-/// What a request brings behind its head.
+/// Parts of a request after its head.
 pub(super) struct RequestParts {
     pub(super) body: RequestBody,
-    /// The caller's.
+    /// The client's version of HTTP.
     pub(super) version: Version,
     /// It waits for a 100.
     pub(super) expects: bool,
 }
 
-/// On what an app is asked. True with it: it was used before.
+/// Connection on which a request is sent. The bool is true if the connection was used before.
 pub(super) enum ConnectionChoice {
-    /// A line of HTTP/1.1.
+    /// A connection of HTTP/1.1.
     Line(InUse, bool),
     /// A stream of HTTP/2.
     Stream(UpstreamStreamPermit, bool),
@@ -57,7 +57,7 @@ pub(super) enum ConnectionChoice {
 /// Forwards a plain request.
 ///
 /// # Errors
-/// If there is no connection to the app, or it breaks before the answer's head.
+/// If there is no connection to the upstream, or it breaks before the answer's head.
 pub(in crate::proxy) async fn run(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
@@ -85,8 +85,8 @@ pub(in crate::proxy) async fn run(
     }
 }
 
-/// A kept line, a stream of a connection that is there, or whichever a new connection brings. With `after` none will do but
-/// what was dialled later than this shared one.
+/// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero `after`,
+/// only a connection that was dialled later than this shared one will do.
 pub(super) async fn choose(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
@@ -271,7 +271,7 @@ pub(super) fn respond_by(
     Ok(respond(way, parts, body, Version::HTTP_11))
 }
 
-/// The app's answer, by this version of HTTP.
+/// Returns the upstream's answer, by this version of HTTP.
 pub(super) fn respond(
     way: StreamContext<'_>,
     mut parts: http::response::Parts,
@@ -287,7 +287,7 @@ pub(super) fn respond(
     Response::from_parts(parts, body)
 }
 
-/// Frames an answer anew, and refuses one whose head is larger than heads may be anywhere.
+/// Frames an answer anew, and refuses one whose head is larger than the limit of heads.
 pub(super) fn check(
     way: StreamContext<'_>,
     parts: &mut http::response::Parts,

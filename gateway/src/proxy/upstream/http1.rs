@@ -1,8 +1,8 @@
-//! A line: one HTTP/1.1 connection to an app, over TLS, over a stream of the node's tunnel.
+//! One HTTP/1.1 connection to an upstream, over TLS, over a stream of the node's tunnel.
 //!
-//! A task of its own drives it ([`drive`]) from its first request to its end, and lays it by while it rests. Whoever asks
-//! holds it as [`Asking`]; one that is dropped before its answer came to an end resets the stream below, so that no app
-//! takes what was given up for what was wanted (invariant 3). All that it waits for has a bound.
+//! A task of its own drives it ([`drive`]) from its first request to its end, and puts it into the pool while it is idle. A
+//! request holds it as [`InUse`]. If that is dropped before its answer came to an end, the stream below is reset, so that no
+//! upstream takes an abandoned request for a complete one (design trap 3). All its waits have a bound.
 
 use super::{
     body::UpstreamRequestBody,
@@ -46,48 +46,48 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// What a line that is not wanted any more has for ending in order.
+/// Time in which a connection that is no longer needed may end in order.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A line that somebody may ask on.
+/// A connection that can take a request.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     sender: http1::SendRequest<UpstreamRequestBody>,
     pub(super) life: Arc<ConnState>,
-    /// To its task, when it is to rest.
+    /// Returns the connection to its task when it becomes idle.
     back: mpsc::Sender<Http1Connection>,
 }
 
-/// What a line's task shares with whoever asks on it.
+/// State that a connection's task shares with the request on the connection.
 #[derive(Debug, Default)]
 pub(super) struct ConnState {
-    /// By which the app was believed, where it is known by its key.
+    /// The key by which the upstream was trusted, if it is known by its key.
     pub(super) key: Option<Fingerprint>,
-    /// Of the stream below.
+    /// Eviction handle of the stream below.
     pub(super) eviction: Option<Eviction>,
-    /// Ends it at once, by a reset.
+    /// Ends the connection at once, by a reset.
     pub(super) end: CancellationToken,
-    /// How many parts of requests' bodies it has taken.
+    /// Number of parts of request bodies that it has taken.
     pub(super) taken: AtomicUsize,
-    /// What of them waits.
+    /// Buffered bytes of request bodies.
     pub(super) waiting: BufferedBody,
-    /// It has taken nothing for too long.
+    /// The connection has taken nothing for too long.
     pub(super) stalled: AtomicBool,
-    /// The app has sent a byte since the last request.
+    /// The upstream has sent a byte since the last request.
     pub(super) answering: AtomicBool,
-    /// It is no line of HTTP any more.
+    /// The connection has switched from HTTP to another protocol.
     pub(super) switched: AtomicBool,
 }
 
-/// A line while somebody asks on it. Dropped, it is reset.
+/// A connection in use by a request. Dropped, it is reset.
 #[derive(Debug)]
 pub(super) struct InUse(Option<Http1Connection>);
 
 impl Http1Connection {
-    /// A new one, for upgrades too. Its first request has this rest of its target.
+    /// Opens a new connection, for upgrades too. Its first request has this rest of its target.
     ///
     /// # Errors
-    /// As [`Dialled::to`].
+    /// As [`UpstreamConnection::to`].
     pub(super) async fn open(
         way: StreamContext<'_>,
         app: &Arc<UpstreamTls>,
@@ -100,7 +100,7 @@ impl Http1Connection {
     /// Begins HTTP/1.1.
     ///
     /// # Errors
-    /// If the engine does not take the connection.
+    /// If hyper does not accept the connection.
     pub(super) async fn begin(
         way: StreamContext<'_>,
         app: &Arc<UpstreamTls>,
@@ -136,7 +136,7 @@ impl Http1Connection {
         Ok(Self { sender, life, back })
     }
 
-    /// Whether it can be asked on, as far as is known.
+    /// Whether it can take a request, as far as is known.
     pub(super) fn is_alive(&self) -> bool {
         !self.sender.is_closed() && !self.life.end.is_cancelled()
     }
@@ -147,7 +147,7 @@ impl Http1Connection {
 }
 
 impl InUse {
-    /// Asks, and waits for the answer's head.
+    /// Sends the request, and waits for the answer's head.
     pub(super) async fn ask(
         &mut self,
         request: Request<UpstreamRequestBody>,
@@ -157,7 +157,7 @@ impl InUse {
         line.sender.try_send_request(request).await
     }
 
-    /// Whether the app closed the line without a byte of an answer to the last request, which failed with `error`.
+    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         let closed = error.is_incomplete_message() || is_close(error);
         closed
@@ -175,7 +175,7 @@ impl InUse {
         self.life().is_some_and(|life| life.stalled.load(Relaxed))
     }
 
-    /// The answer came to its end: the line may rest, and be used again.
+    /// Returns the connection to the pool, since its answer came to its end.
     pub(super) fn settle(&mut self) {
         if let Some(line) = self.0.take() {
             let back = line.back.clone();
@@ -184,7 +184,7 @@ impl InUse {
         }
     }
 
-    /// It is no line of HTTP any more, but what was switched to.
+    /// Notes that the connection has switched from HTTP to another protocol.
     pub(super) fn switched(&mut self) {
         if let Some(line) = self.0.take() {
             line.life.switched.store(true, Relaxed);
@@ -200,7 +200,7 @@ impl Drop for InUse {
     }
 }
 
-/// What the task of a line goes by.
+/// Configuration of a connection's task.
 struct DriverConfig {
     connection: http1::Connection<TokioIo<TargetWriter<ResetOnDrop>>, UpstreamRequestBody>,
     life: Arc<ConnState>,
@@ -211,7 +211,7 @@ struct DriverConfig {
     patience: Duration,
 }
 
-/// Drives a line to its end, which is in order only if it rests.
+/// Drives a connection to its end, which is in order only if the connection is idle.
 async fn drive(driven: DriverConfig, kept: Weak<ConnectionPool>) {
     let DriverConfig {
         connection,
@@ -248,7 +248,7 @@ async fn drive(driven: DriverConfig, kept: Weak<ConnectionPool>) {
     }
 }
 
-/// Lays the line by whenever it comes to rest. Returns when it is to be ended at once.
+/// Puts the connection into the pool whenever it becomes idle. Returns when it is to be ended at once.
 async fn rest(
     (shared, key): (&Arc<ConnState>, &ConnectionPoolKey),
     mut returned: mpsc::Receiver<Http1Connection>,
@@ -297,8 +297,8 @@ async fn rest(
     }
 }
 
-/// Waits until the next request can be sent, for as long as the last one's body moves: an app may answer and read on for
-/// hours. `None` if it cannot be used again.
+/// Waits until the next request can be sent, for as long as the last one's body moves: an upstream may answer and read on for
+/// hours. Returns `None` if the connection cannot be used again.
 async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connection> {
     loop {
         let taken = line.life.taken.load(Relaxed);
@@ -315,7 +315,7 @@ async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connec
     }
 }
 
-/// Returns when a part of a request's body has waited for the app for `patience`, or for twice that.
+/// Returns when a part of a request's body has waited for the upstream for `patience`, or for twice that.
 async fn stalls(life: &ConnState, patience: Duration) {
     let mut before = None;
     loop {

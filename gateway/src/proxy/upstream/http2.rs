@@ -1,8 +1,8 @@
-//! An app's HTTP/2 connections, which requests share ([`places`](causeway_tunnel::places)): one as a rule.
+//! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_tunnel::http2_pool)): one as a rule.
 //!
-//! A connection is a tunnel within the node's tunnel: the same engine drives it, with the same budget for what is left unread,
-//! the same bounds on floods and the same resets. An app that chose HTTP/1.1 last time makes nobody wait: each dials for
-//! itself.
+//! A connection is a tunnel within the node's tunnel: the same HTTP/2 code drives it, with the same budget for buffered bytes,
+//! the same bounds on floods and the same resets. If an upstream chose HTTP/1.1 last time, requests do not wait for each other:
+//! each dials for itself.
 
 use super::{
     connect::UpstreamConnection,
@@ -31,15 +31,15 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// What is known of the HTTP/2 of an app of one tunnel.
+/// Pool of the HTTP/2 connections to an upstream of one tunnel.
 #[derive(Default)]
 pub(super) struct UpstreamHttp2Pool(Http2Pool<Http2Connection>);
 
-/// A connection to an app.
+/// A connection to an upstream.
 #[derive(Clone, Debug)]
 pub(super) struct Http2Connection {
     pub(super) tunnel: Tunnel,
-    /// By which the app was believed, where it is known by its key.
+    /// The key by which the upstream was trusted, if it is known by its key.
     key: Option<Fingerprint>,
 }
 
@@ -89,15 +89,15 @@ impl UpstreamHttp2Pool {
         })
     }
 
-    /// The app has chosen HTTP/1.1.
+    /// Notes that the upstream has chosen HTTP/1.1.
     pub(super) fn chose_http1(&self) {
         self.0.chose_http1();
     }
 
-    /// Begins HTTP/2 on a connection, and gives a place on it.
+    /// Begins HTTP/2 on a connection, and returns a permit for a stream on it.
     ///
     /// # Errors
-    /// If the app does not begin it in time.
+    /// If the upstream does not begin it in time.
     pub(super) async fn begin(
         &self,
         way: StreamContext<'_>,
@@ -155,11 +155,11 @@ impl UpstreamHttp2Pool {
     }
 }
 
-/// What the task of a connection goes by. It holds no handle: without one, and without streams, the engine ends in order.
+/// Configuration of a connection's task. It holds no handle: without one, and without streams, the connection ends in order.
 struct DriverConfig {
     number: u64,
     load: Arc<TunnelLoad>,
-    /// Of itself, of the tunnel below, of its credentials.
+    /// Cancelled when the connection itself, the tunnel below, or its credentials are retired.
     leaving: [CancellationToken; 3],
     key: ConnectionPoolKey,
 }

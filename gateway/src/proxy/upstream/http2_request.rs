@@ -1,9 +1,9 @@
-//! A plain request on an HTTP/2 connection to an app, which others share.
+//! A plain request on an HTTP/2 connection to an upstream, which other requests share.
 //!
-//! As over the node's tunnel itself: the head first, the body behind it in a task of its own, and whoever goes away
-//! resets the stream. What the app has not taken is asked once more on a younger connection: whoever closed one may have
-//! closed them all. So is what can be repeated (RFC 9110 §9.2.2) and has no body, if the app closed the connection in order
-//! without an answer.
+//! As over the node's tunnel itself: the head is sent first, the body after it in a task of its own, and a client that goes away
+//! resets the stream. A request that the upstream has not taken is sent once more on a younger connection: an upstream that
+//! closed one may have closed them all. The same applies to a request that can be repeated (RFC 9110 §9.2.2) and has no body, if
+//! the upstream closed the connection in order without an answer.
 
 use super::{
     body::UpstreamResponseBody,
@@ -25,14 +25,14 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 /// Why there is no answer.
 struct RequestError {
     error: StreamError,
-    /// The app may have taken the request.
+    /// The upstream may have taken the request.
     taken: bool,
 }
 
-/// Asks on this stream. True with it: others have used its connection before.
+/// Sends the request on this stream. `reused` is true if other requests have used its connection before.
 ///
 /// # Errors
-/// If the app does not take the request, or breaks off before its answer's head.
+/// If the upstream does not take the request, or closes the connection before its answer's head.
 pub(super) async fn run(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,

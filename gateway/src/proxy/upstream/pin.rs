@@ -1,10 +1,11 @@
-//! An app that is known by its key: noted when it is first met, and no other believed afterwards.
+//! Pinning of an upstream's key: the key is recorded at the first connection, and no other is trusted afterwards.
 //!
-//! 1. In the handshake a key that is not the noted one is refused (`PinVerifier`), before the app is shown anything.
-//! 2. A handshake that is done has proven that the app holds its key. Where none is noted yet, it is noted now.
-//! 3. Nothing is asked before what is noted, on the disk, is this very key (`believed`).
+//! 1. The handshake refuses a key that is not the pinned one (`PinVerifier`), before the gateway presents anything to the
+//!    upstream.
+//! 2. A complete handshake has proven that the upstream holds its key. If no key is pinned yet, this key is pinned now.
+//! 3. No request is sent before the pin on the disk is this very key (`believed`).
 //!
-//! Neither names nor times of a certificate count, nor who has signed it: kubelets sign their own, for a year.
+//! Neither names nor dates of a certificate count, nor its issuer: kubelets sign their own, for a year.
 
 use super::{error, tls::UpstreamTls};
 use crate::{
@@ -23,7 +24,7 @@ use std::{sync::Arc, time::UNIX_EPOCH};
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 
-/// An app has shown another key than the one that it is known by.
+/// Error of an upstream whose key is not the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its key is {met}, and not {}", known.key)]
 pub(super) struct KeyMismatch {
@@ -32,7 +33,7 @@ pub(super) struct KeyMismatch {
 }
 
 impl KeyMismatch {
-    /// For whoever called.
+    /// Returns the error for the client.
     pub(super) fn at(self, route: &Route) -> Error {
         let Self { known, met } = self;
         let (node, port) = (&route.node, route.target.port);
@@ -45,7 +46,7 @@ impl KeyMismatch {
         Reason::TargetChanged.error(error::sentence(route, &what))
     }
 
-    /// What TLS says of it.
+    /// Returns the key mismatch that a TLS error contains.
     pub(super) fn of(error: &rustls::Error) -> Option<Self> {
         match error {
             rustls::Error::InvalidCertificate(CertificateError::Other(other)) => {
@@ -56,11 +57,11 @@ impl KeyMismatch {
     }
 }
 
-/// Waits until the app that a handshake was done with is known by the key that it has proven to hold. Says which that is,
-/// where it counts.
+/// Waits until the key that the upstream proved in the handshake is pinned. Returns that key, if the upstream is trusted by its
+/// key.
 ///
 /// # Errors
-/// If it is known by another key, or this one cannot be noted until `deadline`.
+/// If another key is pinned, or this one cannot be recorded until `deadline`.
 pub(super) async fn believed(
     way: StreamContext<'_>,
     app: &UpstreamTls,
@@ -89,7 +90,7 @@ pub(super) async fn believed(
     Err(KeyMismatch { known, met }.at(way.route))
 }
 
-/// Whether an app that was believed by this key still is.
+/// Whether an upstream that was trusted by this key still is.
 pub(super) fn holds(app: &UpstreamTls, route: &Route, key: Option<Fingerprint>) -> bool {
     app.pins().is_none_or(|pins| {
         let known = pins.get(&route.node, route.target.port);

@@ -1,8 +1,9 @@
-//! Lines to apps that are kept for the next request, and the tasks that drive all lines.
+//! Connection pool: idle connections to upstreams, and the tasks that drive all connections.
 //!
-//! They lie by tunnel, port and credentials: never one node's for another, none of a tunnel that leaves, none made with
-//! what a reload has replaced. A line's own task lays it by and takes it away; whoever asks takes the one that was used
-//! last. Connections of HTTP/2 lie here too, with what is known of their app (`shared`). A list for each core, of which the nodes are: locks are its own.
+//! Connections are grouped by tunnel, port and credentials. So none is used for another node, none of a tunnel that leaves, and
+//! none with credentials that a reload has replaced. A connection's own task puts it into the pool and removes it; a request
+//! takes the one that was used last. The pool also has the HTTP/2 connections, with the state of their upstream (`shared`). Each
+//! worker has a list of its own for its nodes, so it shares no lock.
 
 use super::{
     http1::{ConnState, Http1Connection},
@@ -19,10 +20,10 @@ use std::{
 };
 use tracing::Span;
 
-/// Idle lines to one app of one tunnel at most: as many as an edge keeps for an app.
+/// Maximum number of idle connections to one upstream of one tunnel: as many as an edge pools for an upstream.
 const MOST_IDLE: usize = 256;
 
-/// Which lines are alike.
+/// Key of interchangeable connections.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionPoolKey {
     core: WorkerId,
@@ -42,13 +43,13 @@ impl ConnectionPoolKey {
     }
 }
 
-/// Lines of one tunnel to one port, each by the credentials that it was made with.
+/// Connections of one tunnel to one port, each with its credentials.
 type IdleHttp1 = HashMap<(TunnelId, u16), Vec<(Arc<UpstreamTls>, Http1Connection)>>;
 
-/// The same of connections that requests share.
+/// HTTP/2 connections of one tunnel to one port, which requests share, each with its credentials.
 type Http2Connections = HashMap<(TunnelId, u16), Vec<(Arc<UpstreamTls>, Arc<UpstreamHttp2Pool>)>>;
 
-/// What is kept.
+/// Pool of the connections to upstreams.
 pub(crate) struct ConnectionPool {
     idle: Vec<Mutex<IdleHttp1>>,
     shared: Vec<Mutex<Http2Connections>>,
@@ -57,7 +58,7 @@ pub(crate) struct ConnectionPool {
 }
 
 impl ConnectionPool {
-    /// Nothing yet, on this many cores; what is idle is kept for `bound` at most.
+    /// Returns an empty pool for this many workers; an idle connection stays for `bound` at most.
     pub(crate) fn new(cores: usize, bound: Duration) -> Self {
         Self {
             idle: (0..cores.max(1)).map(|_| Mutex::default()).collect(),
@@ -71,12 +72,12 @@ impl ConnectionPool {
         self.bound
     }
 
-    /// Runs the task of a line, which ends with all of this at the latest.
+    /// Runs the task of a connection, which ends with this pool at the latest.
     pub(super) fn spawn(&self, span: Span, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(span, task);
     }
 
-    /// The line that was used last, if one is alive.
+    /// Returns the connection that was used last, if one is alive.
     pub(super) fn take(&self, key: &ConnectionPoolKey) -> Option<Http1Connection> {
         let mut idle = self.idle(key);
         let lines = idle.get_mut(&(key.tunnel, key.port))?;
@@ -97,7 +98,7 @@ impl ConnectionPool {
         found
     }
 
-    /// Lays a line by, unless there are enough.
+    /// Puts a connection into the pool, unless the pool has enough of them.
     pub(super) fn put(&self, key: &ConnectionPoolKey, line: Http1Connection) -> bool {
         let mut idle = self.idle(key);
         let lines = idle.entry((key.tunnel, key.port)).or_default();
@@ -146,8 +147,8 @@ impl ConnectionPool {
         self.sweep(key);
     }
 
-    /// Forgets what is known of an app that has no connection any more. A request that is about to dial one holds what it
-    /// will put there.
+    /// Removes the state of an upstream that has no connection any more. A request that is about to dial one holds the state that
+    /// it will use.
     fn sweep(&self, key: &ConnectionPoolKey) {
         let mut all = self.connections(key);
         let Some(here) = all.get_mut(&(key.tunnel, key.port)) else {

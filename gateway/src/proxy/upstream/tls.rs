@@ -1,8 +1,8 @@
-//! TLS to apps: who may have signed their certificates, whom these must name, and what is shown to them.
+//! TLS to upstreams: trusted CAs, expected names, and the client certificate of the gateway.
 //!
-//! A certificate must be valid for servers and name the node, or an address that is confirmed to be the node's: which
-//! those are is asked at each handshake, and no session resumes past the question. With `pin: true` its key must be the
-//! one that was met first (`pin`). Only `verify: false` believes any certificate, though the app must hold its key.
+//! A certificate must be valid for servers and name the node, or a confirmed address of the node. The confirmed addresses are
+//! looked up at each handshake, and no session resumes past that check. With `pin: true` its key must be the first one that the
+//! gateway met (`pin`). Only `verify: false` trusts any certificate, though the upstream must hold its key.
 
 use super::pin::PinVerifier;
 use crate::state::{Nodes, Pins};
@@ -25,43 +25,43 @@ use std::sync::Arc;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 
-/// Which certificates are believed.
+/// Policy by which an upstream's certificate is trusted.
 #[derive(Debug, PartialEq)]
 pub(crate) enum ServerTrust {
-    /// What these CAs have signed for the node.
+    /// Certificates that these CAs have signed for the node.
     Signed(Vec<CertificateDer<'static>>),
-    /// Those with the key that was met first.
+    /// Certificates with the pinned key.
     Pinned,
     /// Any.
     Any,
 }
 
-/// What an app's configuration and the files that it names say. Where two are equal, so are the apps.
+/// Contents of an upstream's configuration and of the files that it names. Two upstreams with equal contents are equal.
 #[derive(Debug, PartialEq)]
 pub(crate) struct UpstreamTlsSource {
-    /// Which certificates are believed.
+    /// Policy by which its certificate is trusted.
     pub(crate) believed: ServerTrust,
-    /// What is shown.
+    /// Client certificate that the gateway presents.
     pub(crate) leaf: Option<LeafCertificate>,
 }
 
-/// Which versions of HTTP a connection may come to speak.
+/// Versions of HTTP that a connection offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Alpn {
-    /// HTTP/2 or HTTP/1.1, as the app chooses.
+    /// HTTP/2 or HTTP/1.1, as the upstream chooses.
     Any,
     /// HTTP/1.1 alone: upgrades.
     Http1,
 }
 
-/// How to speak TLS to the app of one port.
+/// TLS configuration of the upstream of one port.
 #[derive(Debug)]
 pub(crate) struct UpstreamTls {
     material: UpstreamTlsSource,
     /// By which versions of HTTP are offered: both, or the one that upgrades need.
     any: Arc<ClientConfig>,
     http1: Arc<ClientConfig>,
-    /// Where the app is known by its key.
+    /// Pinned keys, if the upstream is known by its key.
     pins: Option<Pins>,
     retired: CancellationToken,
 }
@@ -125,7 +125,7 @@ impl UpstreamTls {
         })
     }
 
-    /// The keys that count, where the app is known by its own.
+    /// Returns the pinned keys, if the upstream is known by its own key.
     pub(super) fn pins(&self) -> Option<&Pins> {
         self.pins.as_ref()
     }
@@ -134,7 +134,7 @@ impl UpstreamTls {
         &self.material
     }
 
-    /// Takes a caller's credential away where one of this gateway's is shown: an app must not have to choose.
+    /// Removes a client's credential if the gateway presents its own: an upstream must not have to choose.
     pub(super) fn alone(&self, fields: &mut HeaderMap) {
         if self.material.leaf.is_some() {
             fields.remove(AUTHORIZATION);
@@ -160,7 +160,7 @@ impl UpstreamTls {
     }
 }
 
-/// The name that an app of this node is asked for.
+/// Returns the server name of an upstream of this node.
 pub(super) fn name(node: &NodeName) -> Option<ServerName<'static>> {
     ServerName::try_from(node.to_string()).ok()
 }

@@ -1,8 +1,8 @@
-//! An upgrade with an app that the gateway itself asks, on a line of its own.
+//! An upgrade with an upstream to which the gateway itself speaks, on a connection of its own.
 //!
-//! The request goes as the caller made it, with its own method and its own `Upgrade`. Where the app switched, the caller
-//! gets its 101 and then bytes both ways, those behind the app's 101 first; any other answer passes whole. Behind what it
-//! takes of the request's body the app has `timeouts.upgrade_first_byte` for its answer, the session has no bound.
+//! The request is sent as the client made it, with its own method and its own `Upgrade`. If the upstream switched, the client
+//! gets its 101 and then bytes both ways, those after the upstream's 101 first; any other answer passes whole. Once the upstream
+//! has taken the request's body it has `timeouts.upgrade_first_byte` for its answer; the session has no bound.
 
 use super::{
     body::UpstreamRequestBody,
@@ -49,7 +49,7 @@ use tracing::debug_span;
 /// Forwards an upgrade to the protocol that `token` names.
 ///
 /// # Errors
-/// If there is no line to the app, or it does not answer in time.
+/// If there is no connection to the upstream, or it does not answer in time.
 pub(in crate::proxy) async fn run(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
@@ -141,7 +141,7 @@ fn prepare(
     Ok(())
 }
 
-/// Passes bytes between what becomes of the caller's connection and of the app's, in a task of its own.
+/// Passes bytes between the upgraded connections of the client and of the upstream, in a task of its own.
 fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     let (connection, record) = (way.connection.clone(), way.record.clone());
     let route = way.route.clone();
@@ -183,7 +183,7 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     way.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// The app's connection after HTTP gave it up.
+/// The upstream's connection after HTTP has released it.
 struct UpgradedIo(TokioIo<Upgraded>);
 
 impl ResetOnClose for UpgradedIo {

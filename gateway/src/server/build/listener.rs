@@ -1,6 +1,6 @@
-//! Builds one front: whom it trusts, what it shows, who is let in.
+//! Builds one listener: the CAs that it trusts, the certificate that it presents, and the authentication of its clients.
 //!
-//! Reads the files that its configuration names; each fault says which front and which file.
+//! Reads the files that its configuration names. Each fault names the listener and the file.
 
 use crate::{
     config::{self, Jwks, ListenAddr, ListenerProtocol},
@@ -36,20 +36,20 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-/// What a front is made of: its configuration, and what the files that it names say.
-/// Where two are equal, a front of the one does what a front of the other does.
+/// Source of a listener: its configuration, and the contents of the files that it names.
+/// Listeners of two equal sources behave alike.
 #[derive(Debug, PartialEq)]
 pub(crate) struct ListenerSource {
     pub(crate) front: config::Listener,
     client_roots: Vec<CertificateDer<'static>>,
-    /// The file's text, which has hashes only.
+    /// Text of the token file, which has hashes only.
     tokens: Option<String>,
-    /// In the order of the configuration.
+    /// Files of the issuers, in the order of the configuration.
     issuers: Vec<JwtIssuerFiles>,
     leaf: Option<LeafCertificate>,
 }
 
-/// What the files of an issuer of JWTs say.
+/// Contents of the files of an issuer of JWTs.
 #[derive(Debug, PartialEq)]
 struct JwtIssuerFiles {
     keys: Option<KeySet>,
@@ -58,7 +58,7 @@ struct JwtIssuerFiles {
 }
 
 impl ListenerSource {
-    /// Reads the files that the front names.
+    /// Reads the files that the listener names.
     pub(crate) fn read(front: &config::Listener) -> Result<Self, BindError> {
         let tokens = front.callers.tokens.as_deref();
         Ok(Self {
@@ -70,7 +70,7 @@ impl ListenerSource {
         })
     }
 
-    /// Reads the files that the front names, in place of those that `current` was made of.
+    /// Reads the files that the listener names, in place of those that `current` was made of.
     pub(crate) fn read_in_place_of(
         front: &config::Listener,
         current: Option<&Self>,
@@ -85,7 +85,7 @@ impl ListenerSource {
         Ok(read)
     }
 
-    /// Reads the files that the front names, and judges those that are parsed later.
+    /// Reads the files that the listener names, and checks those that are parsed later.
     pub(crate) fn check(front: &config::Listener) -> Result<(), BindError> {
         let read = Self::read(front)?;
         read.tokens()?;
@@ -98,14 +98,14 @@ impl ListenerSource {
         Ok(())
     }
 
-    /// Whether a client certificate may be one for both fronts.
+    /// Whether a client certificate may be valid at both listeners.
     pub(crate) fn shares_ca(&self, other: &Self) -> bool {
         let own = self.front.callers.own_ca && other.front.callers.own_ca;
         let has = |root: &_| other.client_roots.contains(root);
         own || self.client_roots.iter().any(has)
     }
 
-    /// The certificates in the files that the front names.
+    /// Returns the certificates in the files that the listener names.
     pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
         let front = &self.front;
         let file = front.certificate.as_ref().map(|files| files.chain.clone());
@@ -127,7 +127,7 @@ impl ListenerSource {
         shown.into_iter().chain(roots).chain(jwks).collect()
     }
 
-    /// The front, of which the socket listens on the port `listens`.
+    /// Builds the listener, whose socket listens on the port `listens`.
     pub(crate) fn build(
         &self,
         (ca, issuers): (&LiveCa, &JwksFetchers),
@@ -179,7 +179,7 @@ impl ListenerSource {
         })
     }
 
-    /// A front that would want a CA where there is none says so, and does not stand there for nobody.
+    /// Fails if a listener needs a CA and there is none: such a listener would admit no client.
     fn without_ca(&self, ca: &Ca) -> Result<(), BindError> {
         let (front, callers) = (&self.front, &self.front.callers);
         if ca.is_believed() || !front.has_tls() {
@@ -211,7 +211,7 @@ impl ListenerSource {
         Ok(Some(tokens))
     }
 
-    /// Whose JWTs count, with keys that are here or will be.
+    /// Returns the authenticator of JWTs. Keys of a URL may still have to be fetched.
     fn jwts(&self, ca: &Ca, issuers: &JwksFetchers) -> Result<Option<JwtAuthenticator>, BindError> {
         let listed = &self.front.callers.jwt;
         let mut all = Vec::with_capacity(listed.len());
@@ -237,7 +237,7 @@ impl ListenerSource {
         Ok((!all.is_empty()).then(|| JwtAuthenticator::new(all)))
     }
 
-    /// Tokens that the cluster's API is asked about; that, and what else it is asked, only where there is one.
+    /// Returns the review of tokens by the cluster's API. Fails if the listener needs reviews and there is no cluster.
     fn review(&self, ca: &Ca, shared: &ProxyState) -> Result<Option<TokenReview>, BindError> {
         let (front, review) = (&self.front, &self.front.callers.token_review);
         let asks = review.is_some() || !front.subject_access_review.is_empty();
@@ -253,7 +253,7 @@ impl ListenerSource {
         }))
     }
 
-    /// What is shown and believed where `ca` signs, if TLS is spoken.
+    /// Returns the listener's TLS, with `ca` as the signer, if the listener speaks TLS.
     pub(crate) fn tls(
         &self,
         ca: &Ca,
@@ -296,7 +296,7 @@ impl ListenerSource {
         }))
     }
 
-    /// What a front without a configured leaf shows: one for each node from our own CA.
+    /// Returns the certificates of a listener without a configured one: one for each node, from our own CA.
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
         let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
@@ -326,7 +326,7 @@ fn client_roots(front: &config::Listener) -> Result<Vec<CertificateDer<'static>>
     Ok(client_roots)
 }
 
-/// What the files of a front's issuers say.
+/// Reads the files of a listener's issuers.
 fn issuers(front: &config::Listener) -> Result<Vec<JwtIssuerFiles>, BindError> {
     let read = |jwt: &config::Jwt| {
         let keys = match &jwt.jwks {

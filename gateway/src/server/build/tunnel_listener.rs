@@ -1,4 +1,4 @@
-//! Builds what admits edges.
+//! Builds the tunnel listener, which admits edges.
 
 use super::DataDirState;
 use crate::{

@@ -1,7 +1,7 @@
-//! Builds the apps to which the gateway itself speaks TLS: whom it trusts, what it shows.
+//! Builds the upstreams to which the gateway itself speaks TLS: the CAs that it trusts, and the certificate that it presents.
 //!
-//! Reads the files that their configuration names; each fault says which port and which file. An app whose files say
-//! what they said stays the one that it is, with its connections.
+//! Reads the files that their configuration names. Each fault names the port and the file. An upstream whose configuration and
+//! files have not changed remains as it is, with its connections.
 
 use crate::{
     config,
@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-/// Reads and builds all apps; those of `now` that are made of the same stay.
+/// Reads and builds all upstreams; those of `now` that have not changed remain.
 pub(crate) fn read_all(
     apps: &BTreeMap<u16, config::UpstreamTls>,
     (nodes, pins): (&Nodes, &Pins),
@@ -42,7 +42,7 @@ pub(crate) fn read_all(
     apps.iter().map(build).collect()
 }
 
-/// Reads the files of all apps.
+/// Reads the files of all upstreams.
 pub(crate) fn check(apps: &BTreeMap<u16, config::UpstreamTls>) -> Result<(), BindError> {
     apps.iter()
         .try_for_each(|(port, app)| read(*port, app).map(drop))

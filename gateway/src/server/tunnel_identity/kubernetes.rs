@@ -1,4 +1,4 @@
-//! The CA of a cluster's own signers, as its files say: by what these make for nodes, edges join (`control/enrol.rs`).
+//! CA of a cluster's own signers, read from its files: edges join by client certificates of these signers (`control/enrol.rs`).
 
 use super::{file, text};
 use crate::{config::CsrSigning, control::certificate_expiry::CertificateInUse, server::BindError};
@@ -6,7 +6,7 @@ use causeway_certs::{ClusterCa, SignerProfile, external};
 use std::sync::{Mutex, PoisonError};
 use std::{path::PathBuf, sync::Arc};
 
-/// Whom the cluster's signers have named. Cheap to clone.
+/// Trust in the certificates of the cluster's own signers. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(super) struct KubernetesIdentity {
     subject: SignerProfile,
@@ -15,7 +15,7 @@ pub(super) struct KubernetesIdentity {
 }
 
 impl KubernetesIdentity {
-    /// Reads the files, where the cluster's own signer is named.
+    /// Reads the files, if the configuration names a signer of the cluster's own.
     pub(super) fn read(rules: Option<&CsrSigning>) -> Result<Option<Self>, BindError> {
         let Some((rules, subject)) = rules.and_then(|rules| Some((rules, rules.subject()?))) else {
             return Ok(None);
@@ -28,26 +28,26 @@ impl KubernetesIdentity {
         }))
     }
 
-    /// Who is believed now.
+    /// Returns the CA that is trusted now.
     pub(super) fn trust(&self) -> ClusterCa {
         let trust = self.trust.lock().unwrap_or_else(PoisonError::into_inner);
         trust.clone()
     }
 
-    /// The CA certificates of these signers.
+    /// Returns the CA certificates of these signers.
     pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
         let trust = self.trust();
         let read = |root| CertificateInUse::read("cluster_client_ca", root, None);
         trust.roots().iter().filter_map(read).collect()
     }
 
-    /// What the files say, if that is another.
+    /// Reads the files again, and returns the CA if it has changed.
     pub(super) fn again(&self) -> Result<Option<ClusterCa>, BindError> {
         let next = trust(&self.files, self.subject)?;
         Ok((next != self.trust()).then_some(next))
     }
 
-    /// Believes these from now on.
+    /// Trusts this CA from now on.
     pub(super) fn turn(&self, next: ClusterCa) {
         *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = next;
     }

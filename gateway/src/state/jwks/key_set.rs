@@ -1,8 +1,7 @@
-//! A set of keys (JWKS, RFC 7517): what of it can prove a signature, and which key a token means.
+//! Set of keys (JWKS, RFC 7517): the keys that can verify a signature, and the selection of a token's key.
 //!
-//! Reads foreign bytes, and takes of them what it understands: keys for encryption, shared secrets and curves that
-//! are not known here are as if they were not there. A key proves what its own kind signs and nothing else, so no
-//! token can have a public key taken for a secret.
+//! It parses foreign bytes, and uses only the keys that it supports: keys for encryption, shared secrets and unsupported curves
+//! are ignored. A key verifies only signatures of its own kind, so no token can have a public key taken for a secret.
 
 use jsonwebtoken::{
     Algorithm, AlgorithmFamily, DecodingKey,
@@ -24,7 +23,7 @@ struct Key {
     key: DecodingKey,
 }
 
-/// By what is said alone.
+/// Compares the JWKs alone.
 impl PartialEq for KeySet {
     fn eq(&self, other: &Self) -> bool {
         let said = |set: &Self| set.0.iter().map(|key| key.jwk.clone()).collect::<Vec<_>>();
@@ -32,7 +31,7 @@ impl PartialEq for KeySet {
     }
 }
 
-/// Which key a token means.
+/// Result of looking up the key of a token.
 #[derive(Clone, Copy, Debug)]
 pub enum KeyLookup<'a> {
     /// This one.

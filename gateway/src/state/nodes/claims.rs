@@ -10,7 +10,7 @@ use std::{
     net::IpAddr,
 };
 
-/// By what a node has an address: the smallest is the strongest.
+/// Source of a node's claim to an address: the smallest is the strongest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClaimPriority {
     /// It is elsewhere, not at the edge.

@@ -1,4 +1,4 @@
-//! The one hand that writes the table of nodes: each change is a new table, made of what records and cluster say.
+//! The only writer of the table of nodes: each change builds a new table from the records and the cluster.
 
 use super::{Cluster, ClusterNode, Node, NodeSources, Nodes, Table};
 use causeway_certs::NodeName;
@@ -8,23 +8,23 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// The writing side.
+/// Write access to the table.
 #[derive(Clone, Debug, Default)]
 pub struct NodesWriter {
     nodes: Nodes,
-    /// Held while a new table is made from the old one.
+    /// Locked while a new table is built from the old one.
     making: Arc<Mutex<()>>,
-    /// Says that there is another table; readers on the way of a request never look here.
+    /// Notifies of a new table. The request path never uses it.
     changes: Arc<watch::Sender<()>>,
 }
 
 impl NodesWriter {
-    /// The reading side of this table.
+    /// Returns read access to this table.
     pub fn reader(&self) -> Nodes {
         self.nodes.clone()
     }
 
-    /// Hears of each change of this table from now on, for what makes something else of it.
+    /// Subscribes to changes of this table from now on, for data that is derived from the table.
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
     }
@@ -39,7 +39,7 @@ impl NodesWriter {
         });
     }
 
-    /// Replaces what the cluster says of its nodes.
+    /// Replaces the data that the cluster has of its nodes.
     pub fn cluster(&self, members: BTreeMap<NodeName, ClusterNode>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let cluster = Cluster::Known(Arc::new(members));
@@ -78,7 +78,7 @@ impl NodesWriter {
         }
     }
 
-    /// These nodes are not welcome, whatever the records say; whether others were before.
+    /// Replaces the revoked nodes, which are revoked whatever the records contain. Returns whether the set has changed.
     pub fn revoke(&self, names: BTreeSet<NodeName>) -> bool {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let (before, revoked) = (self.said(), Arc::new(names));
@@ -89,10 +89,10 @@ impl NodesWriter {
         new
     }
 
-    /// Takes up those that are `written` now; nobody changes them meanwhile.
+    /// Adds the nodes that `written` returns. The table is locked meanwhile.
     ///
     /// # Errors
-    /// As writing says; then all is as it was.
+    /// The error of `written`; then the table is unchanged.
     pub fn add<E>(
         &self,
         written: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
@@ -110,10 +110,10 @@ impl NodesWriter {
         Ok(())
     }
 
-    /// Replaces all nodes by what is `read` now; nobody changes them meanwhile.
+    /// Replaces all nodes by those that `read` returns. The table is locked meanwhile.
     ///
     /// # Errors
-    /// As reading says; then all is as it was.
+    /// The error of `read`; then the table is unchanged.
     pub fn refresh<E>(
         &self,
         read: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
@@ -141,7 +141,7 @@ impl NodesWriter {
         self.store(edit);
     }
 
-    /// Only while `making` is held.
+    /// Stores edited records. `making` must be locked.
     fn store(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
         let mut said = self.said();
         edit(&mut said.records);

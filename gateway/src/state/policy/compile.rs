@@ -1,7 +1,7 @@
-//! From the rules of a file to the tables by which they are found.
+//! Compiler from the rules of a file to the tables that find them.
 //!
-//! What a rule does not narrow, it is found by whatever the value is: those rules are kept apart, as `any`.
-//! Every key of a file has its line here, so that none is forgotten.
+//! A rule that does not restrict a property is found for every value of it: those rules are stored separately, as `any`. Every
+//! key of a file has its line here, so that none is forgotten.
 
 use super::{
     MatchedRule, Policy,
@@ -11,7 +11,7 @@ use crate::config::policy::{self, Action, Effect, NodeSelector, RequestMatch, Su
 use causeway_config::{ConfigError, Validate};
 use std::collections::{BTreeMap, HashMap};
 
-/// What is left of a rule once it was found.
+/// Parts of a rule that are needed after it was found.
 #[derive(Debug)]
 pub(super) struct CompiledRule {
     pub(super) then: Effect,
@@ -35,7 +35,7 @@ impl<I> Condition<I> {
         self.index.is_some()
     }
 
-    /// Keeps, of what is left, the rules that do not speak of it and those that `find` finds.
+    /// Retains, of the remaining rules, those that do not match on it and those that `find` finds.
     pub(super) fn narrow(&self, left: &mut RemainingRules, find: impl FnOnce(&I, &mut RuleBits)) {
         let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {
             return;
@@ -47,7 +47,7 @@ impl<I> Condition<I> {
     }
 }
 
-/// By each rule, in order: what it names, or `None` where it does not speak of it.
+/// Returns the values that each rule names, with the rule's number, and the rules that name none.
 fn named<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Vec<usize>) {
     let (mut keys, mut any) = (Vec::new(), Vec::new());
     for (rule, names) in rules.enumerate() {

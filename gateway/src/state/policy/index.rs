@@ -1,7 +1,7 @@
-//! Which rules a value is named by: sets of rules, and the ways to find them.
+//! Indexes from values to the rules that name them: sets of rules, and their lookup.
 //!
-//! Nothing here costs more for a value that no rule names. A pattern with a star elsewhere than at one of its
-//! ends is the exception: each such pattern is tried.
+//! Nothing here costs more for a value that no rule names. A pattern with a star elsewhere than at one of its ends is the
+//! exception: each such pattern is tried.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -117,7 +117,7 @@ impl RemainingRules {
 /// How an index is made: keys with the rules that name them.
 pub(super) trait Index: Default {
     type Key;
-    /// Of `total` rules, those in `named` by what they name.
+    /// Returns an index of `total` rules from the keys in `named`.
     fn of(named: Vec<(Self::Key, usize)>, total: usize) -> Self;
 }
 
@@ -188,11 +188,11 @@ impl Labels {
 #[derive(Debug, Default)]
 pub(super) struct Patterns {
     exact: ExactIndex,
-    /// `edge-*`, by what stands before the star.
+    /// `edge-*`, by the text before the star.
     beginnings: Affixes,
-    /// `*-edge`, by what stands behind it.
+    /// `*-edge`, by the text after it.
     endings: Affixes,
-    /// Stars elsewhere: what stands between them.
+    /// Stars elsewhere: the texts between them.
     others: Vec<(Vec<String>, RuleSet)>,
 }
 
@@ -210,7 +210,7 @@ impl Affixes {
         }
     }
 
-    /// What a text of this length begins or ends with, for each length that there is.
+    /// Adds the rules whose text is the beginning or end of a text of this length, for each length of the index.
     fn find<'a>(
         &self,
         length: usize,

@@ -458,7 +458,7 @@ fn like(pattern: &str, text: &str) -> bool {
     }
 }
 
-/// What the rule says in so many words, read one after the other.
+/// Evaluates a rule directly, condition by condition.
 fn matches(rule: &Rule, asked: &PolicyCase) -> bool {
     fn any<T>(list: &Specified<Vec<T>>, fits: impl Fn(&T) -> bool) -> bool {
         list.0.as_ref().is_none_or(|list| list.iter().any(fits))

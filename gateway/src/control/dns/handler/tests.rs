@@ -71,7 +71,7 @@ impl TestServer {
         self.message(&question(name, kind), Transport::Udp)
     }
 
-    /// What was found, the code, and the data of the answer.
+    /// Returns the outcome, the code, and the data of the answer.
     fn short(&self, name: &str, kind: RecordType) -> (QueryOutcome, ResponseCode, Vec<String>) {
         let (found, message) = self.ask(name, kind);
         let data = message.answers.iter().map(|record| record.data.to_string());

@@ -1,4 +1,4 @@
-//! Joining by a certificate that a signer of the cluster's own has made.
+//! Joining by a certificate that a signer of the cluster's own has issued.
 
 use super::{Counter, over_the_port};
 use crate::{
@@ -20,12 +20,12 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The cluster's CA, which has made certificates for more than nodes.
-/// Its certificates begin so long ago.
+/// The cluster's CA, which has issued certificates for more than nodes.
+/// Its certificates begin this long ago.
 struct Signer(Issuer<'static, KeyPair>, Duration);
 
 impl Signer {
-    /// Whom the gateway believes from now on.
+    /// Creates the CA, and makes the gateway trust it from now on.
     fn believed_by(world: &World) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

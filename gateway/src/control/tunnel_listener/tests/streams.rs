@@ -54,7 +54,8 @@ impl Model {
         }
     }
 
-    /// Dials a slot of the newest process. As a real edge does, it says nothing of tunnels before the newest of that slot.
+    /// Opens a tunnel in a slot of the newest process. As a real edge does, it says nothing of tunnels before the newest of that
+    /// slot.
     async fn dial(&mut self, slot: u32) {
         let process = self.process;
         let of_slot = |session: &Session| session.process == process && session.slot == slot;
@@ -82,7 +83,7 @@ impl Model {
         });
     }
 
-    /// One of the tunnels that stand leaves.
+    /// Makes one of the open tunnels leave.
     async fn leave(&mut self, nth: usize) {
         let session = &mut self.sessions[nth];
         session.leaves = true;
@@ -95,7 +96,7 @@ impl Model {
         let _ = session.edge.control.tell(&leave).await;
     }
 
-    /// A connection breaks, and its streams with it. The gateway may not have noticed when the edge dials again.
+    /// Breaks a connection, and its streams with it. The gateway may not have noticed when the edge connects again.
     async fn lose(&mut self, nth: usize) {
         let lost = self.sessions.remove(nth).id;
         self.streams.retain(|stream| stream.on != lost);
@@ -108,7 +109,7 @@ impl Model {
         }
     }
 
-    /// A client's request.
+    /// Opens a client's request.
     async fn open(&mut self) {
         let picked = self.world.registry.pick(&name("edge-1"));
         let stands = self.sessions.iter().any(|session| !session.leaves);
@@ -200,7 +201,7 @@ impl Model {
     }
 }
 
-/// Says with which seed a run failed.
+/// Prints the seed of a run that failed.
 struct Seed(u64);
 
 impl Drop for Seed {

@@ -1,4 +1,4 @@
-//! What is asked, how often, and for how long an answer counts.
+//! Tests of which questions are asked, how often, and how long an answer counts.
 
 use super::*;
 use causeway_rt::listener::RemoteAddr;
@@ -9,7 +9,7 @@ use futures_util::{
 use std::{collections::BTreeMap, sync::atomic::AtomicUsize};
 use tokio::sync::watch;
 
-/// Somebody who answers when the gate is open, with what the token says.
+/// Fake review client that answers with the name in the token when the gate is open.
 #[derive(Debug)]
 struct Fake {
     asked: AtomicUsize,

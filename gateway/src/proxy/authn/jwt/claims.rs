@@ -1,9 +1,10 @@
-//! Names and groups out of a token's claims.
+//! Names and groups from a token's claims.
 //!
-//! All names that a front takes are one name space, whoever gives them. So what only one can give is never taken from
-//! a token, with or without a prefix: `uid:…` is the kernel's, `system:anonymous` is nobody, and SPIFFE ids of the own
-//! trust domain come from the own CA. The rest of `system:` is Kubernetes' and counts where a prefix is configured,
-//! the empty one included. A group of that kind has its token refused: left out, it could not be denied anything.
+//! All names that a listener accepts are one name space, independent of their source. So a name that only one source can assign
+//! is never taken from a token, with or without a prefix: `uid:…` is the kernel's, `system:anonymous` stands for anonymous
+//! clients, and SPIFFE ids of the own trust domain come from the own CA. The rest of `system:` is Kubernetes' and counts if a
+//! prefix is configured, the empty one included. A token with a group of that kind is refused: if the group were left out, it
+//! could not be denied anything.
 
 use super::Rejection;
 use crate::{
@@ -13,7 +14,7 @@ use crate::{
 use causeway_certs::TrustDomain;
 use serde_json::{Map, Value};
 
-/// What Kubernetes calls those whom it names itself.
+/// Prefix of the names that Kubernetes assigns itself.
 const SYSTEM: &str = "system:";
 /// Longest name and group, in bytes.
 const LONGEST: usize = 256;

@@ -321,7 +321,7 @@ async fn one_issuer_never_speaks_for_another() {
     assert!(proven(&jwts, &far.sign(&by_near)).await.is_err());
 }
 
-/// Fetches what is wanted, each time the next of these sets.
+/// Serves each fetch that is requested with the next of these sets.
 async fn serve(writer: &JwksWriter, sets: Vec<Option<KeySet>>) {
     for set in sets {
         writer.wanted().await;
