@@ -16,6 +16,7 @@ use tokio::signal::unix::Signal;
 use tokio::task::spawn_blocking;
 
 use crate::command::explain;
+use crate::telemetry;
 
 /// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.
 pub(crate) type ReloadFn = Arc<dyn Fn(&mut FileHashes) -> anyhow::Result<String> + Send + Sync>;
@@ -71,6 +72,8 @@ async fn run(mut reasons: ReloadTriggers, reload: ReloadFn) -> Infallible {
 async fn attempt(reload: ReloadFn, before: FileHashes) -> (Result<String, String>, FileHashes) {
     let begun = before.clone();
     let attempt = spawn_blocking(move || {
+        // First, since logrotate has moved the file away whatever the configuration says now.
+        telemetry::reopen_audit_log();
         // What changes from here on is a reason of its own.
         let before = before.anew();
         let mut noted = FileHashes::default();

@@ -28,6 +28,7 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::output::errln;
 use audit_log::AuditLog;
+pub(crate) use audit_log::reopen as reopen_audit_log;
 use journal::PriorityFormat;
 use log_writer::LogWriter;
 

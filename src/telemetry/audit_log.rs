@@ -1,9 +1,9 @@
-//! The file of the audit log: private, appended to, and followed where it is moved away (logrotate).
+//! The file of the audit log: private, appended to, and opened anew at each reload, since logrotate moves it away.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,11 @@ use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuild
 
 /// Lines that wait for the disk: some seconds of a busy gateway's.
 const LINES: usize = 10_000;
-/// How often is looked whether the file is where it was.
-const LOOK: Duration = Duration::from_secs(1);
 /// How often is said that lines are lost.
 const SAID: Duration = Duration::from_secs(10);
+
+/// Whether a reload has asked for the file to be opened anew.
+static REOPEN: AtomicBool = AtomicBool::new(false);
 
 /// The audit log of this process; dropping it writes what is left.
 pub(crate) struct AuditLog {
@@ -28,7 +29,7 @@ pub(crate) struct AuditLog {
 impl AuditLog {
     /// Opens the file, 0600, or makes it.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
-        let file = ReopeningFile::open(path).with_context(|| {
+        let file = AuditFile::open(path).with_context(|| {
             let path = path.display();
             format!("cannot append to the audit log {path} (audit_log)")
         })?;
@@ -71,11 +72,15 @@ impl Drop for AuditLog {
 
 const TOO_SLOW: &str = "more was written to the audit log than its disk takes; lines are missing";
 
-/// A file that is opened anew where its path leads elsewhere.
-struct ReopeningFile {
+/// Has the audit log's file, if there is one, opened anew before the next line.
+pub(crate) fn reopen() {
+    REOPEN.store(true, Ordering::Relaxed);
+}
+
+/// Writer of the audit log's thread.
+struct AuditFile {
     path: PathBuf,
     file: File,
-    looked: Instant,
     /// Counts the lines for which there was no room.
     lost: Arc<OnceLock<ErrorCounter>>,
     told: DropReport,
@@ -99,29 +104,14 @@ impl DropReport {
     }
 }
 
-impl ReopeningFile {
+impl AuditFile {
     fn open(path: &Path) -> io::Result<Self> {
         Ok(Self {
             path: path.to_owned(),
             file: appended(path)?,
-            looked: Instant::now(),
             lost: Arc::default(),
             told: DropReport::default(),
         })
-    }
-
-    fn follow(&mut self) -> io::Result<()> {
-        if self.looked.elapsed() < LOOK {
-            return Ok(());
-        }
-        self.looked = Instant::now();
-        let own = self.file.metadata()?;
-        let there = std::fs::metadata(&self.path);
-        let same = there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()));
-        if !same {
-            self.file = appended(&self.path)?;
-        }
-        Ok(())
     }
 }
 
@@ -129,24 +119,30 @@ fn appended(path: &Path) -> io::Result<File> {
     open_private(path, OpenOptions::new().append(true))
 }
 
-impl Write for ReopeningFile {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // Where no other can be had, the old one is better than none.
-        let _ = self.follow();
+impl Write for AuditFile {
+    /// Writes all of a line, to one file.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let path = self.path.display();
+        if REOPEN.swap(false, Ordering::Relaxed) {
+            match appended(&self.path) {
+                Ok(file) => self.file = file,
+                Err(error) => {
+                    tracing::error!(%path, %error, "the audit log cannot be opened anew; it goes on in the file that was open");
+                }
+            }
+        }
         let lost = self.lost.get().map_or(0, ErrorCounter::dropped_lines);
         if lost > self.told.lost && self.told.again() {
             self.told.lost = lost;
             tracing::error!(lost, "{TOO_SLOW}");
         }
-        let written = self.file.write(bytes);
+        let written = self.file.write_all(line);
         if let Err(error) = &written
-            && error.kind() != io::ErrorKind::Interrupted
             && self.told.again()
         {
-            let path = self.path.display();
             tracing::error!(%path, %error, "the audit log cannot be written; lines are missing");
         }
-        written
+        written.map(|()| line.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -157,20 +153,24 @@ impl Write for ReopeningFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn a_file_that_was_moved_away_is_begun_anew_and_nothing_is_lost() {
+    fn lines_go_into_a_new_private_file_once_that_is_opened_and_until_then_into_the_old_one() {
         let folder = tempfile::tempdir().unwrap();
         let (path, moved) = (folder.path().join("audit"), folder.path().join("audit.1"));
-        let mut file = ReopeningFile::open(&path).unwrap();
-        file.write_all(b"one\n").unwrap();
-        std::fs::rename(&path, &moved).unwrap();
-        // As if a second had passed.
-        file.looked = Instant::now().checked_sub(LOOK).unwrap();
-        file.write_all(b"two\n").unwrap();
-        assert_eq!(std::fs::read_to_string(&moved).unwrap(), "one\n");
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "two\n");
+        let mut writer = AuditFile::open(&path).unwrap();
+        writer.write_all(b"one\n").unwrap();
+        fs::rename(&path, &moved).unwrap();
+        fs::create_dir(&path).unwrap();
+        reopen();
+        writer.write_all(b"two\n").unwrap();
+        fs::remove_dir(&path).unwrap();
+        reopen();
+        writer.write_all(b"three\n").unwrap();
+        assert_eq!(fs::read_to_string(&moved).unwrap(), "one\ntwo\n");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "three\n");
         let mode = path.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
     }

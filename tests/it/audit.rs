@@ -9,6 +9,7 @@ use crate::world::{
 use hyper::Request;
 use serde_json::Value;
 use std::fs;
+use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 
@@ -167,4 +168,36 @@ async fn no_log_holds_a_secret() {
             assert!(!log.contains(secret), "{secret} is in: {log}");
         }
     }
+}
+
+#[tokio::test]
+async fn a_log_that_was_moved_away_is_begun_anew_at_a_reload_and_at_one_that_is_refused() {
+    let audited = Audited::start().await;
+    let path = |name: &str| audited.folder.path().join(name);
+    let gateway = &audited.site.gateway;
+    let refuse = async || {
+        let wrong = audited.site.nobody().bearer("wrong");
+        assert_eq!(wrong.get(&url("/")).await.status, 401);
+    };
+    let lines_of = |name: &str| fs::read_to_string(path(name)).unwrap().lines().count();
+    refuse().await;
+    audited.until_told(&["refused"]).await;
+    fs::rename(path("audit"), path("audit.1")).unwrap();
+    refuse().await;
+    until("the line is there", async || lines_of("audit.1") == 2).await;
+    assert!(!path("audit").exists());
+    gateway.signal("HUP").await;
+    let bound = Duration::from_mins(1);
+    gateway.wrote("configuration is in force", 1, bound).await;
+    refuse().await;
+    audited.until_told(&["refused"]).await;
+
+    fs::write(path("policy"), "rules: [{ then: perhaps }]\n").unwrap();
+    gateway.wrote("configuration is refused", 1, bound).await;
+    fs::rename(path("audit"), path("audit.2")).unwrap();
+    gateway.signal("HUP").await;
+    gateway.wrote("configuration is refused", 2, bound).await;
+    refuse().await;
+    audited.until_told(&["refused"]).await;
+    assert_eq!([lines_of("audit.1"), lines_of("audit.2")], [2, 1]);
 }
