@@ -2,12 +2,13 @@
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
-//! by connections: tasks with an owner, sockets, listeners, limits.
+//! by connections: tasks with an owner, sockets, listeners, limits, a client for one HTTP request.
 
 pub mod backoff;
 mod cache;
 pub mod connection_limit;
 mod exposition;
+pub mod http_client;
 pub mod lingering_close;
 pub mod listener;
 mod process;

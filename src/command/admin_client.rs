@@ -13,11 +13,10 @@ use std::{fmt, io};
 use anyhow::{Context, bail};
 use causeway_certs::{OpenMode, Store, StoreError};
 use causeway_config::host_port;
-use causeway_rt::resolve;
+use causeway_rt::{http_client, resolve};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
@@ -138,25 +137,22 @@ async fn connect(address: &str) -> anyhow::Result<TcpStream> {
 
 async fn exchange(
     method: Method,
-    stream: impl AsyncRead + AsyncWrite + Unpin,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     (place, path): (&AdminAddress, &str),
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let request = Request::builder()
         .method(method)
         .uri(path)
         .header(header::HOST, &place.address)
         .body(Full::<Bytes>::default())?;
-    let ask = async move {
-        let answer = sender.send_request(request).await?;
-        let status = answer.status();
-        let body = answer.into_body().collect().await?.to_bytes();
+    let ask = async {
+        let (response, _connection) = http_client::send(stream, request).await?;
+        let status = response.status();
+        let body = response.into_body().collect().await?.to_bytes();
         Ok::<_, hyper::Error>((status, body))
     };
-    // The connection ends by itself once `ask` has dropped its sender.
-    let (answer, _) = tokio::join!(ask, connection);
-    answer.with_context(|| format!("{place} does not answer as an admin listener does"))
+    ask.await
+        .with_context(|| format!("{place} does not answer as an admin listener does"))
 }
 
 #[cfg(test)]

@@ -11,17 +11,16 @@ use super::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use bytes::Bytes;
 use causeway_certs::{CsrError, PrivateKey, Secret};
+use causeway_rt::http_client;
 use causeway_tunnel::wire;
 use http::{
     Request, StatusCode,
     header::{CONTENT_TYPE, HOST},
 };
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use serde::{Deserialize, Serialize, Serializer};
-use std::{error::Error, io, pin::pin, sync::Arc, time::Duration};
+use std::{error::Error, io, sync::Arc, time::Duration};
 use tokio::time::timeout;
 
 /// Largest answer to a request for a certificate, in bytes.
@@ -139,26 +138,13 @@ async fn post(
         .header(CONTENT_TYPE, "application/json")
         .body(Full::new(text))
         .map_err(|error| ConnectError::silent(error.to_string()))?;
-    let (mut sender, connection) = http1::Builder::new()
-        .title_case_headers(true)
-        .handshake(TokioIo::new(dialled.io))
+    let (response, _connection) = http_client::send(dialled.io, request)
         .await
         .map_err(|error| broke_off(&error))?;
-    let asking = async {
-        let answer = sender.send_request(request).await;
-        let answer = answer.map_err(|error| broke_off(&error))?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), MOST).collect().await;
-        body.map(|body| (status, body.to_bytes()))
-            .map_err(|error| broke_off(&*error))
-    };
-    let mut asking = pin!(asking);
-    tokio::select! {
-        biased;
-        answered = &mut asking => answered,
-        // A connection that is over has given its error to the request.
-        _ = connection => asking.await,
-    }
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MOST).collect().await;
+    body.map(|body| (status, body.to_bytes()))
+        .map_err(|error| broke_off(&*error))
 }
 
 /// With TLS 1.3 a gateway refuses a certificate only after the edge's handshake is done: the alert is what the

@@ -6,17 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
-use causeway_rt::task::TaskGroup;
+use causeway_rt::http_client;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
-use hyper::client::conn::http1;
 use hyper::{Request, StatusCode};
-use hyper_util::rt::TokioIo;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
 use rustls::{ClientConfig, RootCertStore};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
-use tracing::debug_span;
 
 use super::{DemoFiles, PORT};
 
@@ -66,16 +63,10 @@ async fn once(
     let io = tls
         .connect(ServerName::try_from(node.to_owned())?, tcp)
         .await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
-    let tasks = TaskGroup::default();
-    tasks.spawn(debug_span!("probe"), async move {
-        // What goes wrong here is seen by the request.
-        let _ = connection.await;
-    });
     let request = Request::get("/")
         .header("host", format!("{node}:{PORT}"))
         .body(Full::<Bytes>::default())?;
-    let response = sender.send_request(request).await?;
+    let (response, _connection) = http_client::send(io, request).await?;
     let status = response.status();
     let body = response.into_body().collect().await?.to_bytes();
     Ok((status, String::from_utf8_lossy(&body).into_owned()))

@@ -6,18 +6,16 @@
 use crate::state::KeySet;
 use bytes::Bytes;
 use causeway_certs::verify::provider;
-use causeway_rt::resolve;
+use causeway_rt::{http_client, resolve};
 use causeway_tunnel::wire;
 use http::{
     Request, StatusCode, Uri,
     header::{ACCEPT, HOST, USER_AGENT},
 };
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
-use std::{fmt, pin::pin, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -130,36 +128,23 @@ impl JwksSource {
             .header(USER_AGENT, concat!("causeway/", env!("CARGO_PKG_VERSION")))
             .body(Full::<Bytes>::default())
             .map_err(|error| error.to_string())?;
-        let (mut sender, connection) = http1::Builder::new()
-            .title_case_headers(true)
-            .handshake(TokioIo::new(io))
+        let (response, _connection) = http_client::send(io, request)
             .await
-            .map_err(|error| error.to_string())?;
-        let asking = async {
-            let answer = sender.send_request(request).await;
-            let answer = answer.map_err(|error| format!("no answer: {error}"))?;
-            let status = answer.status();
-            if status.is_redirection() {
-                return Err(format!(
-                    "{status}: redirects are not followed; name the URL that it leads to"
-                ));
-            }
-            if status != StatusCode::OK {
-                return Err(format!("the answer is {status}"));
-            }
-            let body = Limited::new(answer.into_body(), LARGEST).collect().await;
-            body.map(http_body_util::Collected::to_bytes)
-                .map_err(|error| {
-                    format!("the answer is longer than {LARGEST} bytes or breaks off: {error}")
-                })
-        };
-        let mut asking = pin!(asking);
-        tokio::select! {
-            biased;
-            answered = &mut asking => answered,
-            // A connection that is over has given its error to the request.
-            _ = connection => asking.await,
+            .map_err(|error| format!("no answer: {error}"))?;
+        let status = response.status();
+        if status.is_redirection() {
+            return Err(format!(
+                "{status}: redirects are not followed; name the URL that it leads to"
+            ));
         }
+        if status != StatusCode::OK {
+            return Err(format!("the answer is {status}"));
+        }
+        let body = Limited::new(response.into_body(), LARGEST).collect().await;
+        body.map(http_body_util::Collected::to_bytes)
+            .map_err(|error| {
+                format!("the answer is longer than {LARGEST} bytes or breaks off: {error}")
+            })
     }
 }
 
