@@ -16,9 +16,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub(crate) use ca::{
-    Ca, CaBackup, CaClient, CaImport, CaInit, OperatorCaArgs, Rotate, RotateArgs, RotatePrepare,
-};
+pub(crate) use ca::{Ca, CaBackup, CaClient, CaCsr, CaImport, CaInit, Rotate, RotateArgs};
 pub(crate) use config_flags::ConfigFlags;
 pub(crate) use edge::{
     EdgeAdd, EdgeCommand, EdgeLeave, EdgeNameArg, EdgePins, EdgeRevoke, EdgeUnpin,

@@ -19,7 +19,6 @@ mod k8s;
 mod kubernetes;
 mod man;
 mod manifests;
-mod operator;
 mod pins;
 mod policy;
 mod private_file;

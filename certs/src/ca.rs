@@ -5,13 +5,13 @@
 //! intermediate of its own (`root`) and an extended key usage of its own. So neither a certificate nor an issuer's key can stand
 //! in for another kind.
 //!
-//! A rotation has three steps. `prepare` makes a second root, which is trusted and signs nothing. `activate` lets the second root
-//! sign, with a cross certificate by the first root for peers that trust only the first. `retire` drops the first root. An
-//! operator's own CA may sign the roots as well (`above`), for clients that trust only that CA. This module never decides who may
-//! have a certificate; a token or the operator decides that.
+//! A rotation has three steps: `prepare` makes a second root, which is trusted and signs nothing; `activate` lets it
+//! sign, with a certificate by the first root for whoever knows only that one; `retire` drops the first.
+//! Another CA may sign an intermediate for listeners' certificates (`listener_ca`), for clients that trust only that CA.
+//! Never asks whether somebody may have a certificate; that is the token's or the operator's word.
 
-mod above;
 mod file;
+mod listener_ca;
 mod live;
 mod root;
 mod rotation;
@@ -30,10 +30,13 @@ use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{self, GatewayName, ListenerName, NameError, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::{Fingerprint, Secret};
-pub use above::{CrossCertificate, OperatorCa};
 pub(crate) use file::CaFile;
+use listener_ca::ListenerCa;
+pub use listener_ca::ListenerCaInfo;
+#[cfg(test)]
+pub(crate) use listener_ca::signed_request;
 pub use live::LiveCa;
-use root::{LeafProfile, Root};
+use root::{LeafProfile, Root, sign_leaf};
 
 /// Error of making or reading a root, or of signing a certificate.
 #[derive(Debug, Error)]
@@ -115,11 +118,12 @@ pub enum RotationStep {
     Standing,
 }
 
-/// Version of a CA: its roots, their roles, and the CAs above them. It changes when the CA changes.
+/// State of a CA that a change is recognised by: its roots, their stages, and the intermediate that signs for listeners.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CaVersion {
     active: Fingerprint,
     other: Option<(RootStage, Fingerprint)>,
+    listeners: Option<Fingerprint>,
 }
 
 /// A root with its key, and the one that comes or goes. `Debug` shows no key.
@@ -128,6 +132,7 @@ pub struct Ca {
     other: Option<(RootStage, Root)>,
     /// Whether this CA is a placeholder that no peer trusts.
     unbelieved: bool,
+    listeners: ListenerCa,
 }
 
 impl std::fmt::Debug for Ca {
@@ -160,6 +165,7 @@ impl Ca {
             active: Root::create(domain)?,
             other: None,
             unbelieved: false,
+            listeners: ListenerCa::default(),
         })
     }
 
@@ -169,6 +175,7 @@ impl Ca {
             active: Root::load(certificate_pem, key_pem)?,
             other: None,
             unbelieved: false,
+            listeners: ListenerCa::default(),
         })
     }
 
@@ -203,14 +210,21 @@ impl Ca {
             .collect()
     }
 
-    /// Returns all trusted roots as PEM, for `curl --cacert` and for edges.
+    /// All roots that are trusted as PEM, for edges.
     pub fn bundle_pem(&self) -> String {
         self.all()
             .map(|(_, root)| root.own.certificate_pem())
             .collect()
     }
 
-    /// Returns the private key of the active root, as PEM.
+    /// The same for clients of listeners, such as `curl --cacert`: with the root of an imported chain.
+    pub fn client_bundle_pem(&self) -> String {
+        let chain = self.listeners.chain.iter();
+        let roots = chain.map(|chain| pem::encode_chain(chain.root()));
+        self.bundle_pem() + &roots.collect::<String>()
+    }
+
+    /// The private key of the root that signs, as PEM.
     pub fn key_pem(&self) -> Secret {
         self.active.own.key_pem()
     }
@@ -234,8 +248,9 @@ impl Ca {
     pub fn state(&self) -> CaVersion {
         let other = self.other.as_ref();
         CaVersion {
-            active: self.active.mark,
-            other: other.map(|(stage, root)| (*stage, root.mark)),
+            active: self.fingerprint(),
+            other: other.map(|(stage, root)| (*stage, root.fingerprint)),
+            listeners: self.listeners.chain.as_ref().map(|it| it.fingerprint),
         }
     }
 
@@ -338,9 +353,15 @@ impl Ca {
             names,
             lifetime,
         };
-        let above = self.shown_above().iter().cloned();
-        let behind = self.crossed().into_iter().chain(above);
-        self.leaf(IssuerPurpose::Fronts, kind, behind)
+        let Some(listener_chain) = self.listeners.valid_chain() else {
+            return self.leaf(IssuerPurpose::Fronts, kind, self.crossed());
+        };
+        let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Fronts);
+        let leaf = sign_leaf(&listener_chain.signer, purpose, &key, kind)?;
+        let chain = [leaf]
+            .into_iter()
+            .chain(listener_chain.sent().iter().cloned());
+        Ok(LeafCertificate::new(chain.collect(), key.serialize_der())?)
     }
 
     /// Issues a client certificate with its key. The groups are in one organization, separated by commas.

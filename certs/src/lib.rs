@@ -31,9 +31,7 @@ pub mod store;
 mod pem;
 
 pub use bearer_tokens::{StaticToken, StaticTokens};
-pub use ca::{
-    Ca, CaError, CrossCertificate, IssuedCertificate, LiveCa, OperatorCa, RootStage, RotationStep,
-};
+pub use ca::{Ca, CaError, IssuedCertificate, ListenerCaInfo, LiveCa, RootStage, RotationStep};
 pub use certificate::Certificate;
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;

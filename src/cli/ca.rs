@@ -9,7 +9,7 @@ use super::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Ca {
-    /// Make the CA of a data directory, or have the one that is there signed by your own
+    /// Make the CA of a data directory
     Init(CaInit),
     /// Make a certificate by which a caller is known to fronts
     Caller(CaClient),
@@ -20,14 +20,25 @@ pub(crate) enum Ca {
     Backup(CaBackup),
     /// Make a data directory what it was when a backup was made; no gateway may run on it
     Restore(CaBackup),
-    /// Take up the CA that several gateways share, from a folder such as a mounted Secret, if it is not behind; may be run again
+    /// Print a certificate request for an intermediate that signs listeners' certificates: your own CA signs it, so that clients
+    /// that trust that CA verify listeners
+    Csr(CaCsr),
+    /// Install the chain that your own CA has made of the request (a file), or take up the CA that several gateways share (a
+    /// folder such as a mounted Secret), if it is not behind; may be run again
     Import(CaImport),
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct CaCsr {
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct CaImport {
-    /// The folder with ca.json and tickets.key (`causeway k8s ca-secret`)
-    #[arg(value_name = "DIR")]
+    /// A file in PEM: the signed request of `causeway ca csr`, and then the CAs above it up to the root; or a folder with ca.json
+    /// and tickets.key (`causeway k8s ca-secret`)
+    #[arg(value_name = "PATH")]
     pub(crate) from: PathBuf,
     #[command(flatten)]
     pub(crate) data: DataDir,
@@ -45,7 +56,7 @@ pub(crate) struct CaBackup {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Rotate {
     /// Make a new root that is trusted beside the one that signs, and signs nothing yet
-    Prepare(RotatePrepare),
+    Prepare(RotateArgs),
     /// Let the new root sign everything; the old one is trusted still
     Activate(RotateArgs),
     /// Trust the old root no more
@@ -53,28 +64,8 @@ pub(crate) enum Rotate {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct RotatePrepare {
-    #[command(flatten)]
-    pub(crate) operator: OperatorCaArgs,
-    #[command(flatten)]
-    pub(crate) step: RotateArgs,
-}
-
-/// Location of an operator's own CA, if one is to sign.
-#[derive(Debug, Default, Args)]
-pub(crate) struct OperatorCaArgs {
-    /// Your own CA's certificate in PEM, then those by which it hangs on its root: it signs the root of this one, so
-    /// that fronts are believed by whoever trusts yours
-    #[arg(long, value_name = "FILE", requires = "from_key")]
-    pub(crate) from_certificate: Option<PathBuf>,
-    /// Your own CA's private key in PEM; used at once, and not kept
-    #[arg(long, value_name = "FILE", requires = "from_certificate")]
-    pub(crate) from_key: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct RotateArgs {
-    /// Go on although edges, or callers that trust your own CA alone, are left behind
+    /// Go on although edges are left behind
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
@@ -86,8 +77,6 @@ pub(crate) struct CaInit {
     /// Under which name identities stand in certificates: `spiffe://NAME`
     #[arg(long, value_name = "NAME", default_value = "causeway.local")]
     pub(crate) trust_domain: causeway_certs::TrustDomain,
-    #[command(flatten)]
-    pub(crate) operator: OperatorCaArgs,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

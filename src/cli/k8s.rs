@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{DataDir, OperatorCaArgs};
+use super::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum K8s {
@@ -27,10 +27,8 @@ pub(crate) struct CaSecret {
     /// Under which name identities stand in certificates: `spiffe://NAME`
     #[arg(long, value_name = "NAME", default_value = "causeway.local")]
     pub(crate) trust_domain: causeway_certs::TrustDomain,
-    #[command(flatten)]
-    pub(crate) operator: OperatorCaArgs,
     /// Data directory of a gateway, whose CA it is to be; without it a new one is made
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["trust_domain", "from_certificate", "from_key"])]
+    #[arg(long, value_name = "DIR", conflicts_with = "trust_domain")]
     pub(crate) data_dir: Option<PathBuf>,
 }
 

@@ -27,9 +27,9 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
     if ask.callers.iter().any(|name| name == "ca") {
         bail!("--caller ca: ca.pem is the root's; choose another name");
     }
-    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain, None)?;
+    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
-    private_file::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
+    private_file::write(&ask.out.join("ca.pem"), &authority.client_bundle_pem())?;
     for node in &nodes {
         let file = ask.out.join(format!("{node}.token"));
         outln!("{node}: {}", token(&store, node, &file, ask.token_ttl)?)?;

@@ -3,71 +3,66 @@
 //! Keys are written with mode 0600, whole or not at all, and never printed. An existing
 //! CA is never replaced: every edge that trusts it would be lost.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
 
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use causeway_certs::{
-    Backup, Ca as Authority, ImportOutcome, LeafCertificate, OpenMode, OperatorCa, SharedCa, Store,
-    StoreError, TrustDomain,
+    Backup, Ca as Authority, HostName, ImportOutcome, LeafCertificate, OpenMode, RotationStep,
+    SharedCa, Store, StoreError, TrustDomain,
 };
 
-use super::{ca_rotate, data_dir, operator, private_file};
-use crate::cli::{Ca, CaBackup, CaClient, CaImport, CaInit};
-use crate::output::outln;
+use super::{ca_rotate, data_dir, private_file};
+use crate::cli::{Ca, CaBackup, CaClient, CaCsr, CaImport, CaInit};
+use crate::output::{self, outln};
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
-        Ca::Init(ask) => init(&ask).await,
+        Ca::Init(ask) => init(&ask),
         Ca::Caller(ask) => caller(&ask),
         Ca::Rotate(order) => ca_rotate::run(order).await,
         Ca::Backup(ask) => backup(&ask),
         Ca::Restore(ask) => restore(&ask),
+        Ca::Csr(ask) => csr(&ask),
         Ca::Import(ask) => import(&ask).await,
     }
 }
 
-/// The CA of the directory, and its store; both are made if they are not there. An operator's CA signs it, if there is one.
+/// Returns the CA of the directory, and its store; both are made if they are not there.
 pub(super) fn ensure(
     data_dir: &Path,
     trust_domain: &TrustDomain,
-    operator: Option<&OperatorCa>,
 ) -> anyhow::Result<(Store, Authority)> {
     let store = Store::open(data_dir, OpenMode::Create)?;
-    let (ca, news) = match (store.ca()?, operator) {
-        (Some(ca), None) => (ca, "there is a CA already, and it stays"),
-        (Some(_), Some(operator)) => {
-            let sign = |ca: Authority| anyhow::Ok(ca.signed_by(operator)?);
-            let (ca, _) = store.change_ca(sign)?;
-            (ca, "there is a CA already, and yours has signed its roots")
-        }
-        (None, operator) => {
-            let mut ca = Authority::create(trust_domain)?;
-            if let Some(operator) = operator {
-                (ca, _) = ca.signed_by(operator)?;
-            }
-            store.save_ca(&ca)?;
-            (ca, "made a CA")
-        }
+    let (ca, news) = if let Some(ca) = store.ca()? {
+        (ca, "there is a CA already, and it stays")
+    } else {
+        let ca = Authority::create(trust_domain)?;
+        store.save_ca(&ca)?;
+        (ca, "made a CA")
     };
     outln!("{news}: {}", store.root_path().display())?;
     Ok((store, ca))
 }
 
-async fn init(ask: &CaInit) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    let operator = operator::read(&ask.operator)?;
-    let (_, ca) = ensure(directory, &ask.trust_domain, operator.as_ref())?;
+fn init(ask: &CaInit) -> anyhow::Result<()> {
+    let (_, ca) = ensure(&ask.data.data_dir, &ask.trust_domain)?;
     outln!(
         "trust domain {}, fingerprint {}",
         ca.trust_domain(),
         ca.fingerprint()
     )?;
-    if let Some(operator) = &operator {
-        operator::say(&ca, operator)?;
-        ca_rotate::notify_gateway(directory).await?;
-    }
+    Ok(())
+}
+
+/// Prints the pending request, which is made if there is none.
+fn csr(ask: &CaCsr) -> anyhow::Result<()> {
+    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+    let (ca, _) = store.change_ca(|ca| anyhow::Ok(ca.request_listener_ca()?))?;
+    let request = ca.listener_request_pem()?.unwrap_or_default();
+    output::write(format_args!("{request}"))?;
     Ok(())
 }
 
@@ -119,6 +114,49 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
 }
 
 async fn import(ask: &CaImport) -> anyhow::Result<()> {
+    if ask.from.is_dir() {
+        import_shared(ask)?;
+    } else {
+        import_chain(ask)?;
+    }
+    ca_rotate::notify_gateway(&ask.data.data_dir).await?;
+    Ok(())
+}
+
+/// Installs the chain of listeners, if it permits all nodes that have joined.
+fn import_chain(ask: &CaImport) -> anyhow::Result<()> {
+    let file = ask.from.display();
+    let bytes = fs::read(&ask.from).with_context(|| format!("cannot read {file}"))?;
+    let chain = String::from_utf8_lossy(&bytes);
+    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+    let nodes = store.nodes().all()?;
+    let names: Vec<_> = nodes.iter().map(|it| HostName::from(&it.node)).collect();
+    let (ca, step) = store.change_ca(|ca| {
+        let imported = ca.import_listener_chain(&chain, &names);
+        imported.with_context(|| format!("{file} is not imported"))
+    })?;
+    let info = ca.listener_ca().context("the chain is gone again")?;
+    let ends = UNIX_EPOCH + Duration::from_secs(info.not_after.as_secs());
+    outln!(
+        "{}, until {}: clients verify listeners by {}; {} has its root too",
+        if step == RotationStep::Made {
+            "imported"
+        } else {
+            "imported before"
+        },
+        humantime::format_rfc3339_seconds(ends),
+        info.root,
+        store.root_path().display()
+    )?;
+    if info.limits_names {
+        outln!(
+            "it has name constraints: clients verify no listener by a name that these do not permit"
+        )?;
+    }
+    Ok(())
+}
+
+fn import_shared(ask: &CaImport) -> anyhow::Result<()> {
     let shared = SharedCa::read(&ask.from)?;
     let directory = &ask.data.data_dir;
     let store = Store::open(directory, OpenMode::Create)?;
@@ -131,7 +169,6 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
         error => error.into(),
     })?;
     outln!("{}", news(taken, shared.ca(), directory))?;
-    ca_rotate::notify_gateway(directory).await?;
     Ok(())
 }
 
@@ -142,7 +179,7 @@ fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
         ImportOutcome::Now => format!("CA {ca} taken up"),
         ImportOutcome::Before => format!("CA {ca} is there already"),
         ImportOutcome::Behind => format!(
-            "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate` or a signature, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
+            "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate`, a request or an imported chain, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
             directory = directory.display()
         ),
     }
@@ -164,7 +201,7 @@ pub(super) fn write_caller(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{DataDir, OperatorCaArgs};
+    use crate::cli::DataDir;
     use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]
@@ -172,7 +209,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let data_dir = folder.path().join("data");
         let domain = TrustDomain::parse("causeway.test").unwrap();
-        let (store, _) = ensure(&data_dir, &domain, None).unwrap();
+        let (store, _) = ensure(&data_dir, &domain).unwrap();
         for (name, text) in store.shared().unwrap().files().unwrap() {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
@@ -199,20 +236,19 @@ mod tests {
         );
     }
 
-    #[tokio::test]
-    async fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {
+    #[test]
+    fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {
         let folder = tempfile::tempdir().unwrap();
         let data = || DataDir {
             data_dir: folder.path().join("data"),
         };
         let ask = || CaInit {
             trust_domain: "causeway.test".parse().unwrap(),
-            operator: OperatorCaArgs::default(),
             data: data(),
         };
-        init(&ask()).await.unwrap();
+        init(&ask()).unwrap();
         let root = std::fs::read(folder.path().join("data/ca.pem")).unwrap();
-        init(&ask()).await.unwrap();
+        init(&ask()).unwrap();
         assert_eq!(
             std::fs::read(folder.path().join("data/ca.pem")).unwrap(),
             root

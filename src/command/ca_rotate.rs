@@ -13,8 +13,8 @@ use hyper::Method;
 use rustls::pki_types::UnixTime;
 use serde::Deserialize;
 
-use super::{admin_client, data_dir, operator};
-use crate::cli::{Rotate, RotateArgs, RotatePrepare};
+use super::{admin_client, data_dir};
+use crate::cli::{Rotate, RotateArgs};
 use crate::output::outln;
 
 /// Path at which a gateway reports the progress of edges.
@@ -47,30 +47,17 @@ pub(crate) async fn run(order: Rotate) -> anyhow::Result<()> {
     }
 }
 
-async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
-    let directory = &ask.step.data.data_dir;
-    let operator = operator::read(&ask.operator)?;
-    let (store, before) = data_dir::with_ca(directory)?;
-    let (ca, _) = change(&store, |ca| match &operator {
-        Some(operator) => ca.prepare_signed_by(operator),
-        None => ca.prepare(),
-    })?;
+async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, _) = data_dir::with_ca(directory)?;
+    let (ca, step) = change(&store, Ca::prepare)?;
     say(
-        if before.other() == ca.other() {
-            RotationStep::Standing
-        } else {
-            RotationStep::Made
-        },
+        step,
         "a new root is prepared, and trusted beside the one that signs",
         "a new root is prepared already",
     )?;
     if let Some((_, next)) = ca.other() {
         outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
-    }
-    if let Some(operator) = &operator {
-        operator::say(&ca, operator)?;
-    } else if ca.leaves_operator() {
-        outln!("{}", left_by_operator("ca rotate prepare"))?;
     }
     let heard = notify_gateway(directory)
         .await?
@@ -97,12 +84,6 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
     let directory = &ask.data.data_dir;
     let (store, ca) = data_dir::with_ca(directory)?;
     let prepared = matches!(ca.other(), Some((RootStage::Prepared, _)));
-    if prepared && !ask.force && ca.leaves_operator() {
-        bail!(
-            "{}; or go on by --force",
-            left_by_operator("ca rotate prepare")
-        );
-    }
     if prepared
         && !ask.force
         && let Some(progress) = notify_gateway(directory).await?
@@ -142,9 +123,6 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
     let (store, ca) = data_dir::with_ca(directory)?;
     let retiring = matches!(ca.other(), Some((RootStage::Retiring, _)));
     if retiring && !ask.force {
-        if ca.leaves_operator() {
-            bail!("{}; or go on by --force", left_by_operator("ca init"));
-        }
         let mut left = on_another_root(&store, ca.fingerprint())?;
         if let Some(progress) = notify_gateway(directory).await? {
             left.extend(progress.on_another_root);
@@ -178,13 +156,6 @@ fn change(
     step: impl FnOnce(Ca) -> Result<(Ca, RotationStep), causeway_certs::CaError>,
 ) -> anyhow::Result<(Ca, RotationStep)> {
     store.change_ca(|ca| Ok(step(ca)?))
-}
-
-/// Describes the remaining steps for clients that trust only an operator's CA.
-fn left_by_operator(mend: &str) -> String {
-    format!(
-        "your own CA has signed the root that goes and not the one that comes: callers that trust yours alone would believe no front; have it signed by: causeway {mend} --from-certificate FILE --from-key FILE"
-    )
 }
 
 /// Has the gateway take up what the directory says, if one runs there, and asks how far the edges are.

@@ -9,7 +9,7 @@ use causeway_certs::{Ca, SharedCa, certificates, encode_chain};
 use causeway_k8s::egress_config::Endpoint;
 use serde_json::json;
 
-use super::{data_dir, operator};
+use super::data_dir;
 use crate::cli::{CaSecret, EgressConfig, K8s};
 use crate::output::{self, outln};
 
@@ -25,7 +25,7 @@ pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
             let (_, ca) = data_dir::with_ca(&ask.data.data_dir)?;
             output::write(format_args!(
                 "{}",
-                bundle(&ca.bundle_pem(), &ask.kubelet_ca)?
+                bundle(&ca.client_bundle_pem(), &ask.kubelet_ca)?
             ))?;
             Ok(())
         }
@@ -57,11 +57,7 @@ fn secret(ask: &CaSecret) -> anyhow::Result<String> {
     let shared = if let Some(directory) = &ask.data_dir {
         data_dir::with_ca(directory)?.0.shared()?
     } else {
-        let mut ca = Ca::create(&ask.trust_domain)?;
-        if let Some(operator) = operator::read(&ask.operator)? {
-            (ca, _) = ca.signed_by(&operator)?;
-        }
-        SharedCa::new(ca)
+        SharedCa::new(Ca::create(&ask.trust_domain)?)
     };
     let texts: BTreeMap<_, _> = shared.files()?.into();
     let secret = json!({
@@ -93,7 +89,6 @@ fn front(ask: EgressConfig) -> anyhow::Result<Endpoint> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::OperatorCaArgs;
     use causeway_certs::{OpenMode, Store, TrustDomain};
 
     #[test]
@@ -123,7 +118,6 @@ mod tests {
             namespace: "causeway".to_owned(),
             name: "causeway-ca".to_owned(),
             trust_domain: TrustDomain::parse("test.example").unwrap(),
-            operator: OperatorCaArgs::default(),
             data_dir: None,
         };
         let made = |ask: &CaSecret| -> serde_json::Value {

@@ -1,4 +1,4 @@
-//! A company that has a CA: clients that trust its root alone accept the listeners' certificates, and nothing else changes.
+//! A company whose CA signs the intermediate of listeners: callers that trust its root alone verify them, and nothing else changes.
 //!
 //! The company's certificates are made by openssl, with a name as directories have them; clients are curl.
 
@@ -10,42 +10,43 @@ use crate::world::{
 };
 use std::{
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
 
-/// Makes, in `$1`, a root and a CA below it; a root that ends soon; and what cannot sign.
-const FOUND: &str = r#"
+/// Makes, in `$1`, a root, a CA below it and another root.
+const CREATE: &str = r#"
 set -e; cd "$1"
 name=/DC=com/DC=example/DC=corp/OU=IT/OU=Keys
 may='basicConstraints=critical,CA:TRUE%s\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n'
-make() { # NAME PATHLEN DAYS SIGNER, and the kind of key
-    printf "$may" "$2" >"$1.ext"
-    by=$4; file=$1; days=$3; shift 4
-    openssl req -new "$@" -nodes -keyout "$file.key" -subj "$name/CN=$file" -out "$file.csr"
-    if [ "$by" = itself ]; then
-        openssl x509 -req -in "$file.csr" -signkey "$file.key" -days "$days" -extfile "$file.ext" -out "$file.pem"
-    else
-        printf 'authorityKeyIdentifier=keyid\n' >>"$file.ext"
-        openssl x509 -req -in "$file.csr" -CA "$by.pem" -CAkey "$by.key" -days "$days" -extfile "$file.ext" -out "$file.pem"
-    fi
-}
-make Root '' 3650 itself -newkey rsa:2048
-make Issuing ,pathlen:3 1000 Root -newkey ec -pkeyopt ec_paramgen_curve:P-384
-cat Issuing.pem Root.pem >chain.pem
-make Ending '' 20 itself -newkey ed25519
-make Narrow ,pathlen:0 1000 Root -newkey rsa:2048
-openssl pkey -in Issuing.key -aes256 -passout pass:secret -out locked.key
-openssl rsa -in Root.key -traditional -out pkcs1.key
+printf "$may" '' >root.ext
+printf "${may}authorityKeyIdentifier=keyid\n" ,pathlen:1 >issuing.ext
+printf "${may}authorityKeyIdentifier=keyid\nextendedKeyUsage=serverAuth\n" ,pathlen:0 >listeners.ext
+for root in Root Other; do
+    openssl req -new -newkey rsa:2048 -nodes -keyout $root.key -subj $name/CN=$root -out $root.csr
+    openssl x509 -req -in $root.csr -signkey $root.key -days 3650 -extfile root.ext -out $root.pem
+done
+openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -keyout Issuing.key -subj $name/CN=Issuing -out Issuing.csr
+openssl x509 -req -in Issuing.csr -CA Root.pem -CAkey Root.key -days 1000 -extfile issuing.ext -out Issuing.pem
+"#;
+
+/// Signs the request `$2`.csr of the folder `$1` for `$3` days; and with another subject, which cannot be copied.
+const SIGN: &str = r#"
+set -e; cd "$1"
+openssl req -verify -noout -in "$2.csr"
+openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -days "$3" -extfile listeners.ext -out "$2.signed.pem"
+cat "$2.signed.pem" Issuing.pem Root.pem >"$2.pem"
+openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -subj /DC=com/DC=example/CN=Twice -extfile listeners.ext -out "$2.named.pem"
 "#;
 
 struct Company(TempDir);
 
 impl Company {
-    async fn found() -> Self {
+    async fn create() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let found = Tool::new("sh").args(["-c", FOUND, "sh"]);
-        found.args([folder.path()]).run().await.ok();
+        let create = Tool::new("sh").args(["-c", CREATE, "sh"]);
+        create.args([folder.path()]).run().await.ok();
         Self(folder)
     }
 
@@ -53,23 +54,22 @@ impl Company {
         self.0.path().join(name)
     }
 
-    /// An order to which its CA is given.
-    async fn signs(
-        &self,
-        order: &str,
-        data: impl AsRef<Path>,
-        (certificate, key): (&str, &str),
-    ) -> Ended {
-        causeway(order)
-            .flag("--from-certificate", self.path(certificate))
-            .flag("--from-key", self.path(key))
-            .flag("--data-dir", data.as_ref())
-            .run()
-            .await
+    /// Signs the pending request of a data directory; returns the chain's file.
+    async fn sign(&self, data: &Path, name: &str, days: &str) -> PathBuf {
+        let request = causeway("ca csr").flag("--data-dir", data).run().await.ok();
+        fs::write(self.path(&format!("{name}.csr")), request.stdout).unwrap();
+        let sign = Tool::new("sh")
+            .args(["-c", SIGN, "sh"])
+            .args([self.0.path()]);
+        sign.args([name, days]).run().await.ok();
+        self.path(&format!("{name}.pem"))
     }
 }
 
-const ISSUING: (&str, &str) = ("chain.pem", "Issuing.key");
+async fn import(data: &Path, chain: &Path) -> Ended {
+    let order = causeway("ca import").args([chain]);
+    order.flag("--data-dir", data).run().await
+}
 
 /// alice's curl, which trusts what is in this file and nothing else.
 async fn trusting(site: &Site, roots: PathBuf) -> Ran {
@@ -90,107 +90,114 @@ fn keep(site: &Site, name: &str) -> PathBuf {
 }
 
 #[tokio::test]
-async fn callers_that_trust_a_companys_root_alone_believe_fronts_through_a_whole_rotation() {
+async fn callers_that_trust_a_companys_root_alone_verify_listeners_through_a_rotation_and_a_renewal()
+ {
     need!("openssl", "curl");
-    let (company, app) = (Company::found().await, App::saying("it").await);
-    let mut site = Site::start().await;
+    let (company, app) = (Company::create().await, App::saying("it").await);
+    let site = Site::start().await;
     let mut edge = site.join("edge-1", app.port()).await;
+    let data = site.data().clone();
     let all = async |site: &Site, roots: &[&PathBuf]| {
         for root in roots {
             let ran = trusting(site, (*root).clone()).await.ok();
             assert_eq!(ran.text(), "it", "{}", root.display());
         }
     };
-    let (root, old) = (company.path("Root.pem"), keep(&site, "old.pem"));
-    let curl = trusting(&site, root.clone()).await;
-    assert_eq!(curl.status.code(), Some(60), "it is not signed yet");
+    let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
+    let untrusted = async |root: &PathBuf| {
+        let curl = trusting(&site, root.clone()).await;
+        assert_eq!(curl.status.code(), Some(60), "{}", root.display());
+    };
+    untrusted(&root).await;
 
-    let ending = company.signs("ca init", site.data(), ("Ending.pem", "Ending.key"));
-    ending.await.ok();
-    site.gateway
-        .said("have it sign again: causeway ca init")
-        .await;
-    all(&site, &[&company.path("Ending.pem"), &old]).await;
-    let signed = company.signs("ca init", site.data(), ISSUING).await.ok();
+    let chain = company.sign(&data, "ending", "20").await;
+    all(&site, &[&own]).await;
+    let imported = import(&data, &chain).await.ok();
     assert!(
-        signed.stdout.contains("is signed by Issuing, until "),
-        "{signed:?}"
+        imported.stdout.contains("verify listeners by Root"),
+        "{imported:?}"
     );
-    all(&site, &[&root, &old]).await;
     assert!(edge.written().ended().is_empty(), "edges are not concerned");
+    let (both, key) = (keep(&site, "both.pem"), data.join("ca.json"));
+    all(&site, &[&root, &both]).await;
+    untrusted(&own).await;
+    assert_eq!(
+        fs::metadata(key).unwrap().permissions().mode() & 0o777,
+        0o600
+    );
+    let status = causeway("status").flag("--data-dir", &data);
+    let status = status.run().await.ok().stdout;
+    assert!(status.contains("listener_ca "), "{status}");
+    let again = import(&data, &chain).await.ok();
+    assert!(again.stdout.contains("imported before"), "{again:?}");
 
-    rotate(site.data(), "prepare").await.ok();
-    let refused = rotate(site.data(), "activate").await;
-    refused.failed(&["ca rotate prepare --from-certificate", "--force"]);
-    let prepared = company.signs("ca rotate prepare", site.data(), ISSUING);
-    prepared.await.ok();
-    all(&site, &[&root, &old]).await;
+    rotate(&data, "prepare").await.ok();
     until("edges believe both", async || {
-        rotate(site.data(), "activate").await.code == Some(0)
+        rotate(&data, "activate").await.code == Some(0)
     })
     .await;
-    all(&site, &[&root, &old, &keep(&site, "both.pem")]).await;
     edge.said("certificate is renewed").await;
+    all(&site, &[&root, &both]).await;
+    let renewed = company.sign(&data, "renewed", "300").await;
+    import(&data, &renewed).await.ok();
     until("edges have renewed", async || {
-        rotate(site.data(), "retire").await.code == Some(0)
+        rotate(&data, "retire").await.code == Some(0)
     })
     .await;
     let alice = causeway("ca caller --name alice").flag("--out", site.path("."));
-    alice.flag("--data-dir", site.data()).run().await.ok();
-    all(&site, &[&root, &keep(&site, "new.pem")]).await;
-    assert_eq!(trusting(&site, old).await.status.code(), Some(60));
-    let shown = fs::read_to_string(site.data().join("ca.json")).unwrap();
-    let key = fs::read_to_string(company.path("Issuing.key")).unwrap();
-    assert!(
-        !shown.contains(key.lines().nth(1).unwrap()),
-        "its key is not kept"
-    );
+    alice.flag("--data-dir", &data).run().await.ok();
+    all(&site, &[&root, &both, &keep(&site, "new.pem")]).await;
 }
 
 #[tokio::test]
-async fn a_company_that_cannot_sign_is_told_why_and_no_ca_is_made() {
+async fn a_chain_that_a_company_has_not_made_of_the_request_is_refused_with_the_reason() {
     need!("openssl");
-    let company = Company::found().await;
+    let company = Company::create().await;
     let data = company.path("gateway");
-    for (files, words) in [
+    let none = causeway("ca csr").flag("--data-dir", &data).run().await;
+    none.failed(&["no CA in", "causeway ca init"]);
+    let init = causeway("ca init").flag("--data-dir", &data);
+    init.run().await.ok();
+    let root = company.path("Root.pem");
+    import(&data, &root)
+        .await
+        .failed(&["Root.pem is not imported", "`causeway ca csr`"]);
+    let chain = company.sign(&data, "chain", "100").await;
+    let before = fs::read(data.join("ca.json")).unwrap();
+    let part = |names: [&str; 3]| {
+        let text = names.map(|name| fs::read_to_string(company.path(name)).unwrap_or_default());
+        let file = company.path("part.pem");
+        fs::write(&file, text.concat()).unwrap();
+        file
+    };
+    for (names, words) in [
+        (["Root.key", "", ""], ["part.pem", "no certificate"]),
         (
-            ("chain.pem", "locked.key"),
-            ["is encrypted", "openssl pkey"],
+            ["Issuing.pem", "Root.pem", ""],
+            ["another public key", "request"],
         ),
-        (("chain.pem", "Root.key"), ["Root.key", "not the key"]),
         (
-            ("Narrow.pem", "Narrow.key"),
-            ["Narrow permits 0 CAs", "pathlen:3"],
+            ["chain.signed.pem", "Issuing.pem", ""],
+            ["ends at Issuing", "append"],
         ),
-        (("Root.key", "Root.key"), ["Root.key", "no certificate"]),
-        (("nowhere", "Root.key"), ["cannot read", "nowhere"]),
+        (
+            ["chain.named.pem", "Issuing.pem", "Root.pem"],
+            ["subject of Twice", "its own subject"],
+        ),
+        (
+            ["chain.signed.pem", "Root.pem", "Issuing.pem"],
+            ["signed by Issuing", "Root stands behind"],
+        ),
+        (
+            ["chain.signed.pem", "Issuing.pem", "Other.pem"],
+            ["signed by Root", "Other stands behind"],
+        ),
     ] {
-        company.signs("ca init", &data, files).await.failed(&words);
-        assert!(!data.join("ca.json").exists());
+        import(&data, &part(names)).await.failed(&words);
     }
-    let half = causeway("ca init").flag("--from-key", company.path("Root.key"));
-    half.flag("--data-dir", &data).run().await.with_code(2);
-    let old = company.signs("ca init", &data, ("Root.pem", "pkcs1.key"));
-    assert!(old.await.ok().stdout.contains("made a CA"));
-}
-
-#[tokio::test]
-async fn a_root_that_the_company_has_not_signed_takes_the_place_of_one_that_it_has_by_force_only() {
-    need!("openssl");
-    let company = Company::found().await;
-    let data = company.path("gateway");
-    company.signs("ca init", &data, ISSUING).await.ok();
-    let prepared = rotate(&data, "prepare").await.ok();
-    assert!(
-        prepared.stdout.contains("have it signed by"),
-        "{prepared:?}"
-    );
-    let refused = rotate(&data, "activate").await;
-    refused.failed(&["ca rotate prepare --from-certificate"]);
-    rotate(&data, "activate --force").await.ok();
-    rotate(&data, "activate").await.ok();
-    let refused = rotate(&data, "retire").await;
-    refused.failed(&["ca init --from-certificate"]);
-    company.signs("ca init", &data, ISSUING).await.ok();
-    rotate(&data, "retire").await.ok();
+    import(&data, &company.path("nowhere"))
+        .await
+        .failed(&["cannot read", "nowhere"]);
+    assert_eq!(fs::read(data.join("ca.json")).unwrap(), before);
+    import(&data, &chain).await.ok();
 }

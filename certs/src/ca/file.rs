@@ -1,13 +1,15 @@
 //! The form of a CA in the data directory: one file, so that every change of it is one rename.
 
+use rcgen::KeyPair;
 use serde::{Deserialize, Serialize};
 
+use super::listener_ca::{ListenerCa, ListenerChain};
 use super::root::{Intermediate, Root};
 use super::{Ca, CaError, RootStage};
 use crate::pem;
 
 /// The version of this form. The first was a certificate and a key in two files. What may be absent (`crossed`, `issuers`,
-/// `above`) is read as absent where it is; a program from before it refuses a file that has it.
+/// `listeners`) is read as absent where it is; a program from before it refuses a file that has it.
 const VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
@@ -16,6 +18,20 @@ pub(crate) struct CaFile {
     version: u32,
     /// Roots, the active one first.
     roots: Vec<RootFile>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    listeners: Option<ListenersFile>,
+}
+
+/// The intermediate for listeners' certificates that another CA signs.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListenersFile {
+    generation: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    request_key: Option<String>,
+    /// `certificate` is the chain up to the root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    chain: Option<KeyPairFile>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -27,10 +43,7 @@ struct RootFile {
     /// This root, signed by the one before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     crossed: Option<String>,
-    /// This root as signed by an operator's CA, and the chain of that CA.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    above: Option<String>,
-    /// Intermediates by purpose. A root without intermediates signs leaves itself.
+    /// Intermediates, one per purpose. Without them the root signs leaves itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     issuers: Option<IntermediatesFile>,
 }
@@ -57,6 +70,7 @@ impl CaFile {
         Self {
             version: VERSION,
             roots: roots.collect(),
+            listeners: ListenersFile::of(&ca.listeners),
         }
     }
 
@@ -89,10 +103,13 @@ impl CaFile {
             ));
         }
         let unbelieved = false;
+        let listeners = self.listeners.map(ListenersFile::read);
+        let listeners = listeners.transpose()?.unwrap_or_default();
         Ok(Ca {
             active,
             other,
             unbelieved,
+            listeners,
         })
     }
 }
@@ -100,13 +117,11 @@ impl CaFile {
 impl RootFile {
     fn of(stage: RootStage, root: &Root) -> Self {
         let crossed = root.crossed.as_ref();
-        let above = Some(root.above()).filter(|above| !above.is_empty());
         Self {
             stage,
             certificate: root.own.certificate_pem(),
             key: root.own.key_pem().expose().to_owned(),
             crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
-            above: above.map(pem::encode_chain),
             issuers: root.issuers().and_then(IntermediatesFile::of),
         }
     }
@@ -131,8 +146,33 @@ impl RootFile {
             })
         };
         let crossed = certificates(self.crossed)?.map(|mut found| found.swap_remove(0));
-        let above = certificates(self.above)?.unwrap_or_default();
-        root.with(issuers.transpose()?, crossed, above)
+        root.with(issuers.transpose()?, crossed)
+    }
+}
+
+impl ListenersFile {
+    fn of(of: &ListenerCa) -> Option<Self> {
+        let chain = of.chain.as_ref().map(|chain| KeyPairFile {
+            certificate: pem::encode_chain(&chain.certificates),
+            key: chain.signer.key_pem().expose().to_owned(),
+        });
+        (of.generation > 0).then(|| Self {
+            generation: of.generation,
+            request_key: of.request_key.as_ref().map(KeyPair::serialize_pem),
+            chain,
+        })
+    }
+
+    fn read(self) -> Result<ListenerCa, CaError> {
+        let key = self.request_key.map(|key| KeyPair::from_pem(&key));
+        let chain = self
+            .chain
+            .map(|pair| ListenerChain::load(&pair.certificate, &pair.key));
+        Ok(ListenerCa {
+            generation: self.generation,
+            request_key: key.transpose()?,
+            chain: chain.transpose()?,
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use time::OffsetDateTime;
 
 use super::CaError;
-use crate::certificate::{CLOCK_SKEW, CaConstraints, Certificate};
+use crate::certificate::{CLOCK_SKEW, Certificate};
 use crate::identity::{self, IssuerPurpose};
 use crate::name::{HostName, TrustDomain};
 use crate::pem;
@@ -30,7 +30,7 @@ const MAX_LISTENER_VALIDITY: Duration = Duration::from_hours(24 * 825);
 /// Longest common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
 /// A root signs its intermediates, and the certificate by which its successor's are recognised.
-pub(super) const DEPTH: u8 = 2;
+const DEPTH: u8 = 2;
 
 /// Properties that differ between kinds of leaf.
 pub(super) struct LeafProfile<'a> {
@@ -56,10 +56,6 @@ pub(super) struct Root {
     /// Cross certificate of the same name and key by the root before. A peer that trusts only that one recognises this root by
     /// it.
     pub(super) crossed: Option<CertificateDer<'static>>,
-    /// Cross certificate of the same name and key by an operator's CA, and the chain of that CA; empty without one.
-    above: Vec<CertificateDer<'static>>,
-    /// Fingerprint of the root and of the certificates above it.
-    pub(super) mark: Fingerprint,
     pub(super) fingerprint: Fingerprint,
     pub(super) domain: TrustDomain,
 }
@@ -140,11 +136,9 @@ impl Root {
         let fingerprint = Fingerprint::of(&own.certificate);
         Ok(Self {
             fingerprint,
-            mark: fingerprint,
             own,
             issuers: None,
             crossed: None,
-            above: Vec::new(),
             domain,
         })
     }
@@ -154,7 +148,6 @@ impl Root {
         mut self,
         issuers: Option<Vec<Intermediate>>,
         crossed: Option<CertificateDer<'static>>,
-        above: Vec<CertificateDer<'static>>,
     ) -> Result<Self, CaError> {
         let bad = |why: String| CaError::Unusable {
             part: "certificate",
@@ -165,38 +158,12 @@ impl Root {
                 return Err(bad(format!("it is not the one that signs {purpose}")));
             }
         }
-        for (by, again) in [("the root before", crossed.as_ref())]
-            .into_iter()
-            .chain([("the operator's CA", above.first())])
-        {
-            let facts = again.map(Certificate::read).transpose()?;
-            if facts.is_some_and(|facts| facts.public_key != self.own.facts.public_key) {
-                return Err(bad(format!("{by} has signed another one")));
-            }
-        }
-        for certificate in &above {
-            CaConstraints::read(certificate)?;
+        let again = crossed.as_ref().map(Certificate::read).transpose()?;
+        if again.is_some_and(|facts| facts.public_key != self.own.facts.public_key) {
+            return Err(bad("the root before has signed another one".to_owned()));
         }
         (self.issuers, self.crossed) = (issuers, crossed);
-        self.put_below(above);
         Ok(self)
-    }
-
-    /// Returns the cross certificate of this root by an operator's CA, followed by the chain of that CA.
-    pub(super) fn above(&self) -> &[CertificateDer<'static>] {
-        &self.above
-    }
-
-    /// Returns the beginning of the cross certificate by an operator's CA, if there is one.
-    pub(super) fn signed_above(&self) -> Option<u64> {
-        let facts = Certificate::read(self.above.first()?);
-        facts.ok().map(|facts| facts.not_before)
-    }
-
-    pub(super) fn put_below(&mut self, above: Vec<CertificateDer<'static>>) {
-        let all = [&self.own.certificate].into_iter().chain(&above);
-        self.mark = Fingerprint::digest(&all.flat_map(|one| one.to_vec()).collect::<Vec<_>>());
-        self.above = above;
     }
 
     pub(super) fn issuers(&self) -> Option<&[Intermediate]> {
@@ -219,28 +186,18 @@ impl Root {
     /// Signs the root that follows this one.
     pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
         let own = &self.own.facts;
-        let mut params = next.again((own.not_before, own.not_after), 1)?;
+        let ends = own.not_after.min(next.own.facts.not_after);
+        let mut params = authority((own.not_before, ends), 1);
+        let name = next.own.facts.common_name.as_deref().unwrap_or_default();
+        params.distinguished_name = subject(name, None);
+        let uri = identity::root_uri(&next.domain);
+        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
         params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(next.own.issuer.key(), &self.own.issuer)?;
         Ok(signed.der().clone())
     }
 
-    /// Returns another certificate of this root's name and key, valid from `begins` on. It ends no later than this root.
-    pub(super) fn again(
-        &self,
-        (begins, ends): (u64, u64),
-        depth: u8,
-    ) -> Result<CertificateParams, CaError> {
-        let ends = ends.min(self.own.facts.not_after);
-        let mut params = authority((begins, ends), depth);
-        let name = self.own.facts.common_name.as_deref().unwrap_or_default();
-        params.distinguished_name = subject(name, None);
-        let uri = identity::root_uri(&self.domain);
-        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
-        Ok(params)
-    }
-
-    /// Signs a leaf. Returns the leaf, followed by its chain to this root.
+    /// Signs a leaf; then come the certificates by which it hangs on this root.
     pub(super) fn sign(
         &self,
         purpose: IssuerPurpose,
@@ -252,47 +209,56 @@ impl Root {
         let intermediate = issuers.find(|(of, _)| **of == purpose);
         let intermediate = intermediate.map(|(_, signer)| signer);
         let signer = intermediate.unwrap_or(&self.own);
-        let now = UnixTime::now().as_secs();
-        if now > signer.facts.not_after {
-            return Err(CaError::Expired);
-        }
-        let ends = now
-            .saturating_add(kind.lifetime.as_secs())
-            .min(signer.facts.not_after);
-        let mut names = Vec::with_capacity(kind.names.len() + 1);
-        for name in kind.names {
-            names.push(name.alternative()?);
-        }
-        if let Some(uri) = kind.uri {
-            names.push(SanType::URI(uri.try_into()?));
-        }
-        // Machines whose clocks are behind check the certificates of servers. Gateways check the others, and read the time
-        // of issue from their beginning.
-        let begins = match purpose {
-            IssuerPurpose::Replicas => signer.facts.not_before,
-            IssuerPurpose::Fronts => {
-                let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
-                let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
-                earliest.min(begin())
-            }
-            IssuerPurpose::Edges | IssuerPurpose::Callers => begin(),
-        };
-        let mut params = dated(begins, ends);
-        params.distinguished_name = subject(kind.common_name, kind.groups);
-        params.subject_alt_names = names;
-        params.is_ca = IsCa::ExplicitNoCa;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = usages(purpose).into_iter().take(1).collect();
-        // Strict verifiers (Python from 3.13 on) refuse a leaf without it.
-        params.use_authority_key_identifier_extension = true;
-        let leaf = params.signed_by(key, &signer.issuer)?.der().clone();
+        let leaf = sign_leaf(signer, purpose, key, kind)?;
         let behind = intermediate.map(|signer| signer.certificate.clone());
         Ok([leaf].into_iter().chain(behind).collect())
     }
 }
 
-/// Returns the extended key usages of an intermediate. Its leaves have the first one: a gateway that is another gateway's client
-/// will have both.
+/// Signs a leaf.
+pub(super) fn sign_leaf(
+    signer: &Intermediate,
+    purpose: IssuerPurpose,
+    key: &impl PublicKeyData,
+    kind: LeafProfile<'_>,
+) -> Result<CertificateDer<'static>, CaError> {
+    let now = UnixTime::now().as_secs();
+    if now > signer.facts.not_after {
+        return Err(CaError::Expired);
+    }
+    let ends = now
+        .saturating_add(kind.lifetime.as_secs())
+        .min(signer.facts.not_after);
+    let mut names = Vec::with_capacity(kind.names.len() + 1);
+    for name in kind.names {
+        names.push(name.alternative()?);
+    }
+    if let Some(uri) = kind.uri {
+        names.push(SanType::URI(uri.try_into()?));
+    }
+    // Machines whose clocks are behind check the certificates of servers. Gateways check the others, and read the time
+    // of issue from their beginning.
+    let begins = match purpose {
+        IssuerPurpose::Replicas => signer.facts.not_before,
+        IssuerPurpose::Fronts => {
+            let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
+            let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
+            earliest.min(begin())
+        }
+        IssuerPurpose::Edges | IssuerPurpose::Callers => begin(),
+    };
+    let mut params = dated(begins, ends);
+    params.distinguished_name = subject(kind.common_name, kind.groups);
+    params.subject_alt_names = names;
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = usages(purpose).into_iter().take(1).collect();
+    // Strict verifiers (Python from 3.13 on) refuse a leaf without it.
+    params.use_authority_key_identifier_extension = true;
+    Ok(params.signed_by(key, &signer.issuer)?.der().clone())
+}
+
+/// Extended key usages that an intermediate permits. Its leaves have the first one; a gateway that is a client of another gateway needs both.
 fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
@@ -310,7 +276,7 @@ fn authority((begins, ends): (u64, u64), depth: u8) -> CertificateParams {
 }
 
 /// Returns the beginning of a certificate that is issued now, in Unix seconds.
-pub(super) fn begin() -> u64 {
+fn begin() -> u64 {
     UnixTime::now()
         .as_secs()
         .saturating_sub(CLOCK_SKEW.as_secs())

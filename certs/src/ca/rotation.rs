@@ -13,17 +13,17 @@ impl Ca {
         other.map(|(stage, root)| (*stage, root.fingerprint))
     }
 
-    /// Whether this CA equals the other CA or follows from it by its next steps. Then this CA can replace the other without loss.
-    /// A new or repeated signature by an operator's CA is a step as well.
+    /// Whether this is what the other CA is, or what its next steps make of it: then nothing is lost where this takes the place
+    /// of that. The same holds for the intermediate of
+    /// listeners that another CA signs.
     pub(crate) fn goes_on_from(&self, before: &Self) -> bool {
+        if !self.listeners.goes_on_from(&before.listeners) {
+            return false;
+        }
         let (signed, other) = (before.fingerprint(), before.other());
         let (signs, comes_or_goes) = (self.fingerprint(), self.other());
         if (signs, comes_or_goes) == (signed, other) {
-            let signatures = before.all().zip(self.all());
-            let is_kept = |((_, before), (_, now)): ((_, &Root), (_, &Root))| {
-                now.signed_above() >= before.signed_above()
-            };
-            return signatures.into_iter().all(is_kept);
+            return true;
         }
         let newest = match other {
             Some((RootStage::Prepared, next)) => next,

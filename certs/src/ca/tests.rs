@@ -133,6 +133,7 @@ fn old_ca(age: Duration) -> Ca {
         active: Root::create_since(&domain, begins).unwrap(),
         other: None,
         unbelieved: false,
+        listeners: ListenerCa::default(),
     }
 }
 

@@ -4,7 +4,6 @@
 //! only equal bytes are an equal name to every verifier.
 
 use rustls_pki_types::CertificateDer;
-use x509_parser::prelude::ParsedExtension;
 use x509_parser::x509::X509Name;
 
 use super::{CertificateError, malformed, parse, text};
@@ -14,9 +13,7 @@ use super::{CertificateError, malformed, parse, text};
 pub(crate) struct CaConstraints {
     pub(crate) subject: DistinguishedName,
     pub(crate) issuer: DistinguishedName,
-    /// The identifier of its key.
-    pub(crate) key_id: Option<Vec<u8>>,
-    /// Whether the CA may sign certificates. Without the key usage extension, none is denied.
+    /// Whether it may sign certificates. Where no key usage is said, none is denied.
     pub(crate) signs: bool,
     /// Number of CAs that may come between this one and a leaf.
     pub(crate) depth: Option<u32>,
@@ -54,15 +51,9 @@ impl CaConstraints {
         let usage = parsed.key_usage().map_err(malformed)?;
         let purposes = parsed.extended_key_usage().map_err(malformed)?;
         let names = parsed.name_constraints().map_err(malformed)?;
-        let mut extensions = parsed.extensions().iter();
-        let key_id = extensions.find_map(|extension| match extension.parsed_extension() {
-            ParsedExtension::SubjectKeyIdentifier(id) => Some(id.0.to_vec()),
-            _ => None,
-        });
         Ok(Self {
             subject: DistinguishedName::of(parsed.subject()),
             issuer: DistinguishedName::of(parsed.issuer()),
-            key_id,
             signs: constraints.is_some_and(|constraints| constraints.ca)
                 && usage.is_none_or(|usage| usage.value.key_cert_sign()),
             depth: constraints.and_then(|constraints| constraints.path_len_constraint),

@@ -121,7 +121,7 @@ impl Store {
     /// Writes the files that are derived from `ca.json`.
     pub(super) fn settle(&self, ca: &Ca) -> Result<(), StoreError> {
         if !self.is_settled(ca) {
-            self.dir.write(ROOTS, &ca.bundle_pem())?;
+            self.dir.write(ROOTS, &ca.client_bundle_pem())?;
         }
         self.dir.remove(OLD_KEY)
     }
@@ -129,6 +129,6 @@ impl Store {
     /// Roots that do not read are not worth more than those that are not there.
     fn is_settled(&self, ca: &Ca) -> bool {
         let shown = self.dir.read(ROOTS).ok().flatten();
-        shown.as_ref() == Some(&ca.bundle_pem()) && !self.dir.path(OLD_KEY).exists()
+        shown.as_ref() == Some(&ca.client_bundle_pem()) && !self.dir.path(OLD_KEY).exists()
     }
 }

@@ -128,7 +128,7 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ca::{CaError, OperatorCa, RotationStep};
+    use crate::ca::{CaError, RotationStep};
     use crate::name::{NodeName, TrustDomain};
     use crate::store::{NodeRecord, OpenMode};
 
@@ -259,25 +259,26 @@ mod tests {
     }
 
     #[test]
-    fn a_signature_of_an_operator_is_taken_up_and_not_lost_again() {
+    fn a_request_of_a_listener_ca_and_its_chain_are_taken_up_and_not_lost_again() {
         let folder = tempfile::tempdir().unwrap();
-        let plain = SharedCa::new(ca());
-        let store = at(&folder.path().join("data"), &plain);
-        let key = rcgen::KeyPair::generate().unwrap();
-        let mut params = rcgen::CertificateParams::default();
-        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
-        let certificate = params.self_signed(&key).unwrap().pem();
-        let operator = OperatorCa::load(&certificate, &key.serialize_pem()).unwrap();
-        let signed = SharedCa {
-            ca: store.shared().unwrap().ca.signed_by(&operator).unwrap().0,
-            tickets: store.ticket_secret().unwrap(),
+        let source = at(&folder.path().join("source"), &SharedCa::new(ca()));
+        let import = |ca: Ca| {
+            let chain = crate::ca::signed_request(&ca);
+            ca.import_listener_chain(&chain, &[])
         };
-        assert_eq!(store.take_up(&signed).unwrap(), ImportOutcome::Now);
-        let before = whole(&store);
-        assert_eq!(store.take_up(&plain).unwrap(), ImportOutcome::Behind);
-        assert_eq!(whole(&store), before);
-        assert_eq!(store.take_up(&signed).unwrap(), ImportOutcome::Before);
+        let all = history(&source, &[Ca::request_listener_ca, import, Ca::prepare]);
+        let store = at(&folder.path().join("data"), &all[0]);
+        for pair in all.windows(2) {
+            assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Now);
+            let before = whole(&store);
+            assert_eq!(store.take_up(&pair[0]).unwrap(), ImportOutcome::Behind);
+            assert_eq!(whole(&store), before);
+            assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Before);
+        }
+        // Two requests that two gateways have made apart are kept by each.
+        let apart = at(&folder.path().join("apart"), &all[0]);
+        history(&apart, &[Ca::request_listener_ca]);
+        assert_eq!(apart.take_up(&all[1]).unwrap(), ImportOutcome::Behind);
     }
 
     #[test]

@@ -16,16 +16,9 @@ use crate::{
     },
     state::Registry,
 };
-use causeway_certs::{Ca, LiveCa, Store};
-use rustls::pki_types::UnixTime;
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::{Duration, UNIX_EPOCH},
-};
+use causeway_certs::{LiveCa, Store};
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::watch;
-
-/// Remaining lifetime below which an operator's CA should sign again.
-const SOON: Duration = Duration::from_hours(24 * 30);
 
 /// State that a change of the CA touches.
 #[derive(Debug)]
@@ -88,7 +81,6 @@ impl CaReload {
         }
         fronts.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
-        warn_of_ends(&self.ca.get());
         ca_rotation::tell(&self.ca.get(), &self.registry);
         if gone {
             self.roll.look();
@@ -105,22 +97,5 @@ impl CaReload {
     pub(super) fn turn(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));
         self.roll.look();
-    }
-}
-
-/// Logs which of our roots clients that trust an operator's CA do not trust any more, or not for long.
-pub(super) fn warn_of_ends(ca: &Ca) {
-    let now = UnixTime::now().as_secs();
-    for above in ca.above() {
-        let ends = above.not_after.as_secs();
-        if ends.saturating_sub(SOON.as_secs()) < now {
-            let ends = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(ends));
-            tracing::warn!(
-                root = %above.root,
-                by = above.by,
-                %ends,
-                "callers that trust the operator's CA alone believe fronts until then only; have it sign again: causeway ca init --from-certificate FILE --from-key FILE"
-            );
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::reload::Reloadable;
 use crate::{control::certificate_expiry::CertificateInUse, proxy::upstream::CertificateUse};
-use causeway_certs::{Ca, Certificate, Fingerprint, RootStage};
+use causeway_certs::{Ca, RootStage};
 
 /// Returns all certificates in use, of the tunnel port, the listeners, the upstreams and the CA; or `None` while a reload reads
 /// files.
@@ -21,7 +21,7 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     Some(all)
 }
 
-/// Returns the roots of the own CA, and the certificates that an operator's CA has issued for them.
+/// Returns the roots of the own CA, and the intermediate of listeners that another CA has signed.
 fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
     if !ca.is_believed() {
         return Vec::new();
@@ -34,21 +34,12 @@ fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
         };
         CertificateInUse::read(used_for, root, None)
     });
-    let above = ca.above().into_iter().map(|above| CertificateInUse {
-        used_for: "operator_ca".to_owned(),
-        subject: above.by,
-        not_before: issued_at(ca, above.root),
-        not_after: above.not_after.as_secs(),
-        file: None,
-        own: false,
+    let listener_ca = ca.listener_ca().and_then(|info| {
+        let read = CertificateInUse::read("listener_ca", &info.certificate, None)?;
+        Some(CertificateInUse {
+            not_after: info.not_after.as_secs(),
+            ..read
+        })
     });
-    roots.chain(above).collect()
-}
-
-/// Returns the start of a root's validity, in Unix time.
-fn issued_at(ca: &Ca, root: Fingerprint) -> u64 {
-    let roots = ca.roots();
-    let found = roots.iter().find(|(_, each)| Fingerprint::of(each) == root);
-    let facts = found.and_then(|(_, root)| Certificate::read(root).ok());
-    facts.unwrap_or_default().not_before
+    roots.chain(listener_ca).collect()
 }

@@ -6,7 +6,7 @@
 
 mod kubernetes;
 
-use super::{BindError, ca_reload::warn_of_ends};
+use super::BindError;
 use crate::{
     config,
     control::{certificate_expiry::CertificateInUse, tunnel_listener::Tls},
@@ -301,14 +301,12 @@ impl TunnelIdentity {
     /// Issues a new certificate whenever half of the old one's lifetime is over, or logs that an external one was not renewed.
     /// Never ends.
     pub(super) async fn renew(self) {
-        warn_of_ends(&self.ca.get());
         loop {
             if let Some(given) = self.given() {
                 sleep(given.look()).await;
                 continue;
             }
             sleep(LIFETIME / 2).await;
-            warn_of_ends(&self.ca.get());
             match self.leaf_of(&self.ca.get()) {
                 Ok(leaf) => self.show(leaf),
                 Err(error) => {

@@ -52,12 +52,26 @@ pub(super) fn names(world: &World) -> Process {
     names
 }
 
-/// The CA's Secret, as `deploy/README.md` has it made where the binary is, from what an operator's own CA is.
+/// Makes the CA's Secret as `deploy/README.md` does, with listeners below the cluster's own CA.
+const CA_SECRET: &str = r#"
+set -e; cd "$1"
+"$2" ca init --data-dir ca >&2
+"$2" ca csr --data-dir ca >causeway.csr
+printf 'basicConstraints=critical,CA:TRUE,pathlen:0\nkeyUsage=critical,keyCertSign\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n' >ca.ext
+openssl x509 -req -in causeway.csr -CA "$3" -CAkey "$4" -days 30 -extfile ca.ext -out signed.crt
+cat signed.crt "$3" >chain.pem
+"$2" ca import chain.pem --data-dir ca >&2
+exec "$2" k8s ca-secret --data-dir ca
+"#;
+
 fn ca_secret(world: &World) {
     let pki = |name| world.cluster.pki.path(name);
-    let made = Program::new(BINARY)
-        .words("k8s ca-secret --from-certificate")
-        .args([pki("ca.pem"), "--from-key".into(), pki("ca.key")]);
+    let folder = world.path("ca-secret");
+    fs::create_dir_all(&folder).unwrap();
+    let made = Program::new("sh")
+        .args(["-c", CA_SECRET, "sh"])
+        .args([folder.display().to_string(), BINARY.to_owned()])
+        .args([pki("ca.pem"), pki("ca.key")]);
     let secret = made.run().ok();
     let create = world.cluster.kubectl("create -f -");
     create.input(secret.stdout).run().ok();

@@ -1,0 +1,326 @@
+//! An intermediate for listeners' certificates that another CA has signed, such as a company's.
+//!
+//! Clients that trust the root of that CA verify listeners. The intermediate is independent of our roots and of their
+//! rotation, and vouches for nobody on the tunnel port. Its key is made here and stays in `ca.json`.
+
+use rcgen::{
+    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
+    PublicKeyData,
+};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use webpki::{EndEntityCert, KeyUsage};
+use x509_parser::prelude::{FromDer, X509Certificate, X509Error};
+
+use super::root::{Intermediate, LeafProfile, sign_leaf, subject};
+use super::{Ca, CaError, RotationStep};
+use crate::certificate::{CaConstraints, Certificate, date};
+use crate::identity::IssuerPurpose;
+use crate::name::HostName;
+use crate::pem;
+use crate::secret::Fingerprint;
+use crate::verify::provider;
+use std::time::Duration;
+
+/// State of the intermediate: the key of a pending request, and the chain in use.
+#[derive(Default)]
+pub(super) struct ListenerCa {
+    /// Number of changes so far. A copy with a smaller number is behind.
+    pub(super) generation: u64,
+    pub(super) request_key: Option<KeyPair>,
+    pub(super) chain: Option<ListenerChain>,
+}
+
+/// Intermediate with the certificates up to its root.
+pub(super) struct ListenerChain {
+    /// Its `not_after` is that of the chain's first certificate to expire.
+    pub(super) signer: Intermediate,
+    /// The intermediate first, the root last.
+    pub(super) certificates: Vec<CertificateDer<'static>>,
+    pub(super) fingerprint: Fingerprint,
+}
+
+/// Facts of the intermediate in use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListenerCaInfo {
+    /// Its certificate.
+    pub certificate: CertificateDer<'static>,
+    /// Common name of the root that clients trust.
+    pub root: String,
+    /// Last second in which the whole chain is valid.
+    pub not_after: UnixTime,
+    /// Whether the chain has name constraints.
+    pub limits_names: bool,
+}
+
+fn unusable(why: String) -> CaError {
+    CaError::Unusable { part: "chain", why }
+}
+
+impl ListenerCa {
+    /// Whether this state is `before` or a later one.
+    pub(super) fn goes_on_from(&self, before: &Self) -> bool {
+        let content = |of: &Self| {
+            let key = of.request_key.as_ref();
+            let chain = of.chain.as_ref().map(|chain| chain.fingerprint);
+            (key.map(KeyPair::subject_public_key_info), chain)
+        };
+        self.generation > before.generation
+            || self.generation == before.generation && content(self) == content(before)
+    }
+
+    /// Returns the chain, unless it has expired: listeners then use our own intermediate again.
+    pub(super) fn valid_chain(&self) -> Option<&ListenerChain> {
+        let now = UnixTime::now().as_secs();
+        self.chain
+            .as_ref()
+            .filter(|it| now <= it.signer.facts.not_after)
+    }
+
+    /// Returns the key, as PEM, that belongs to the first certificate of a chain.
+    fn key_for(&self, public_key: &[u8]) -> Result<String, CaError> {
+        let installed = self.chain.iter().map(|chain| chain.signer.issuer.key());
+        let mut keys = self.request_key.iter().chain(installed).peekable();
+        if keys.peek().is_none() {
+            return Err(unusable(
+                "no request was made in this data directory: make one by `causeway ca csr` and have it signed".into(),
+            ));
+        }
+        let found = keys.find(|key| key.subject_public_key_info() == public_key);
+        found.map(KeyPair::serialize_pem).ok_or_else(|| {
+            unusable(
+                "its first certificate has another public key than the request of this data directory: the signed request stands first in the file, and `causeway ca csr` prints the request again".into(),
+            )
+        })
+    }
+}
+
+impl ListenerChain {
+    /// Reads what was checked when it was imported.
+    pub(super) fn load(chain_pem: &str, key_pem: &str) -> Result<Self, CaError> {
+        let certificates = pem::certificates(chain_pem).map_err(unusable)?;
+        let mut signer = Intermediate::load(chain_pem, key_pem)?;
+        for certificate in &certificates {
+            let ends = Certificate::read(certificate)?.not_after;
+            signer.facts.not_after = signer.facts.not_after.min(ends);
+        }
+        Ok(Self {
+            signer,
+            fingerprint: Fingerprint::digest(pem::encode_chain(&certificates).as_bytes()),
+            certificates,
+        })
+    }
+
+    /// Returns the root, which clients trust and listeners do not send.
+    pub(super) fn root(&self) -> &[CertificateDer<'static>] {
+        let end = self.certificates.len().saturating_sub(1);
+        self.certificates.get(end..).unwrap_or_default()
+    }
+
+    /// Returns the certificates that listeners send behind the leaf.
+    pub(super) fn sent(&self) -> &[CertificateDer<'static>] {
+        let end = self.certificates.len().saturating_sub(1);
+        self.certificates.get(..end).unwrap_or_default()
+    }
+
+    /// Signs a leaf, with a name or none, and verifies it as a client does that trusts the root only.
+    fn verify_leaf(&self, name: Option<&HostName>) -> Result<(), CaError> {
+        let shown = name.map_or_else(|| "causeway front".to_owned(), ToString::to_string);
+        let profile = LeafProfile {
+            common_name: &shown,
+            groups: None,
+            uri: None,
+            names: name.map_or(&[], std::slice::from_ref),
+            lifetime: Duration::from_mins(1),
+        };
+        let key = KeyPair::generate()?;
+        let leaf = sign_leaf(&self.signer, IssuerPurpose::Fronts, &key, profile)?;
+        let signer = CaConstraints::read(&self.signer.certificate)?;
+        if CaConstraints::read(&leaf)?.issuer.der != signer.subject.der {
+            return Err(unusable(format!(
+                "the subject of {} has an attribute twice, or several in one part, and cannot be copied into certificates; have the request signed with its own subject",
+                signer.subject.common
+            )));
+        }
+        let verified = || {
+            let [root] = self.root() else {
+                return Err(webpki::Error::UnknownIssuer);
+            };
+            EndEntityCert::try_from(&leaf)?.verify_for_usage(
+                provider().signature_verification_algorithms.all,
+                &[webpki::anchor_from_trusted_cert(root)?],
+                self.sent(),
+                UnixTime::now(),
+                KeyUsage::server_auth(),
+                None,
+                None,
+            )?;
+            Ok(())
+        };
+        verified().map_err(|error| {
+            unusable(match error {
+                webpki::Error::NameConstraintViolation => format!(
+                    "its name constraints do not permit {shown}; have the request signed by a CA that permits the names of nodes and listeners"
+                ),
+                error => format!("a certificate that it signs for {shown} does not verify: {error}"),
+            })
+        })
+    }
+}
+
+/// Checks each certificate, and that each is signed by the one behind it, up to a root.
+fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
+    let mut behind = chain.iter().skip(1);
+    for (below, certificate) in (0..).zip(chain) {
+        let authority = CaConstraints::read(certificate)?;
+        let name = &authority.subject.common;
+        check_ca(&authority, &Certificate::read(certificate)?, below)?;
+        let above = match behind.next() {
+            Some(above) => above,
+            None if authority.is_root() => certificate,
+            None => {
+                return Err(unusable(format!(
+                    "it ends at {name}, which {} has signed: append that certificate, and so on up to the root",
+                    authority.issuer.common
+                )));
+            }
+        };
+        let issuer = CaConstraints::read(above)?.subject;
+        if authority.issuer.der != issuer.der {
+            return Err(unusable(format!(
+                "{name} is signed by {}, but {} stands behind it: each certificate stands before the one that has signed it, and no other is in the file",
+                authority.issuer.common, issuer.common
+            )));
+        }
+        if !is_signed_by(certificate, above) {
+            return Err(unusable(format!(
+                "the signature of {name} is not by the key of {} behind it; that may be an older or a newer certificate of the same CA",
+                issuer.common
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a signature is right, as far as its kind is known here. `verify_leaf` checks all of them, without saying which is wrong.
+fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) -> bool {
+    let read = |der| X509Certificate::from_der(der).ok().map(|(_, read)| read);
+    let (Some(below), Some(above)) = (read(certificate), read(above)) else {
+        return false;
+    };
+    let verified = below.verify_signature(Some(above.public_key()));
+    !matches!(verified, Err(X509Error::SignatureVerificationError))
+}
+
+/// Checks that a certificate may be, now, a CA with `below` others between itself and the listeners' certificates.
+fn check_ca(authority: &CaConstraints, facts: &Certificate, below: u32) -> Result<(), CaError> {
+    let name = &authority.subject.common;
+    let now = UnixTime::now().as_secs();
+    let why = if !authority.signs {
+        format!(
+            "{name} may not sign certificates; it has to be a CA's (CA:TRUE, and keyCertSign as key usage)"
+        )
+    } else if now > facts.not_after {
+        format!("{name} expired at {}", date(facts.not_after))
+    } else if now < facts.not_before {
+        let begins = date(facts.not_before);
+        format!("{name} is not valid before {begins}; check the clocks")
+    } else if !authority.servers {
+        format!("{name} is not for servers: its extended key usage has no serverAuth")
+    } else if let Some(depth) = authority.depth.filter(|depth| *depth < below) {
+        format!(
+            "{name} permits {depth} CAs below it (pathLenConstraint), and {below} stand before it in the file"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(unusable(why))
+}
+
+impl Ca {
+    /// Makes the key of a request, unless one is pending.
+    ///
+    /// # Errors
+    /// If no key can be made.
+    pub fn request_listener_ca(mut self) -> Result<(Self, RotationStep), CaError> {
+        if self.listeners.request_key.is_some() {
+            return Ok((self, RotationStep::Standing));
+        }
+        self.listeners.request_key = Some(KeyPair::generate()?);
+        self.listeners.generation += 1;
+        Ok((self, RotationStep::Made))
+    }
+
+    /// Returns the pending request in PEM. Its signature differs each time, its content does not.
+    ///
+    /// # Errors
+    /// If it cannot be signed.
+    pub fn listener_request_pem(&self) -> Result<Option<String>, CaError> {
+        let Some(key) = &self.listeners.request_key else {
+            return Ok(None);
+        };
+        let id = Fingerprint::digest(&key.subject_public_key_info()).to_string();
+        let id: String = id.chars().take(8).collect();
+        let mut params = CertificateParams::default();
+        let name = format!("Causeway {id} listeners {}", self.trust_domain());
+        params.distinguished_name = subject(&name, None);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        Ok(Some(params.serialize_request(key)?.pem()?))
+    }
+
+    /// Installs the signed request, followed by the certificates up to the root, each before the one that has signed it.
+    ///
+    /// # Errors
+    /// If the chain is not that, or does not permit a certificate for one of `names`.
+    pub fn import_listener_chain(
+        mut self,
+        chain_pem: &str,
+        names: &[HostName],
+    ) -> Result<(Self, RotationStep), CaError> {
+        let certificates = pem::certificates(chain_pem).map_err(unusable)?;
+        let first = certificates.first().map(Certificate::read).transpose()?;
+        let public_key = first.unwrap_or_default().public_key;
+        let key = self.listeners.key_for(&public_key)?;
+        check_chain(&certificates)?;
+        let chain = ListenerChain::load(chain_pem, &key)?;
+        for name in std::iter::once(None).chain(names.iter().map(Some)) {
+            chain.verify_leaf(name)?;
+        }
+        let installed = self.listeners.chain.as_ref();
+        if installed.is_some_and(|it| it.fingerprint == chain.fingerprint) {
+            return Ok((self, RotationStep::Standing));
+        }
+        self.listeners
+            .request_key
+            .take_if(|key| key.subject_public_key_info() == public_key);
+        self.listeners.chain = Some(chain);
+        self.listeners.generation += 1;
+        Ok((self, RotationStep::Made))
+    }
+
+    /// Returns the facts of the imported intermediate, if there is one, even if it has expired.
+    pub fn listener_ca(&self) -> Option<ListenerCaInfo> {
+        let chain = self.listeners.chain.as_ref()?;
+        let ends = Duration::from_secs(chain.signer.facts.not_after);
+        Some(ListenerCaInfo {
+            certificate: chain.signer.certificate.clone(),
+            root: CaConstraints::read(chain.root().first()?)
+                .ok()?
+                .subject
+                .common,
+            not_after: UnixTime::since_unix_epoch(ends),
+            limits_names: limits_names(&chain.certificates),
+        })
+    }
+}
+
+fn limits_names(chain: &[CertificateDer<'_>]) -> bool {
+    let read = chain.iter().map(CaConstraints::read);
+    read.flatten().any(|authority| authority.limits_names)
+}
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+pub(crate) use tests::signed_request;

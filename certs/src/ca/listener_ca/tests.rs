@@ -1,0 +1,376 @@
+use super::*;
+use crate::ca::CaFile;
+use crate::name::{NodeName, TrustDomain};
+use crate::{LeafCertificate, LiveCa, SniCertResolver, VerifiedPublicKey};
+use rcgen::{DnType, Issuer};
+use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
+use std::sync::Arc;
+use time::{Duration as Span, OffsetDateTime};
+
+const DAY: Duration = Duration::from_hours(24);
+
+/// Changes what a CA signs.
+type Change = fn(&mut CertificateParams);
+
+fn params(name: &str, depth: Option<u8>) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params
+        .distinguished_name
+        .push(DnType::OrganizationName, "Company");
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.is_ca = IsCa::Ca(depth.map_or(
+        BasicConstraints::Unconstrained,
+        BasicConstraints::Constrained,
+    ));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    params.use_authority_key_identifier_extension = true;
+    params
+}
+
+/// A company with a root and an issuing CA.
+struct Company {
+    root: rcgen::Certificate,
+    issuing: rcgen::Certificate,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Company {
+    fn new() -> Self {
+        Self::with(&rcgen::PKCS_ECDSA_P256_SHA256, |_| {}, |_| {})
+    }
+
+    fn with(kind: &'static rcgen::SignatureAlgorithm, root: Change, issuing: Change) -> Self {
+        let (mut root_params, root_key) =
+            (params("Root", None), KeyPair::generate_for(kind).unwrap());
+        root(&mut root_params);
+        let root = root_params.self_signed(&root_key).unwrap();
+        let mut below = params("Issuing", Some(1));
+        issuing(&mut below);
+        let key = KeyPair::generate_for(kind).unwrap();
+        let issuer = Issuer::new(root_params, root_key);
+        let issuing = below.signed_by(&key, &issuer).unwrap();
+        Self {
+            root,
+            issuing,
+            issuer: Issuer::new(below, key),
+        }
+    }
+
+    /// Signs the pending request, as it was made but for a change.
+    fn sign(&self, ca: &Ca, change: Change) -> String {
+        let pem = ca.listener_request_pem().unwrap().unwrap();
+        let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes()).unwrap();
+        let key = VerifiedPublicKey::verify(&der).unwrap();
+        let mut params = params("Listeners", Some(0));
+        change(&mut params);
+        let signed = params.signed_by(key.public_key(), &self.issuer);
+        signed.unwrap().pem()
+    }
+
+    fn chain(&self, ca: &Ca) -> String {
+        self.sign(ca, |_| {}) + &self.issuing.pem() + &self.root.pem()
+    }
+}
+
+/// Returns the chain that a company makes of the pending request.
+pub(crate) fn signed_request(ca: &Ca) -> String {
+    Company::new().chain(ca)
+}
+
+fn requesting() -> Ca {
+    let ca = Ca::create(&TrustDomain::parse("td.example").unwrap()).unwrap();
+    ca.request_listener_ca().unwrap().0
+}
+
+fn again(ca: &Ca) -> Ca {
+    let text = serde_json::to_string(&CaFile::of(ca)).unwrap();
+    let file = serde_json::from_str::<CaFile>(&text).unwrap();
+    file.read().unwrap()
+}
+
+fn names() -> Vec<HostName> {
+    ["edge-1", "10.0.0.1"]
+        .map(|name| HostName::parse(name).unwrap())
+        .into()
+}
+
+fn import(ca: Ca, chain: &str) -> Ca {
+    let (ca, step) = ca.import_listener_chain(chain, &names()).unwrap();
+    assert_eq!(step, RotationStep::Made);
+    again(&ca)
+}
+
+fn leaf(ca: &Ca) -> LeafCertificate {
+    ca.mint_front(&names(), DAY).unwrap()
+}
+
+/// Whether a client that trusts `root` only verifies a listener.
+fn trusts(root: &CertificateDer<'_>, ca: &Ca) -> bool {
+    let leaf = leaf(ca);
+    let (own, behind) = leaf.chain().split_first().unwrap();
+    let own = EndEntityCert::try_from(own).unwrap();
+    let anchors = [webpki::anchor_from_trusted_cert(root).unwrap()];
+    let algorithms = provider().signature_verification_algorithms.all;
+    let (now, usage) = (UnixTime::now(), KeyUsage::server_auth());
+    own.verify_for_usage(algorithms, &anchors, behind, now, usage, None, None)
+        .is_ok()
+}
+
+#[test]
+fn clients_that_trust_the_companys_root_only_verify_listeners_through_a_rotation() {
+    let (company, ca) = (Company::new(), requesting());
+    assert!(!trusts(company.root.der(), &ca) && trusts(ca.root(), &ca));
+    let chain = company.chain(&ca);
+    let ca = import(ca, &chain);
+    assert_eq!(leaf(&ca).chain().len(), 3, "the root is not sent");
+    assert!(ca.listener_request_pem().unwrap().is_none());
+    assert_eq!(ca.listener_ca().unwrap().root, "Root");
+    let ours = ca.bundle_pem();
+    assert_eq!(ca.client_bundle_pem(), ours.clone() + &company.root.pem());
+    let gateway = ca.issue_gateway(&[], DAY).unwrap();
+    assert_eq!(
+        gateway.chain()[2..],
+        [ca.root().clone()],
+        "edges trust our root"
+    );
+    let mut ca = ca;
+    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+        ca = again(&step(ca).unwrap().0);
+        assert!(trusts(company.root.der(), &ca));
+    }
+    assert_ne!(ca.bundle_pem(), ours);
+    let (ca, step) = ca.import_listener_chain(&chain, &names()).unwrap();
+    assert_eq!(step, RotationStep::Standing);
+    assert!(trusts(company.root.der(), &ca));
+}
+
+#[test]
+fn a_request_stays_until_its_chain_is_imported_and_the_next_has_a_new_key() {
+    let (company, ca) = (Company::new(), requesting());
+    let request = |ca: &Ca| ca.listener_request_pem().unwrap().unwrap();
+    let (first, key) = (request(&ca), company.chain(&ca));
+    let (ca, step) = again(&ca).request_listener_ca().unwrap();
+    assert_eq!(step, RotationStep::Standing);
+    assert!(crate::csr::asks_the_same(
+        first.as_bytes(),
+        request(&ca).as_bytes()
+    ));
+    let before = import(ca, &key);
+    let (ca, step) = before.request_listener_ca().unwrap();
+    assert_eq!(step, RotationStep::Made);
+    assert!(!crate::csr::asks_the_same(
+        first.as_bytes(),
+        request(&ca).as_bytes()
+    ));
+    assert!(
+        trusts(company.root.der(), &ca),
+        "the old chain is in use meanwhile"
+    );
+    let other = Company::new();
+    let chain = other.chain(&ca);
+    let ca = import(ca, &chain);
+    assert!(trusts(other.root.der(), &ca) && !trusts(company.root.der(), &ca));
+}
+
+#[test]
+fn a_chain_that_is_renewed_for_the_key_in_use_needs_no_new_request() {
+    let (company, ca) = (Company::new(), requesting());
+    let (first, second) = (company.chain(&ca), company.chain(&ca));
+    let ca = import(ca, &first);
+    let before = ca.state();
+    let ca = import(ca, &second);
+    assert!(trusts(company.root.der(), &ca) && ca.state() != before);
+}
+
+#[test]
+fn a_ca_signs_the_request_with_every_kind_of_key() {
+    for kind in [
+        &rcgen::PKCS_RSA_SHA256,
+        &rcgen::PKCS_ECDSA_P384_SHA384,
+        &rcgen::PKCS_ECDSA_P521_SHA512,
+        &rcgen::PKCS_ED25519,
+    ] {
+        let (company, ca) = (Company::with(kind, |_| {}, |_| {}), requesting());
+        let chain = company.chain(&ca);
+        assert!(trusts(company.root.der(), &import(ca, &chain)), "{kind:?}");
+    }
+}
+
+#[test]
+fn a_leaf_ends_with_the_first_certificate_of_the_chain_that_ends() {
+    let company = Company::with(
+        &rcgen::PKCS_ECDSA_P256_SHA256,
+        |_| {},
+        |params| params.not_after = OffsetDateTime::now_utc() + Span::hours(2),
+    );
+    let ca = requesting();
+    let chain = company.chain(&ca);
+    let ca = import(ca, &chain);
+    let ends = ca.listener_ca().unwrap().not_after;
+    assert_eq!(leaf(&ca).not_after(), ends);
+    assert!(ends.as_secs() < UnixTime::now().as_secs() + DAY.as_secs());
+}
+
+#[test]
+fn an_expired_chain_gives_way_to_our_own_intermediate() {
+    let (company, ca) = (Company::new(), requesting());
+    let chain = company.chain(&ca);
+    let mut ca = import(ca, &chain);
+    ca.listeners.chain.as_mut().unwrap().signer.facts.not_after = 1;
+    assert!(trusts(ca.root(), &ca) && !trusts(company.root.der(), &ca));
+    assert_eq!(ca.listener_ca().unwrap().not_after.as_secs(), 1);
+}
+
+#[test]
+fn a_chain_that_is_wrong_is_refused_with_the_reason() {
+    let ok: Change = |_| {};
+    let client: Change = |it| it.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let past: Change = |it| it.not_after = OffsetDateTime::now_utc() - Span::days(1);
+    let future: Change = |it| it.not_before = OffsetDateTime::now_utc() + Span::days(1);
+    let no_ca: Change = |it| it.is_ca = IsCa::ExplicitNoCa;
+    let no_signing: Change = |it| it.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    let narrow: Change = |it| it.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    let other_name: Change = |it| {
+        it.name_constraints = Some(rcgen::NameConstraints {
+            permitted_subtrees: vec![rcgen::GeneralSubtree::DnsName("other.example".into())],
+            excluded_subtrees: vec![],
+        });
+    };
+    for (root, issuing, own, why) in [
+        (ok, ok, no_ca, "Listeners may not sign certificates"),
+        (ok, ok, no_signing, "Listeners may not sign certificates"),
+        (ok, ok, past, "Listeners expired at"),
+        (ok, ok, future, "Listeners is not valid before"),
+        (ok, ok, client, "Listeners is not for servers"),
+        (ok, no_signing, ok, "Issuing may not sign certificates"),
+        (ok, past, ok, "Issuing expired at"),
+        (ok, client, ok, "Issuing is not for servers"),
+        (
+            ok,
+            narrow,
+            ok,
+            "Issuing permits 0 CAs below it (pathLenConstraint), and 1 stand",
+        ),
+        (past, ok, ok, "Root expired at"),
+        (
+            narrow,
+            ok,
+            ok,
+            "Root permits 0 CAs below it (pathLenConstraint), and 2 stand",
+        ),
+        (ok, other_name, ok, "name constraints do not permit edge-1"),
+        (ok, ok, other_name, "name constraints do not permit edge-1"),
+    ] {
+        let company = Company::with(&rcgen::PKCS_ECDSA_P256_SHA256, root, issuing);
+        let ca = requesting();
+        let chain = company.sign(&ca, own) + &company.issuing.pem() + &company.root.pem();
+        let refused = ca.import_listener_chain(&chain, &names()).unwrap_err();
+        assert!(refused.to_string().contains(why), "{why}: {refused}");
+    }
+}
+
+#[test]
+fn a_file_of_other_certificates_or_in_another_order_is_refused_with_the_reason() {
+    let (company, other) = (Company::new(), Company::new());
+    let ca = requesting();
+    let text = serde_json::to_string(&CaFile::of(&ca)).unwrap();
+    let own = company.sign(&ca, |_| {});
+    let (issuing, root) = (company.issuing.pem(), company.root.pem());
+    for (chain, why) in [
+        (String::new(), "no certificate"),
+        (
+            own.clone(),
+            "it ends at Listeners, which Issuing has signed: append",
+        ),
+        (
+            own.clone() + &issuing,
+            "it ends at Issuing, which Root has signed: append",
+        ),
+        (
+            own.clone() + &root,
+            "Listeners is signed by Issuing, but Root stands behind it",
+        ),
+        (
+            own.clone() + &root + &issuing,
+            "Listeners is signed by Issuing, but Root stands",
+        ),
+        (
+            issuing.clone() + &root,
+            "another public key than the request",
+        ),
+        (
+            signed_request(&requesting()),
+            "another public key than the request",
+        ),
+        (
+            own.clone() + &other.issuing.pem() + &root,
+            "signature of Listeners is not by the key of Issuing",
+        ),
+        (
+            own.clone() + &issuing + &other.root.pem(),
+            "signature of Issuing is not by the key of Root",
+        ),
+    ] {
+        let ca = serde_json::from_str::<CaFile>(&text)
+            .unwrap()
+            .read()
+            .unwrap();
+        let imported = ca.import_listener_chain(&chain, &names());
+        let refused = imported.unwrap_err().to_string();
+        assert!(refused.contains(why), "{why}: {refused}");
+    }
+    let none = Ca::create(&TrustDomain::parse("td.example").unwrap()).unwrap();
+    let refused = none
+        .import_listener_chain(&company.chain(&ca), &[])
+        .unwrap_err();
+    assert!(
+        refused.to_string().contains("`causeway ca csr`"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn a_chain_vouches_for_no_edge_and_no_client() {
+    let (company, ca) = (Company::new(), requesting());
+    let chain = company.chain(&ca);
+    let before = ca.anchors().len();
+    let ca = import(ca, &chain);
+    assert_eq!(ca.anchors().len(), before);
+    let caller = ca.issue_caller("ann", &[], DAY).unwrap();
+    let edge_key = crate::PrivateKey::generate().unwrap();
+    let key = VerifiedPublicKey::verify(&edge_key.request().unwrap()).unwrap();
+    let edge = ca.issue_edge(&key, &NodeName::parse("edge-1").unwrap(), DAY);
+    let edge = pem::certificates(&edge.unwrap().pem()).unwrap();
+    let root = webpki::anchor_from_trusted_cert(company.root.der()).unwrap();
+    let listeners = &leaf(&ca).chain()[1..].to_vec();
+    for own in [edge.as_slice(), caller.chain()] {
+        let behind = [&own[1..], listeners].concat();
+        let leaf = EndEntityCert::try_from(&own[0]).unwrap();
+        let verified = leaf.verify_for_usage(
+            provider().signature_verification_algorithms.all,
+            std::slice::from_ref(&root),
+            &behind,
+            UnixTime::now(),
+            KeyUsage::client_auth(),
+            None,
+            None,
+        );
+        assert!(matches!(verified, Err(webpki::Error::UnknownIssuer)));
+    }
+}
+
+#[test]
+fn a_listener_shows_an_imported_chain_from_then_on() {
+    let (company, ca) = (Company::new(), requesting());
+    let (live, chain) = (LiveCa::new(again(&ca)), company.chain(&ca));
+    let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
+    let before = resolver.leaf(Some("edge-1")).unwrap();
+    live.swap(again(&ca));
+    assert!(Arc::ptr_eq(
+        &before,
+        &resolver.leaf(Some("edge-1")).unwrap()
+    ));
+    live.swap(import(ca, &chain));
+    let after = resolver.leaf(Some("edge-1")).unwrap();
+    assert_eq!(after.cert.last(), Some(company.issuing.der()));
+}
