@@ -28,14 +28,14 @@ struct ByGroup;
 impl Authorize for ByGroup {
     // Must not wait. Whoever has to ask somebody else returns `Verdict::Ask` with a future.
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
-        let is_in = |group: &str| ask.caller.groups.iter().any(|one| one == group);
+        let is_in = |group: &str| ask.client.groups.iter().any(|one| one == group);
         // An upgrade is a GET too, but what comes behind it is more than reading.
         let reads = ask.act == Action::Request && ask.method == Method::GET;
         if is_in("ops") || is_in("readers") && reads {
             return AuthzDecision::Allow;
         }
-        let (caller, method, to) = (ask.caller, ask.method, ask.destination);
-        AuthzDecision::Deny(format!("{caller} may not {method} {} at {to}", ask.path).into())
+        let (client, method, to) = (ask.client, ask.method, ask.destination);
+        AuthzDecision::Deny(format!("{client} may not {method} {} at {to}", ask.path).into())
     }
 }
 
@@ -46,17 +46,17 @@ async fn main() -> Result {
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
 
-    // What `causeway caller token` does: the file gets hashes, the callers keep the tokens.
+    // What `causeway client token` does: the file gets hashes, the clients keep the tokens.
     let (reader, first) = StaticTokens::generate("prometheus", &["readers".into()])?;
     let (operator, second) = StaticTokens::generate("alice", &["ops".into()])?;
     std::fs::write(
-        folder.path().join("callers"),
+        folder.path().join("clients"),
         format!("{first}\n{second}\n"),
     )?;
 
-    let front = Box::pin(road(folder.path(), &stop, &mut tasks)).await?;
+    let listener = Box::pin(road(folder.path(), &stop, &mut tasks)).await?;
     for (token, method) in [(&reader, "GET"), (&reader, "DELETE"), (&operator, "DELETE")] {
-        let answer = call(front, method, token.expose()).await?;
+        let answer = call(listener, method, token.expose()).await?;
         println!("{answer}\n");
     }
 
@@ -76,15 +76,15 @@ async fn road(
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = Store::open(folder.join("gateway"), OpenMode::Create)?;
     store.save_ca(&Ca::create(&TrustDomain::parse("embedded.example")?)?)?;
-    let mut front = Listener::new("http", ListenerProtocol::Http, ListenAddr::Tcp(loopback));
-    front.callers = ClientAuth {
+    let mut listener = Listener::new("http", ListenerProtocol::Http, ListenAddr::Tcp(loopback));
+    listener.client_auth = ClientAuth {
         own_ca: false,
-        tokens: Some(folder.join("callers")),
+        tokens: Some(folder.join("clients")),
         ..ClientAuth::default()
     };
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),
-        fronts: vec![front],
+        listeners: vec![listener],
         ..Default::default()
     };
     config.tunnel.listen = loopback;
@@ -122,7 +122,7 @@ async fn road(
     };
     config.admin.listen = loopback;
     edge(config, stop, tasks).await?;
-    addresses.front("http").ok_or("no address".into())
+    addresses.listener("http").ok_or("no address".into())
 }
 
 /// Starts an edge and returns when it is connected.
@@ -144,8 +144,8 @@ async fn edge(
 }
 
 /// One request to port 9100 of edge-1: the status line and the body of its answer.
-async fn call(front: SocketAddr, method: &str, token: &str) -> Result<String> {
-    let mut io = TcpStream::connect(front).await?;
+async fn call(listener: SocketAddr, method: &str, token: &str) -> Result<String> {
+    let mut io = TcpStream::connect(listener).await?;
     let head = format!(
         "{method} /jobs/7 HTTP/1.1\r\nhost: edge-1:9100\r\nauthorization: Bearer {token}\r\nconnection: close\r\n\r\n"
     );

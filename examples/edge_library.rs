@@ -25,17 +25,17 @@ async fn main() -> Result {
     let folder = tempfile::tempdir()?;
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    let (gateway, front, token) = gateway(folder.path(), &stop, &mut tasks)?;
+    let (gateway, listener, token) = gateway(folder.path(), &stop, &mut tasks)?;
 
     // The program's own service.
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let app = listener.local_addr()?;
+    let socket = TcpListener::bind("127.0.0.1:0").await?;
+    let app = socket.local_addr()?;
     let router = Router::new().route("/temperature", get(|| async { "21.5" }));
     let serving =
-        axum::serve(listener, router).with_graceful_shutdown(stop.clone().cancelled_owned());
+        axum::serve(socket, router).with_graceful_shutdown(stop.clone().cancelled_owned());
     tasks.spawn(async move { Ok(serving.await?) });
 
-    // Callers reach it as port 80 of this node, and nothing else of this machine.
+    // Clients reach it as port 80 of this node, and nothing else of this machine.
     let port = Port {
         target: Some(app.to_string()),
         ..Port::default()
@@ -62,7 +62,7 @@ async fn main() -> Result {
     };
     tokio::time::timeout(Duration::from_secs(10), connected).await?;
     show("running", &status);
-    println!("a caller reads {}", call(front).await?);
+    println!("a client reads {}", call(listener).await?);
     show("called", &status);
 
     // The edge leaves its gateways in order: what is open gets `timeouts.drain` to end.
@@ -101,13 +101,13 @@ fn gateway(
     let token = store
         .tokens()?
         .create(&name, Duration::from_mins(5), NodeAttributes::default())?;
-    let front = Listener {
+    let listener = Listener {
         anonymous: true,
         ..Listener::new("http", ListenerProtocol::Http, ListenAddr::Tcp(loopback))
     };
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),
-        fronts: vec![front],
+        listeners: vec![listener],
         ..Default::default()
     };
     config.tunnel.listen = loopback;
@@ -115,18 +115,18 @@ fn gateway(
     config.timeouts.drain = Duration::from_millis(500);
     let gateway = Gateway::new(config).bind()?;
     let addresses = gateway.addresses();
-    let front = addresses.front("http").ok_or("no address")?;
+    let listener = addresses.listener("http").ok_or("no address")?;
     let stopped = stop.clone();
     tasks.spawn(async move {
         gateway.run(stopped).await;
         Ok(())
     });
-    Ok((addresses.tunnel, front, token.text().expose().to_owned()))
+    Ok((addresses.tunnel, listener, token.text().expose().to_owned()))
 }
 
 /// One request to port 80 of sensor-1: the body of its answer.
-async fn call(front: SocketAddr) -> Result<String> {
-    let mut io = TcpStream::connect(front).await?;
+async fn call(listener: SocketAddr) -> Result<String> {
+    let mut io = TcpStream::connect(listener).await?;
     io.write_all(b"GET /temperature HTTP/1.1\r\nhost: sensor-1:80\r\nconnection: close\r\n\r\n")
         .await?;
     let mut answer = String::new();

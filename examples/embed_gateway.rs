@@ -40,8 +40,10 @@ async fn main() -> Result {
 
     let gateway = gateway(folder.path())?;
     let addresses = gateway.addresses();
-    let front = addresses.front("https").ok_or("the front has an address")?;
-    println!("gateway: tunnels {}, front {front}", addresses.tunnel);
+    let listener = addresses
+        .listener("https")
+        .ok_or("the listener has an address")?;
+    println!("gateway: tunnels {}, listener {listener}", addresses.tunnel);
     let stopped = stop.clone();
     tasks.spawn(async move {
         gateway.run(stopped).await;
@@ -49,11 +51,11 @@ async fn main() -> Result {
     });
 
     // What the node serves: an app on a free port.
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let app = listener.local_addr()?;
+    let socket = TcpListener::bind("127.0.0.1:0").await?;
+    let app = socket.local_addr()?;
     let router = Router::new().route("/", get(|| async { "hello from behind the NAT\n" }));
     let stopped = stop.clone().cancelled_owned();
-    let serving = axum::serve(listener, router).with_graceful_shutdown(stopped);
+    let serving = axum::serve(socket, router).with_graceful_shutdown(stopped);
     tasks.spawn(async move { Ok(serving.await?) });
 
     // Joining is a request to the gateway, which has to run by now.
@@ -65,7 +67,7 @@ async fn main() -> Result {
     tasks.spawn(async move { Ok(edge.run(stopped).await?) });
 
     tokio::time::timeout(Duration::from_secs(10), connected(&status)).await?;
-    print!("{}", call(&ca, front).await?);
+    print!("{}", call(&ca, listener).await?);
 
     // Ask, then wait: both drain, each for as long as its configuration allows.
     stop.cancel();
@@ -79,7 +81,7 @@ fn gateway(folder: &Path) -> Result<Bound> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),
-        fronts: vec![Listener::new(
+        listeners: vec![Listener::new(
             "https",
             ListenerProtocol::Https,
             ListenAddr::Tcp(loopback),
@@ -121,16 +123,16 @@ async fn connected(edge: &StatusReader) {
 }
 
 /// Sends one request to port 9100 of edge-1, as a client with a certificate of the gateway's own CA.
-async fn call(ca: &Ca, front: SocketAddr) -> Result<String> {
+async fn call(ca: &Ca, listener: SocketAddr) -> Result<String> {
     let mut roots = RootCertStore::empty();
     roots.add(ca.root().clone())?;
-    let caller = ca.issue_caller("example", &[], Duration::from_mins(5))?;
-    let key = PrivateKeyDer::from_pem_slice(caller.key_pem().expose().as_bytes())?;
+    let client = ca.issue_client("example", &[], Duration::from_mins(5))?;
+    let key = PrivateKeyDer::from_pem_slice(client.key_pem().expose().as_bytes())?;
     let tls = rustls::ClientConfig::builder()
         .with_root_certificates(roots)
-        .with_client_auth_cert(caller.chain().to_vec(), key)?;
+        .with_client_auth_cert(client.chain().to_vec(), key)?;
 
-    let tcp = TcpStream::connect(front).await?;
+    let tcp = TcpStream::connect(listener).await?;
     let mut io = TlsConnector::from(Arc::new(tls))
         .connect(ServerName::try_from("edge-1")?, tcp)
         .await?;

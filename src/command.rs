@@ -7,11 +7,10 @@ mod admin_client;
 mod bootstrap;
 mod ca;
 mod ca_rotate;
-mod client_token;
+mod client;
 mod data_dir;
 mod demo;
 mod edge;
-mod edges;
 mod gateway;
 mod health;
 #[cfg(feature = "k8s")]
@@ -19,6 +18,7 @@ mod k8s;
 mod kubernetes;
 mod man;
 mod manifests;
+mod node;
 mod pins;
 mod policy;
 mod private_file;
@@ -90,7 +90,7 @@ impl PreparedCommand {
 fn runs(command: &Command) -> bool {
     match command {
         Command::Gateway(_) => true,
-        Command::Edge(edge) => edge.order.is_none(),
+        Command::Edge(edge) => edge.command.is_none(),
         _ => false,
     }
 }
@@ -111,8 +111,9 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
             None => return Ok(None),
         },
         Command::Edge(cli::Edge {
-            order: Some(order), ..
-        }) => PreparedCommand::brief(edges::run(order)),
+            command: Some(cli::EdgeCommand::Leave(ask)),
+            ..
+        }) => return edge::leave(&ask).map(|()| None),
         Command::Edge(cli::Edge { run, rejoin, .. }) => match configure(run, PROXY, edge::check)? {
             Some((config, sources, warnings)) => {
                 PreparedCommand::new(config.log.clone(), edge::run(config, sources, rejoin))
@@ -127,8 +128,9 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         // Files in, files out: no runtime is needed.
         Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
         Command::Ca(order) => PreparedCommand::brief(ca::run(order)),
+        Command::Node(node) => PreparedCommand::brief(node::run(node)),
         Command::Token(token) => return token::run(token).map(|()| None),
-        Command::Caller(caller) => return client_token::run(caller).map(|()| None),
+        Command::Client(client) => return client::run(client).map(|()| None),
         #[cfg(feature = "k8s")]
         Command::K8s(order) => return k8s::run(order).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),

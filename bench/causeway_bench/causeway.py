@@ -31,7 +31,7 @@ class Causeway(Contestant):
     tunnel: int = 0
     admin: int = 0
     edge_admin: int = 0
-    cores: int = 1
+    workers: int = 1
     # Rules of its policy, of which the last lets callers pass; none is no policy.
     rules: int = 0
     # What its gateway's configuration has besides, and by whose name it is quoted.
@@ -164,15 +164,15 @@ def answers(port: int, path: str) -> bool:
 
 _GATEWAY = """\
 data_dir: {data}
-cores: {cores}
+workers: {cores}
 tunnel:
   listen: "{cloud}:{tunnel}"
   advertise: ["{cloud}:{tunnel}"]
 admin:
   listen: "127.0.0.1:{admin}"
-fronts:
-  - {{ name: https, kind: https, listen: "127.0.0.1:{https}", port: {app}, anonymous: true }}
-  - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost, gateway], anonymous: true }}
+listeners:
+  - {{ name: https, protocol: https, listen: "127.0.0.1:{https}", port: {app}, anonymous: true }}
+  - {{ name: connect, protocol: connect, listen: "127.0.0.1:{connect}", names: [localhost, gateway], anonymous: true }}
 access_log: none
 log: {{ filter: warn }}
 {more}

@@ -2,7 +2,7 @@
 
 A pool is a site of some edges, each with an equal share of the pool's readers; one edge leads. Each site has the cloud
 behind a link of its own, on which the kernel counts. Both ways have the same cluster, the same changes, and the same
-readers: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
+api_cache: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Scale:
     sites: int
     edges: int
     # At each edge.
-    readers: int
+    api_cache: int
     # Changes after which whatever is kept of the last ones is full, at edges as they are configured without further words.
     fill: int
 
@@ -76,7 +76,7 @@ class Edge:
         """How it says that its reading goes; nothing while it says nothing."""
         try:
             with self.bed.at("rest"), urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/status", timeout=2) as reply:
-                return dict(json.load(reply).get("reader") or {})
+                return dict(json.load(reply).get("api_cache") or {})
         except (urllib.error.URLError, OSError):
             return {}
 
@@ -123,7 +123,7 @@ def _pools(scene: Scene, gateway: Causeway) -> tuple[list[list[Edge]], Process]:
     """The gateway, all edges, in touch, of which each pool's one leads; and an edge that reads nothing."""
     cloud, scale = scene.there.cloud, scene.scale
     gateway.written = "readers"
-    gateway.settings = f"kubernetes: {{ kubeconfig: {scene.cluster.kubeconfig()} }}\nreaders: {{}}\n"
+    gateway.settings = f"kubernetes: {{ kubeconfig: {scene.cluster.kubeconfig()} }}\napi_cache: {{}}\n"
     gateway.bootstrap(cloud)
     gateway.start_gateway(cloud, cloud.port())
     edges = []
@@ -290,7 +290,7 @@ log: {{ filter: warn }}
 """
 
 _READER = """\
-reader:
+api_cache:
   listen: "127.0.0.1:{port}"
-  site: {{ listen: "127.0.0.1:{neighbours}", addresses: ["127.0.0.1:{neighbours}"] }}
+  members: {{ listen: "127.0.0.1:{neighbours}", addresses: ["127.0.0.1:{neighbours}"] }}
 """

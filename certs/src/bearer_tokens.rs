@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::name::{NameError, check_caller};
+use crate::name::{NameError, check_client};
 use crate::secret::{Fingerprint, Secret};
 
 /// Prefix of each generated token: its kind and version.
@@ -42,7 +42,7 @@ pub struct StaticTokens(HashMap<Fingerprint, Arc<StaticToken>>);
 impl StaticTokens {
     /// Reads a file's text.
     pub fn parse(text: &str) -> Result<Self, StaticTokensError> {
-        let mut callers = HashMap::new();
+        let mut clients = HashMap::new();
         for (index, line) in text.lines().enumerate() {
             let fault = |message| StaticTokensError {
                 line: index + 1,
@@ -52,9 +52,9 @@ impl StaticTokens {
             if line.trim().is_empty() {
                 continue;
             }
-            let (hash, caller) = parse_line(line).map_err(fault)?;
-            match callers.entry(hash) {
-                Entry::Vacant(free) => free.insert(Arc::new(caller)),
+            let (hash, client) = parse_line(line).map_err(fault)?;
+            match clients.entry(hash) {
+                Entry::Vacant(free) => free.insert(Arc::new(client)),
                 Entry::Occupied(taken) => {
                     let owner = &taken.get().name;
                     return Err(fault(format!(
@@ -63,7 +63,7 @@ impl StaticTokens {
                 }
             };
         }
-        Ok(Self(callers))
+        Ok(Self(clients))
     }
 
     /// Returns the client that this token belongs to.
@@ -85,8 +85,8 @@ impl StaticTokens {
 
     /// Generates a new token for the client, and the token's line for the file.
     pub fn generate(name: &str, groups: &[String]) -> Result<(Secret, String), NameError> {
-        check_caller(name)?;
-        groups.iter().try_for_each(|group| check_caller(group))?;
+        check_client(name)?;
+        groups.iter().try_for_each(|group| check_client(group))?;
         let token = Secret::new(format!("{PREFIX}.{}", Secret::random().expose()));
         let hash = Fingerprint::digest(token.expose().as_bytes());
         let mut line = format!("sha256:{hash} {name}");
@@ -108,8 +108,8 @@ fn parse_line(line: &str) -> Result<(Fingerprint, StaticToken), String> {
         .map_err(|_| "'sha256:' is followed by 64 hexadecimal digits")?;
     let name = words
         .next()
-        .ok_or("the caller's name is missing behind the hash")?;
-    check_caller(name).map_err(|error| error.to_string())?;
+        .ok_or("the client's name is missing behind the hash")?;
+    check_client(name).map_err(|error| error.to_string())?;
     let groups: Vec<_> = words
         .next()
         .into_iter()
@@ -117,7 +117,7 @@ fn parse_line(line: &str) -> Result<(Fingerprint, StaticToken), String> {
         .collect();
     groups
         .iter()
-        .try_for_each(|group| check_caller(group))
+        .try_for_each(|group| check_client(group))
         .map_err(|error| error.to_string())?;
     if words.next().is_some() {
         return Err("write groups in one word: group,group".into());
@@ -143,15 +143,15 @@ mod tests {
     #[test]
     fn a_generated_token_is_found_by_its_line() {
         let (token, line) = StaticTokens::generate("ann", &["ops".into(), "dev".into()]).unwrap();
-        let callers = StaticTokens::parse(&format!("# callers\n\n{line} # laptop\n")).unwrap();
-        let found = callers.lookup(token.expose()).unwrap();
+        let clients = StaticTokens::parse(&format!("# clients\n\n{line} # laptop\n")).unwrap();
+        let found = clients.lookup(token.expose()).unwrap();
         assert_eq!(
             (found.name.as_str(), found.groups.join("+")),
             ("ann", "ops+dev".into())
         );
-        assert!(callers.lookup("cwc1.other").is_none() && callers.lookup("").is_none());
+        assert!(clients.lookup("cwc1.other").is_none() && clients.lookup("").is_none());
         assert!(token.expose().starts_with("cwc1.") && !line.contains(&token.expose()[5..]));
-        assert_eq!((callers.len(), callers.is_empty()), (1, false));
+        assert_eq!((clients.len(), clients.is_empty()), (1, false));
     }
 
     #[test]

@@ -340,23 +340,23 @@ impl Ca {
     }
 
     /// Issues a leaf that a listener shows to its clients under these names.
-    pub fn mint_front(
+    pub fn mint_listener(
         &self,
         names: &[ListenerName],
         lifetime: Duration,
     ) -> Result<LeafCertificate, CaError> {
         let first = names.first().map(ToString::to_string);
         let kind = LeafProfile {
-            common_name: first.as_deref().unwrap_or("causeway front"),
+            common_name: first.as_deref().unwrap_or("causeway listener"),
             groups: None,
             uri: None,
             names,
             lifetime,
         };
         let Some(listener_chain) = self.listeners.valid_chain() else {
-            return self.leaf(IssuerPurpose::Fronts, kind, self.crossed());
+            return self.leaf(IssuerPurpose::Listeners, kind, self.crossed());
         };
-        let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Fronts);
+        let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Listeners);
         let leaf = sign_leaf(&listener_chain.signer, purpose, &key, kind)?;
         let chain = [leaf]
             .into_iter()
@@ -365,22 +365,22 @@ impl Ca {
     }
 
     /// Issues a client certificate with its key. The groups are in one organization, separated by commas.
-    pub fn issue_caller(
+    pub fn issue_client(
         &self,
         name: &str,
         groups: &[String],
         lifetime: Duration,
     ) -> Result<LeafCertificate, CaError> {
-        name::check_caller(name)?;
+        name::check_client(name)?;
         let groups = identity::join_groups(groups)?;
         let kind = LeafProfile {
             common_name: name,
             groups: Some(groups).filter(|groups| !groups.is_empty()),
-            uri: Some(identity::caller_uri(self.trust_domain(), name)),
+            uri: Some(identity::client_uri(self.trust_domain(), name)),
             names: &[],
             lifetime,
         };
-        self.leaf(IssuerPurpose::Callers, kind, None)
+        self.leaf(IssuerPurpose::Clients, kind, None)
     }
 
     /// Returns the cross certificate from the active root to the root before it, while that root is trusted.

@@ -299,10 +299,10 @@ mod tests {
     }
 
     #[test]
-    fn a_callers_certificate_is_no_edges() {
+    fn a_clients_certificate_is_no_edges() {
         let ca = ca();
-        let caller = ca.issue_caller("ann", &[], Duration::from_mins(1)).unwrap();
-        let refused = EdgeIdentity::new(&ca.root_pem(), &caller.chain_pem(), &caller.key_pem());
+        let client = ca.issue_client("ann", &[], Duration::from_mins(1)).unwrap();
+        let refused = EdgeIdentity::new(&ca.root_pem(), &client.chain_pem(), &client.key_pem());
         assert!(matches!(
             refused,
             Err(EdgeIdentityError::Refused(PeerRejected::Kind { .. }))

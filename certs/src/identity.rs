@@ -2,14 +2,14 @@
 //!
 //! Owns `Identity` and the spiffe URIs in which our certificates carry it. Never decides whether a certificate is genuine:
 //! `verify` finds the signer and then calls `Identity::of_ours` or `Identity::of_foreign`. Only the first can return `Edge`,
-//! `Gateway` or `Caller`, so a foreign CA cannot mint one of ours, whatever it writes into its certificates.
+//! `Gateway` or `Client`, so a foreign CA cannot mint one of ours, whatever it writes into its certificates.
 
 use std::fmt;
 
 use rustls_pki_types::CertificateDer;
 
 use crate::certificate::Certificate;
-use crate::name::{NameError, NodeName, TrustDomain, check_caller};
+use crate::name::{NameError, NodeName, TrustDomain, check_client};
 
 /// Separator of groups in the organization of our client certificates: rcgen writes one organization at most, and no group may
 /// contain the separator.
@@ -21,25 +21,25 @@ pub enum IssuerPurpose {
     /// Edges, as clients of the tunnel port.
     Edges,
     /// Certificates that listeners show to clients.
-    Fronts,
+    Listeners,
     /// Gateways.
     Replicas,
     /// Certificates of clients of listeners.
-    Callers,
+    Clients,
 }
 
 impl IssuerPurpose {
     /// All purposes, in the order in which a root stores its intermediates.
-    pub const ALL: [Self; 4] = [Self::Edges, Self::Fronts, Self::Replicas, Self::Callers];
+    pub const ALL: [Self; 4] = [Self::Edges, Self::Listeners, Self::Replicas, Self::Clients];
 }
 
 impl fmt::Display for IssuerPurpose {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Edges => "edges",
-            Self::Fronts => "fronts",
+            Self::Listeners => "listeners",
             Self::Replicas => "replicas",
-            Self::Callers => "callers",
+            Self::Clients => "clients",
         })
     }
 }
@@ -52,7 +52,7 @@ pub enum Identity {
     /// A gateway, by our root.
     Gateway,
     /// A client, by our root.
-    Caller {
+    Client {
         /// The client's name.
         name: String,
         /// The groups that the client belongs to.
@@ -105,8 +105,8 @@ impl Identity {
                     Err(unknown())
                 }
             }
-            Some(("caller", name)) => {
-                check_caller(name)?;
+            Some(("client", name)) => {
+                check_client(name)?;
                 let groups = certificate
                     .organizations
                     .iter()
@@ -114,7 +114,7 @@ impl Identity {
                     .filter(|group| !group.is_empty())
                     .map(str::to_owned)
                     .collect();
-                Ok(Self::Caller {
+                Ok(Self::Client {
                     name: name.to_owned(),
                     groups,
                 })
@@ -151,7 +151,7 @@ impl Identity {
         match self {
             Self::Edge(_) => "edge",
             Self::Gateway => "gateway",
-            Self::Caller { .. } => "caller",
+            Self::Client { .. } => "client",
             Self::Foreign { .. } => "foreign",
         }
     }
@@ -162,7 +162,7 @@ impl fmt::Display for Identity {
         match self {
             Self::Edge(node) => write!(out, "edge {node}"),
             Self::Gateway => out.write_str("gateway"),
-            Self::Caller { name, .. } => write!(out, "caller {name}"),
+            Self::Client { name, .. } => write!(out, "client {name}"),
             Self::Foreign {
                 common_name: Some(name),
                 ..
@@ -219,8 +219,8 @@ pub(crate) fn gateway_uri(domain: &TrustDomain) -> String {
     format!("spiffe://{domain}/gateway")
 }
 
-pub(crate) fn caller_uri(domain: &TrustDomain, name: &str) -> String {
-    format!("spiffe://{domain}/caller/{name}")
+pub(crate) fn client_uri(domain: &TrustDomain, name: &str) -> String {
+    format!("spiffe://{domain}/client/{name}")
 }
 
 pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: IssuerPurpose) -> String {
@@ -244,7 +244,7 @@ pub(crate) fn root_uri(domain: &TrustDomain) -> String {
 
 /// Groups as one organization of a certificate.
 pub(crate) fn join_groups(groups: &[String]) -> Result<String, NameError> {
-    groups.iter().try_for_each(|group| check_caller(group))?;
+    groups.iter().try_for_each(|group| check_client(group))?;
     Ok(groups.join(","))
 }
 

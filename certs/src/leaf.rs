@@ -218,7 +218,7 @@ mod tests {
 
     fn leaf() -> LeafCertificate {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        ca.mint_front(&[], Duration::from_mins(1)).unwrap()
+        ca.mint_listener(&[], Duration::from_mins(1)).unwrap()
     }
 
     #[test]
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn a_leaf_is_read_for_its_role_alone() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let server = ca.mint_front(&[], Duration::from_mins(1)).unwrap();
+        let server = ca.mint_listener(&[], Duration::from_mins(1)).unwrap();
         let read = |role, leaf: &LeafCertificate| {
             LeafCertificate::load_for(role, &leaf.chain_pem(), leaf.key_pem().expose())
         };

@@ -19,7 +19,7 @@ const MAX_NAME: usize = 253;
 /// Longest label of a DNS name (RFC 1035, section 2.3.4).
 const MAX_LABEL: usize = 63;
 /// Longest common name (RFC 5280, ub-common-name), and so the longest name of a client.
-const MAX_CALLER: usize = 64;
+const MAX_CLIENT: usize = 64;
 
 /// Error that refuses a name, or a certificate's name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -33,7 +33,7 @@ pub enum NameError {
         why: &'static str,
     },
     /// The word is not usable as the name or group of a client.
-    #[error("'{word}' is not a valid caller or group: {why}")]
+    #[error("'{word}' is not a valid client or group: {why}")]
     NotCaller {
         /// The rejected word.
         word: String,
@@ -327,17 +327,17 @@ impl fmt::Display for HostName {
 
 /// Checks the name or a group of a client: it must be usable without quoting in a URI's path, in a line of the bearer token file
 /// and in a log.
-pub fn check_caller(word: &str) -> Result<(), NameError> {
+pub fn check_client(word: &str) -> Result<(), NameError> {
     let refuse = |why| {
         Err(NameError::NotCaller {
-            word: word.chars().take(MAX_CALLER).collect(),
+            word: word.chars().take(MAX_CLIENT).collect(),
             why,
         })
     };
     if word.is_empty() {
         return refuse("it is empty");
     }
-    if word.len() > MAX_CALLER {
+    if word.len() > MAX_CLIENT {
         return refuse("it is longer than 64 characters");
     }
     if !word

@@ -33,7 +33,7 @@ pub type IsKnownName = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum CertTarget {
     /// The listener itself.
-    Front,
+    Listener,
     /// A node, by its name.
     Node(NodeName),
     /// A node, by its name and the address that was dialled.
@@ -66,8 +66,8 @@ impl SniCertResolver {
             .time_to_live(SHOWN)
             .build();
         let now = ca.get();
-        let own = now.mint_front(&names, LIFETIME)?.certified_key();
-        leaves.insert((now.state(), CertTarget::Front), own);
+        let own = now.mint_listener(&names, LIFETIME)?.certified_key();
+        leaves.insert((now.state(), CertTarget::Listener), own);
         Ok(Self {
             ca,
             names,
@@ -78,7 +78,7 @@ impl SniCertResolver {
 
     /// The leaf for an SNI, or for none.
     pub fn leaf(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
-        self.shown(&self.asked(server_name).unwrap_or(CertTarget::Front))
+        self.shown(&self.asked(server_name).unwrap_or(CertTarget::Listener))
     }
 
     /// Returns whether a certificate bears this server name: that of a known node, or one of the listener's own.
@@ -116,12 +116,12 @@ impl SniCertResolver {
 
     fn mint(&self, ca: &Ca, shown: &CertTarget) -> Result<Arc<CertifiedKey>, CaError> {
         let leaf = match shown {
-            CertTarget::Node(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
+            CertTarget::Node(node) => ca.mint_listener(&[HostName::from(node)], LIFETIME)?,
             CertTarget::Address(node, address) => {
                 let names = [HostName::from(node), HostName::Ip(*address)];
-                ca.mint_front(&names, LIFETIME)?
+                ca.mint_listener(&names, LIFETIME)?
             }
-            CertTarget::Front => ca.mint_front(&self.names, LIFETIME)?,
+            CertTarget::Listener => ca.mint_listener(&self.names, LIFETIME)?,
         };
         Ok(leaf.certified_key())
     }
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn callers_at_once_share_one_signature() {
+    fn clients_at_once_share_one_signature() {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
         let resolver = resolver(move |_| count.fetch_add(1, Ordering::Relaxed) < 64);
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn a_live_leaf_is_swapped_in_place() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let mint = || ca.mint_front(&[], LIFETIME).unwrap();
+        let mint = || ca.mint_listener(&[], LIFETIME).unwrap();
         let live = ReloadableCert::new(mint());
         let old = live.get();
         live.swap(mint());

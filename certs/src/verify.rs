@@ -36,7 +36,7 @@ pub use peer::{
 };
 pub use plain_server::ServerOnlyTls;
 pub use pool_member::{IsMemberFn, PoolMemberRejected, PoolMemberTls};
-pub use server::{front_server, join_server, tunnel_server};
+pub use server::{join_server, listener_server, tunnel_server};
 pub use session_tickets::TicketSecret;
 pub use yurthub::YurtHubServerTls;
 
@@ -166,12 +166,12 @@ impl TrustStore {
     }
 
     /// Returns the store for a listener's configuration. Our roots among its foreign ones count as our own.
-    pub fn front(ca: &Ca, front: &ListenerClientTrust) -> Result<Self, TrustError> {
+    pub fn listener(ca: &Ca, listener: &ListenerClientTrust) -> Result<Self, TrustError> {
         let ours = ca.roots();
         let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
-        let (named, foreign): (Vec<_>, Vec<_>) = front.client_roots.iter().partition(is_ours);
+        let (named, foreign): (Vec<_>, Vec<_>) = listener.client_roots.iter().partition(is_ours);
         let mut trust = Self::of(ca)?;
-        if !front.own && named.is_empty() {
+        if !listener.own && named.is_empty() {
             (trust.roots, trust.issuers) = (store([])?, None);
         }
         if !foreign.is_empty() {
@@ -204,8 +204,8 @@ impl TrustStore {
     }
 
     /// Returns the URI that identifies a client to which our own root gave this name.
-    pub fn caller_uri(&self, name: &str) -> String {
-        crate::identity::caller_uri(&self.domain, name)
+    pub fn client_uri(&self, name: &str) -> String {
+        crate::identity::client_uri(&self.domain, name)
     }
 }
 

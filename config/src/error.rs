@@ -1,7 +1,7 @@
 //! Errors of a configuration, worded so that its author can correct it.
 //!
 //! Validation never stops at the first fault: it collects them in `Faults`, each with the path of the value in the form
-//! `fronts[1].listen`, which the binary turns into a file, a line and a column.
+//! `listeners[1].listen`, which the binary turns into a file, a line and a column.
 
 use std::fmt;
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::time::Duration;
 /// A fault of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// Path of the value: `fronts[1].listen`, `ports.9100.ca`.
+    /// Path of the value: `listeners[1].listen`, `ports.9100.ca`.
     pub path: String,
     /// Description of the fault, and what to write instead.
     pub message: String,

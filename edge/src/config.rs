@@ -65,7 +65,7 @@ pub struct Config {
     pub pool: Option<String>,
     /// Cache of cluster objects for this node's own programs and the members of its node pool; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reader: Option<ApiCache>,
+    pub api_cache: Option<ApiCache>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
     /// Limits on what is served.
@@ -97,7 +97,7 @@ impl Default for Config {
             labels: BTreeMap::new(),
             addresses: Vec::new(),
             pool: None,
-            reader: None,
+            api_cache: None,
             tunnels: Tunnels::default(),
             limits: Limits::default(),
             timeouts: Timeouts::default(),
@@ -113,7 +113,7 @@ impl Config {
         let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
         let ports = self.ports.values().flat_map(of_port).flatten();
-        let given = identity.chain(self.reader.iter().flat_map(ApiCache::files));
+        let given = identity.chain(self.api_cache.iter().flat_map(ApiCache::files));
         given.cloned().chain(ports).collect()
     }
 }
@@ -245,7 +245,7 @@ pub struct Limits {
     #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
     /// Fields in the head of an upstream's answer over HTTP/1.1; an answer with more is 502.
-    pub headers: usize,
+    pub max_headers: usize,
 }
 
 impl Default for Limits {
@@ -258,7 +258,7 @@ impl Default for Limits {
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
             // hyper's own default.
-            headers: 100,
+            max_headers: 100,
         }
     }
 }
@@ -287,7 +287,7 @@ pub struct Timeouts {
     pub upgrade: Duration,
     /// Time after which an idle connection to an upstream is closed.
     #[serde(with = "DurationStr")]
-    pub app_idle: Duration,
+    pub upstream_idle: Duration,
     /// Time that open streams get to end when the edge stops.
     #[serde(with = "DurationStr")]
     pub drain: Duration,
@@ -303,11 +303,11 @@ impl Default for Timeouts {
             hello: Duration::from_secs(5),
             // The gateway PINGs an idle tunnel every 5 s: three of them are missing.
             silence: Duration::from_secs(15),
-            // Below the gateway's bound of 10 s, so that the caller gets the edge's reason.
+            // Below the gateway's bound of 10 s, so that the client gets the edge's reason.
             dial: Duration::from_secs(5),
             upgrade: Duration::from_secs(30),
             // Below the 75 s after which nginx, and the 90 s after which Go, close theirs.
-            app_idle: Duration::from_mins(1),
+            upstream_idle: Duration::from_mins(1),
             // Kubernetes' default grace before it kills.
             drain: Duration::from_secs(30),
         }

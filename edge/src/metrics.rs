@@ -31,9 +31,9 @@ pub(crate) enum StreamOutcome {
     /// The edge refused it, or its upstream could not be reached.
     Refused(RejectCode),
     /// The client went away.
-    CallerGone,
+    ClientClosed,
     /// The upstream broke off.
-    AppBroke,
+    UpstreamFailed,
     /// The tunnel was lost.
     TunnelLost,
     /// The edge reset it, since its buffered bytes were not consumed.
@@ -45,8 +45,8 @@ impl StreamOutcome {
         match self {
             Self::Done => "done",
             Self::Refused(refusal) => refusal.word(),
-            Self::CallerGone => "caller-gone",
-            Self::AppBroke => "app-broke",
+            Self::ClientClosed => "client-closed",
+            Self::UpstreamFailed => "upstream-failed",
             Self::TunnelLost => "tunnel-lost",
             Self::Evicted => "evicted",
         }
@@ -162,19 +162,19 @@ impl Metrics {
         registry.register("open_streams", "Streams that are open, by kind", open);
         let connections = self.connections.clone();
         registry.register(
-            "app_connections",
+            "upstream_connections",
             "Connections that requests went by: new or reused",
             connections,
         );
         let retries = self.retries.clone();
         registry.register(
-            "app_retries",
+            "upstream_retries",
             "Requests sent again because a kept connection was closed without a byte of an answer",
             retries,
         );
         let turned_away = self.turned_away.clone();
         registry.register(
-            "connections_turned_away",
+            "connections_rejected",
             "Connections that were refused for want of a place, or evicted since another one needed theirs, by limit",
             turned_away,
         );
@@ -209,17 +209,17 @@ impl Metrics {
         let registry = &mut self.registry;
         let dials = self.dials.clone();
         registry.register(
-            "app_dials",
+            "upstream_dials",
             "TCP connections to apps that were tried, by outcome",
             dials,
         );
         registry.register(
-            "app_dial_failures",
+            "upstream_dial_failures",
             "TCP connections to apps that failed, by cause: target-refused, target-timeout, target-unresolved, resolve-timeout, target-unreachable, policy, or exhausted (this edge is out of file descriptors, local ports or memory)",
             self.dial_failures.clone(),
         );
         registry.register_with_unit(
-            "app_dial",
+            "upstream_dial",
             "Time that a TCP connection to an app took, with its name's resolution",
             Unit::Seconds,
             self.dial_seconds.clone(),

@@ -88,7 +88,7 @@ enum RequestError {
     /// The client receives the reason.
     Refused(Rejected),
     /// The client's own side failed: there is no client left to answer.
-    Caller,
+    Client,
 }
 
 impl From<Rejected> for RequestError {
@@ -106,7 +106,7 @@ impl Proxy {
     ) -> Self {
         Self {
             policy,
-            kept: ConnectionPool::new(timeouts.app_idle),
+            kept: ConnectionPool::new(timeouts.upstream_idle),
             timeouts,
             most_fields,
             metrics,
@@ -169,7 +169,7 @@ impl Proxy {
                 tokio::select! {
                     biased;
                     // The future that holds the app's connection is dropped here.
-                    _ = reply.reset() => return served.end(StreamOutcome::CallerGone),
+                    _ = reply.reset() => return served.end(StreamOutcome::ClientClosed),
                     head = interim.next() => match head {
                         Some(head) => drop(reply.interim(head)),
                         None => break Err(endless(&target)),
@@ -184,7 +184,7 @@ impl Proxy {
             let _ = reply.interim(head);
         }
         match answer {
-            Err(RequestError::Caller) => served.end(StreamOutcome::CallerGone),
+            Err(RequestError::Client) => served.end(StreamOutcome::ClientClosed),
             Err(RequestError::Refused(refused)) => {
                 debug!(%target, reason = refused.refusal.word(), detail = %refused.detail, "stream refused");
                 served.end(StreamOutcome::Refused(refused.refusal));
@@ -193,7 +193,7 @@ impl Proxy {
             Ok(UpstreamResponse { head, then }) => {
                 let end = matches!(&then, ResponseTail::Body(body) if body.is_end());
                 let Ok(send) = reply.send(head, end) else {
-                    return served.end(StreamOutcome::CallerGone);
+                    return served.end(StreamOutcome::ClientClosed);
                 };
                 let mut passing = pin!(self.pass(then, send, end));
                 tokio::select! {
@@ -312,21 +312,21 @@ fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
     match error {
         PumpError::Body(error) => {
             debug!(%error, "an app broke off its answer");
-            StreamOutcome::AppBroke
+            StreamOutcome::UpstreamFailed
         }
         PumpError::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
         PumpError::Stream(StreamError::Evicted) => StreamOutcome::Evicted,
-        PumpError::Stream(_) | PumpError::Stalled(_) => StreamOutcome::CallerGone,
+        PumpError::Stream(_) | PumpError::Stalled(_) => StreamOutcome::ClientClosed,
     }
 }
 
 fn relayed(outcome: &CopyOutcome) -> StreamOutcome {
     match outcome {
         CopyOutcome::Clean => StreamOutcome::Done,
-        CopyOutcome::Near(_) => StreamOutcome::AppBroke,
+        CopyOutcome::Near(_) => StreamOutcome::UpstreamFailed,
         CopyOutcome::Far(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
         CopyOutcome::Far(StreamError::Evicted) => StreamOutcome::Evicted,
-        CopyOutcome::Far(_) => StreamOutcome::CallerGone,
+        CopyOutcome::Far(_) => StreamOutcome::ClientClosed,
     }
 }
 
@@ -338,9 +338,9 @@ async fn read_rest(
     let mut rest = OverflowBuffer::default();
     while rest.len() < length {
         let Some(chunk) = body.data().await else {
-            return Err(RequestError::Caller);
+            return Err(RequestError::Client);
         };
-        let chunk = chunk.map_err(|_| RequestError::Caller)?;
+        let chunk = chunk.map_err(|_| RequestError::Client)?;
         if rest.len() + chunk.len() > length {
             let detail = "the rest of the request's target does not end with a frame";
             return Err(RejectCode::Malformed.because(detail).into());

@@ -192,7 +192,7 @@ impl Edge {
         } = self;
         let way = Proxy::new(
             policy.clone(),
-            (config.timeouts.clone(), config.limits.headers),
+            (config.timeouts.clone(), config.limits.max_headers),
             metrics.clone(),
             tasks.clone(),
         );

@@ -48,7 +48,7 @@ pub struct Status {
     pub certificate: Option<CertificateStatus>,
     /// State of the API cache, if this edge has one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reader: Option<ApiCacheStatus>,
+    pub api_cache: Option<ApiCacheStatus>,
 }
 
 /// One tunnel.
@@ -345,7 +345,7 @@ impl StatusReader {
             reached: *locked(&self.0.reached),
             trouble,
             certificate: locked(&self.0.certificate).clone(),
-            reader: self.0.reading.status(),
+            api_cache: self.0.reading.status(),
         }
     }
 

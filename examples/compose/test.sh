@@ -113,7 +113,7 @@ calls() {
   shown compose exec -T client call https://edge-2:9100/
   answers_for edge-1 app-1 && answers_for edge-2 app-2
   passes
-  say 'without the certificate of a caller there is no answer'
+  say 'without the certificate of a client there is no answer'
   [ "$(compose exec -T client curl -s --cacert /run/causeway/ca.pem -o /dev/null -w '%{http_code}' https://edge-1:9100/)" = 401 ]
   passes
   say 'a websocket'
@@ -128,14 +128,14 @@ calls() {
 }
 
 outage() {
-  say 'site-1 loses its network for 20 s: callers are told at once, and it comes back by itself'
+  say 'site-1 loses its network for 20 s: clients are told at once, and it comes back by itself'
   local edge site began since
   edge=$(id edge-1) site=$(network site-1)
   began=$SECONDS
   shown docker network disconnect "$site" "$edge"
   within 18 away edge-1
   call https://edge-1:9100/ | tee "$scratch/away"
-  grep -q node_away "$scratch/away"
+  grep -q node_not_connected "$scratch/away"
   answers_for edge-2 app-2
   until [ $((SECONDS - began)) -ge 20 ]; do sleep 0.2; done
   shown docker network connect --alias edge-1 "$site" "$edge"

@@ -11,9 +11,9 @@ use causeway_rt::listener::RemoteAddr;
 pub const AUDIT: &str = "audit";
 
 /// Logs a client whose handshake failed because of its certificate. Only the reason is known about this client.
-pub(crate) fn log_rejected_client(front: &str, peer: RemoteAddr, why: &dyn Display) {
-    tracing::info!(front, %peer, %why, "a caller's certificate is refused");
-    tracing::info!(target: AUDIT, event = "refused", front, %peer, reason = "certificate", detail = %why);
+pub(crate) fn log_rejected_client(listener: &str, peer: RemoteAddr, why: &dyn Display) {
+    tracing::info!(listener, %peer, %why, "a client's certificate is refused");
+    tracing::info!(target: AUDIT, event = "refused", listener, %peer, reason = "certificate", detail = %why);
 }
 
 /// An edge that was not let in at the tunnel port, or not given a certificate.

@@ -53,13 +53,13 @@ pub struct Config {
     /// Directory of the CA, the tokens and the known nodes; created with mode 0700.
     pub data_dir: PathBuf,
     /// Worker threads, each of which serves its own nodes; 0 is one per CPU.
-    pub cores: usize,
+    pub workers: usize,
     /// Listener for tunnels of edges.
     pub tunnel: Tunnel,
     /// Health, metrics and status.
     pub admin: Admin,
     /// Listeners for clients. Without this key: one `https` listener on 0.0.0.0:10263 for clients with a certificate of the own CA.
-    pub fronts: Vec<Listener>,
+    pub listeners: Vec<Listener>,
     /// The DNS server that answers names of nodes; without this key there is none.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub dns: Specified<Dns>,
@@ -71,12 +71,12 @@ pub struct Config {
     pub policy: Specified<PathBuf>,
     /// Node ports to which this gateway itself speaks TLS, in place of the node's edge, whose port then has the scheme `tcp`. The key is on the gateway alone.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub apps: BTreeMap<u16, UpstreamTls>,
+    pub upstream_tls: BTreeMap<u16, UpstreamTls>,
     /// The cluster whose nodes this gateway serves.
     pub kubernetes: Option<Kubernetes>,
     /// Cluster resources that edges may read, for clients on their nodes. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub readers: Option<ApiCache>,
+    pub api_cache: Option<ApiCache>,
     /// Limits of what the gateway serves.
     pub limits: Limits,
     /// Timeouts.
@@ -97,17 +97,17 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             data_dir: "/var/lib/causeway".into(),
-            // A node's tunnels and callers share a thread: more threads than CPUs only switch.
-            cores: 0,
+            // A node's tunnels and clients share a thread: more threads than CPUs only switch.
+            workers: 0,
             tunnel: Tunnel::default(),
             admin: Admin::default(),
-            fronts: vec![Listener::https()],
+            listeners: vec![Listener::https()],
             dns: Specified::default(),
             redirect: None,
             policy: Specified::default(),
-            apps: BTreeMap::new(),
+            upstream_tls: BTreeMap::new(),
             kubernetes: None,
-            readers: None,
+            api_cache: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,
@@ -121,24 +121,32 @@ impl Default for Config {
 impl Config {
     /// Returns the files that the configuration names. Their contents count as much as the configuration itself.
     pub fn files(&self) -> Vec<PathBuf> {
-        let of_front = |front: &Listener| {
-            let shown = front.certificate.iter();
+        let of_listener = |listener: &Listener| {
+            let shown = listener.certificate.iter();
             let shown = shown.flat_map(|files| [&files.chain, &files.key]);
-            let callers = front.callers.client_ca.iter().chain(&front.callers.tokens);
-            let issuers = front.callers.jwt.iter().flat_map(Jwt::files);
+            let clients = listener
+                .client_auth
+                .client_ca
+                .iter()
+                .chain(&listener.client_auth.tokens);
+            let issuers = listener.client_auth.jwt.iter().flat_map(Jwt::files);
             shown
-                .chain(callers)
+                .chain(clients)
                 .chain(issuers)
                 .cloned()
                 .collect::<Vec<_>>()
         };
-        let fronts = self.fronts.iter().flat_map(of_front);
+        let listeners = self.listeners.iter().flat_map(of_listener);
         let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
         let policy = self.policy.0.iter().chain(tunnel).cloned();
-        let apps = self.apps.values().flat_map(UpstreamTls::files).cloned();
+        let apps = self
+            .upstream_tls
+            .values()
+            .flat_map(UpstreamTls::files)
+            .cloned();
         let cluster = self.signer().into_iter().flat_map(|rules| &rules.client_ca);
         policy
-            .chain(fronts)
+            .chain(listeners)
             .chain(apps)
             .chain(cluster.cloned())
             .collect()
@@ -165,7 +173,7 @@ pub struct Tunnel {
     /// Number of gateways, 64 or fewer, announced to edges. Edges with `tunnels.gateways: every` look for that many gateways behind each address, such as a load balancer's. Without this key: the number that `kubernetes.advertise` counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Names of revoked nodes, which are refused in any case: for gateways that share a configuration and no data directory. Other nodes are revoked by `causeway edge revoke`.
+    /// Names of revoked nodes, which are refused in any case: for gateways that share a configuration and no data directory. Other nodes are revoked by `causeway node revoke`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub revoked: Vec<String>,
     /// Certificates of the gateway and of all edges that an external CA issues and renews, in place of those of the own CA.
@@ -259,14 +267,14 @@ pub struct Limits {
     /// Concurrent streams in total.
     pub streams: usize,
     /// Concurrent streams of one client.
-    pub per_caller: usize,
+    pub per_client: usize,
     /// Concurrent streams to one node.
     pub per_node: usize,
     /// Client connections in total. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most. At the limit, the oldest connection without an open stream is closed for a new one.
     pub connections: usize,
     /// Bytes that clients may leave unread of answers, and upstreams of uploads, in total. Above half of this limit flow-control windows are small; above it new streams get 503.
     #[serde(with = "ByteSize")]
-    pub unread: usize,
+    pub buffered_bytes: usize,
     /// Memory of stalled streams, whose client or upstream does not read: 320 KiB each, and the bytes that wait in their windows. Above this limit the streams that have been stalled longest are reset.
     #[serde(with = "ByteSize")]
     pub stalled: usize,
@@ -275,15 +283,15 @@ pub struct Limits {
     pub tcp_memory: usize,
     /// Bytes of a request's target: path and query. A longer target gets 414.
     #[serde(with = "ByteSize")]
-    pub uri_bytes: usize,
+    pub max_uri_bytes: usize,
     /// The same at listeners with `errors: kubernetes`, for `kubectl exec` with long arguments. A path, and a target over HTTP/2, can have at most 65,534 bytes. A query over HTTP/1.1 may be as long as this limit.
     #[serde(with = "ByteSize")]
-    pub kubernetes_uri_bytes: usize,
+    pub max_kubernetes_uri_bytes: usize,
     /// Bytes of the header fields of a request.
     #[serde(with = "ByteSize")]
-    pub header_bytes: usize,
-    /// Number of header fields of a request, and of an answer over HTTP/1.1 at ports of `apps`.
-    pub headers: usize,
+    pub max_header_bytes: usize,
+    /// Number of header fields of a request, and of an answer over HTTP/1.1 at ports of `upstream_tls`.
+    pub max_headers: usize,
 }
 
 impl Default for Limits {
@@ -291,25 +299,25 @@ impl Default for Limits {
         Self {
             // 50,000 idle upgrades cost about 1 GiB at the 20 KiB each that we promise.
             streams: 50_000,
-            // kube-apiserver is one caller, and so is one Prometheus: high, but not all.
-            per_caller: 10_000,
+            // kube-apiserver is one client, and so is one Prometheus: high, but not all.
+            per_client: 10_000,
             per_node: 10_000,
             // Below the 20,000 descriptors that distributions commonly allow a service.
             connections: 15_000,
-            // Eight tunnels' whole budgets: stalled callers of one node never come near it.
-            unread: 512 << 20,
+            // Eight tunnels' whole budgets: stalled clients of one node never come near it.
+            buffered_bytes: 512 << 20,
             // 680 of them with the least window: long before new streams get 503.
             stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
             // What `http::Uri` holds, and more than any browser sends.
-            uri_bytes: 64 << 10,
+            max_uri_bytes: 64 << 10,
             // As much as kube-apiserver itself takes of a head (http.DefaultMaxHeaderBytes).
-            kubernetes_uri_bytes: 1 << 20,
+            max_kubernetes_uri_bytes: 1 << 20,
             // Twice the largest head that kube-apiserver sends with client groups inside.
-            header_bytes: 64 << 10,
+            max_header_bytes: 64 << 10,
             // hyper's own default.
-            headers: 100,
+            max_headers: 100,
         }
     }
 }
@@ -326,7 +334,7 @@ pub struct Timeouts {
     pub header: Duration,
     /// The edge's answer to CONNECT, which includes its dial to the target.
     #[serde(with = "DurationStr")]
-    pub open: Duration,
+    pub connect: Duration,
     /// The upstream's answer to an upgrade.
     #[serde(with = "DurationStr")]
     pub upgrade_first_byte: Duration,
@@ -360,12 +368,12 @@ impl Default for Timeouts {
             tls: Duration::from_secs(10),
             header: Duration::from_secs(10),
             // kube-apiserver sets no bound of its own; edges give up a dial after 5 s.
-            open: Duration::from_secs(10),
+            connect: Duration::from_secs(10),
             // kubelet pulls a terminal up within seconds, even on a busy node.
             upgrade_first_byte: Duration::from_secs(30),
             // An app that flushes to a slow disk pauses for a minute or two, and goes on.
             upload: Duration::from_mins(5),
-            // The same for callers: somebody reads a page of a log, and goes on.
+            // The same for clients: somebody reads a page of a log, and goes on.
             download: Duration::from_mins(5),
             // Go's client keeps idle connections for 90 s: close no earlier than it does.
             idle_keepalive: Duration::from_secs(90),

@@ -16,7 +16,7 @@ pub enum Reason {
     /// No node has this name or address.
     NodeUnknown,
     /// The node is known and has no tunnel.
-    NodeAway,
+    NodeNotConnected,
     /// The request names two nodes, or none that this gateway is for.
     Misdirected,
     /// The client has not proven its identity.
@@ -38,7 +38,7 @@ pub enum Reason {
     /// The target spoke nonsense, or broke off.
     TargetBroken,
     /// The target has another key than the one that it is known by.
-    TargetChanged,
+    TargetKeyChanged,
     /// The tunnel was lost in flight.
     TunnelLost,
     /// The target or the edge was too slow.
@@ -70,7 +70,7 @@ impl Reason {
     /// All rows, for metrics and tests.
     pub const ALL: [Self; 25] = [
         Self::NodeUnknown,
-        Self::NodeAway,
+        Self::NodeNotConnected,
         Self::Misdirected,
         Self::Unauthenticated,
         Self::Forbidden,
@@ -81,7 +81,7 @@ impl Reason {
         Self::ResolveTimeout,
         Self::Exhausted,
         Self::TargetBroken,
-        Self::TargetChanged,
+        Self::TargetKeyChanged,
         Self::TunnelLost,
         Self::TargetTimeout,
         Self::Undecided,
@@ -100,7 +100,7 @@ impl Reason {
     pub fn status(self) -> StatusCode {
         match self {
             Self::NodeUnknown => StatusCode::NOT_FOUND,
-            Self::NodeAway
+            Self::NodeNotConnected
             | Self::Undecided
             | Self::LimitReached
             | Self::Draining
@@ -112,7 +112,7 @@ impl Reason {
             | Self::TargetUnresolved
             | Self::TargetUnreachable
             | Self::TargetBroken
-            | Self::TargetChanged
+            | Self::TargetKeyChanged
             | Self::TunnelLost => StatusCode::BAD_GATEWAY,
             Self::TargetTimeout | Self::ResolveTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::UriTooLong => StatusCode::URI_TOO_LONG,
@@ -161,7 +161,7 @@ impl Reason {
                 | Self::Forbidden
                 | Self::EdgePolicy
                 | Self::Misdirected
-                | Self::TargetChanged
+                | Self::TargetKeyChanged
         )
     }
 
@@ -169,7 +169,7 @@ impl Reason {
     pub fn word(self) -> &'static str {
         match self {
             Self::NodeUnknown => "node_unknown",
-            Self::NodeAway => "node_away",
+            Self::NodeNotConnected => "node_not_connected",
             Self::Misdirected => "misdirected",
             Self::Unauthenticated => "unauthenticated",
             Self::Forbidden => "forbidden",
@@ -180,7 +180,7 @@ impl Reason {
             Self::ResolveTimeout => "resolve_timeout",
             Self::Exhausted => "exhausted",
             Self::TargetBroken => "target_broken",
-            Self::TargetChanged => "target_changed",
+            Self::TargetKeyChanged => "target_key_changed",
             Self::TunnelLost => "tunnel_lost",
             Self::TargetTimeout => "target_timeout",
             Self::Undecided => "undecided",
@@ -200,14 +200,14 @@ impl Reason {
     pub fn proxy_status(self) -> &'static str {
         match self {
             Self::NodeUnknown => "destination_not_found",
-            Self::NodeAway | Self::Draining => "destination_unavailable",
+            Self::NodeNotConnected | Self::Draining => "destination_unavailable",
             Self::Forbidden | Self::EdgePolicy => "http_request_denied",
             Self::TargetRefused => "connection_refused",
             Self::TargetUnresolved => "dns_error",
             Self::TargetUnreachable => "destination_ip_unroutable",
             Self::ResolveTimeout => "dns_timeout",
             Self::TargetBroken => "http_protocol_error",
-            Self::TargetChanged => "tls_certificate_error",
+            Self::TargetKeyChanged => "tls_certificate_error",
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
             Self::Undecided | Self::Exhausted => "proxy_internal_error",
@@ -227,7 +227,7 @@ impl Reason {
     /// Returns how long a client should wait before it retries, if a retry helps.
     pub fn retry_after(self) -> Option<Duration> {
         match self {
-            Self::NodeAway | Self::Undecided => Some(Duration::from_secs(2)),
+            Self::NodeNotConnected | Self::Undecided => Some(Duration::from_secs(2)),
             Self::LimitReached | Self::Draining | Self::Exhausted => Some(Duration::from_secs(1)),
             Self::NodeUnknown
             | Self::Misdirected
@@ -239,7 +239,7 @@ impl Reason {
             | Self::TargetUnreachable
             | Self::ResolveTimeout
             | Self::TargetBroken
-            | Self::TargetChanged
+            | Self::TargetKeyChanged
             | Self::TunnelLost
             | Self::TargetTimeout
             | Self::UriTooLong
@@ -256,10 +256,10 @@ impl Reason {
     pub fn title(self) -> &'static str {
         match self {
             Self::NodeUnknown => "No such node",
-            Self::NodeAway => "Node not connected",
+            Self::NodeNotConnected => "Node not connected",
             Self::Misdirected => "Request not for this gateway",
-            Self::Unauthenticated => "Caller not authenticated",
-            Self::Forbidden => "Caller not allowed",
+            Self::Unauthenticated => "Client not authenticated",
+            Self::Forbidden => "Client not allowed",
             Self::EdgePolicy => "Refused by the edge's policy",
             Self::TargetRefused => "Target refused the connection",
             Self::TargetUnresolved => "Name of the target not resolved",
@@ -267,7 +267,7 @@ impl Reason {
             Self::ResolveTimeout => "Name of the target not resolved in time",
             Self::Exhausted => "Out of file descriptors, ports or memory",
             Self::TargetBroken => "Target broke the protocol",
-            Self::TargetChanged => "Target not the one that is known",
+            Self::TargetKeyChanged => "Target not the one that is known",
             Self::TunnelLost => "Tunnel lost in flight",
             Self::TargetTimeout => "Target too slow",
             Self::Undecided => "Nobody to decide",

@@ -83,7 +83,7 @@ declare! {
     /// Times that a limit was reached.
     limits_reached: Family<[Label; 1], Counter>,
     /// Connections that were refused for want of a place, or evicted since another one needed theirs, by limit.
-    connections_turned_away: Family<[Label; 2], Counter>,
+    connections_rejected: Family<[Label; 2], Counter>,
     /// Tunnels that are registered.
     tunnels: Gauge,
     /// Tunnels that take no new streams because a probe is without an answer, at the time of the scrape.
@@ -97,7 +97,7 @@ declare! {
     /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
     tunnel_round_trip_seconds: Family<[Label; 1], SecondsGauge>,
     /// Bytes buffered here when each stream was last sampled, of answers for clients and of uploads for upstreams.
-    unread_bytes: Gauge,
+    buffered_bytes: Gauge,
     /// Streams with buffered bytes that the receiver does not take, when each was last sampled.
     stalled_streams: Gauge,
     /// Streams that were reset because the receiver did not take their buffered bytes, by the exhausted resource: `memory`
@@ -106,7 +106,7 @@ declare! {
     /// DNS queries, by result.
     dns_queries: Family<[Label; 1], Counter>,
     /// Connections to upstreams to which the gateway itself speaks TLS, by the version of HTTP that the upstream chose.
-    app_connections: Family<[Label; 1], Counter>,
+    upstream_connections: Family<[Label; 1], Counter>,
     /// Whether the gateway drains.
     draining: Gauge,
     /// Fetches of the keys of issuers of JWTs, by outcome.
@@ -132,19 +132,19 @@ declare! {
     /// Certificate signing requests of the cluster's API, by action: approved, signed, left (unchanged), failed.
     cluster_certificates: Family<[Label; 1], Counter>,
     /// Objects that are cached for edges, by resource.
-    pool_objects: Family<[ListenerLabel; 1], Gauge>,
+    api_cache_objects: Family<[ListenerLabel; 1], Gauge>,
     /// Version of the cluster of each cached resource.
-    pool_version: Family<[ListenerLabel; 1], Gauge>,
+    api_cache_version: Family<[ListenerLabel; 1], Gauge>,
     /// Time since which the source of a resource is lost, in Unix time; 0 while it is not lost.
-    pool_lost_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
+    api_cache_lost_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
     /// Watches that are open, by resource.
-    pool_watchers: Family<[ListenerLabel; 1], Gauge>,
+    api_cache_watchers: Family<[ListenerLabel; 1], Gauge>,
     /// Connections by which edges read.
-    pool_readers: Gauge,
-    /// Maximum number of concurrent connections of edges to the API cache (`readers.connections`).
-    pool_readers_limit: Gauge,
+    api_cache_connections: Gauge,
+    /// Maximum number of concurrent connections of edges to the API cache (`api_cache.connections`).
+    api_cache_connections_limit: Gauge,
     /// Pools with a leader among the edges that are connected here.
-    pool_leaders: Gauge,
+    api_cache_leaders: Gauge,
     /// Expiry of certificates in use, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
     certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
 }
@@ -197,7 +197,7 @@ impl Metrics {
     }
 
     /// Returns the handles of a listener, by its configured name.
-    pub fn front(&self, name: &str) -> Arc<ListenerMetrics> {
+    pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
         Arc::new(ListenerMetrics::of(&self.declared, name))
     }
 
@@ -215,7 +215,10 @@ impl Metrics {
     /// Counts a connection to an upstream.
     pub fn app_connected(&self, http2: bool) {
         let labels = [("http", if http2 { "2" } else { "1.1" })];
-        self.declared.app_connections.get_or_create(&labels).inc();
+        self.declared
+            .upstream_connections
+            .get_or_create(&labels)
+            .inc();
     }
 
     /// Streams that stood still were reset.
@@ -239,7 +242,7 @@ impl Metrics {
         let metrics = self.clone();
         ConnectionLimit::new(name, most, move |turned| {
             let labels = [("limit", name), ("outcome", turned.as_str())];
-            let turned_away = &metrics.declared.connections_turned_away;
+            let turned_away = &metrics.declared.connections_rejected;
             turned_away.get_or_create(&labels).inc();
             if turned == RejectReason::Refused {
                 metrics.limit(name);
@@ -293,7 +296,7 @@ impl Metrics {
     /// Sets the number of buffered bytes and of stalled streams.
     pub fn unread(&self, bytes: usize, stalled: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        self.declared.unread_bytes.set(bytes);
+        self.declared.buffered_bytes.set(bytes);
         let stalled = i64::try_from(stalled).unwrap_or(i64::MAX);
         self.declared.stalled_streams.set(stalled);
     }

@@ -111,7 +111,7 @@ pub struct Proxy {
     /// State that all listeners share.
     pub shared: Arc<ProxyState>,
     /// The listener.
-    pub front: Arc<Listener>,
+    pub listener: Arc<Listener>,
     /// The worker that serves the connection.
     pub core: WorkerId,
     /// The owner of tasks that outlive a request: request bodies, upgraded sessions.
@@ -141,7 +141,7 @@ impl Proxy {
             Ok(response) => response,
             Err(error) => {
                 let error = self.ended_by_drain(&record, error);
-                let reply = error_response::of(&self.front, &record, (protocol, &error));
+                let reply = error_response::of(&self.listener, &record, (protocol, &error));
                 if bodiless {
                     return reply.map(|_| ResponseBody::empty());
                 }
@@ -161,7 +161,7 @@ impl Proxy {
 
     /// Returns how many bytes of a request's target this listener takes.
     pub(crate) fn most_target(&self) -> usize {
-        match self.front.errors {
+        match self.listener.errors {
             ErrorFormat::Problem => self.shared.uri_bytes,
             ErrorFormat::Kubernetes => self.shared.kubernetes_uri_bytes,
         }
@@ -177,7 +177,7 @@ impl Proxy {
 
     /// Returns the form of the listener's errors, and the longest target that it takes.
     pub(crate) fn form(&self) -> (ErrorFormat, usize) {
-        (self.front.errors, self.most_target())
+        (self.listener.errors, self.most_target())
     }
 
     async fn serve(
@@ -187,42 +187,40 @@ impl Proxy {
         exchange: ExchangeId,
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
-        if self.front.is_over() {
-            let why = "this front has another configuration by now; connect anew";
+        if self.listener.is_over() {
+            let why = "this listener has another configuration by now; connect anew";
             return Err(Reason::Draining.error(why));
         }
         request::check(&request, self.bounds())?;
-        let kind = request::kind(&request, self.front.kind)?;
-        let asked = self.front.asked(connection, request::authority(&request)?);
+        let kind = request::kind(&request, self.listener.kind)?;
+        let asked = self
+            .listener
+            .asked(connection, request::authority(&request)?);
         if matches!(kind, StreamKind::Connect)
-            && let Some(target) = direct::target(&self.front.direct, &asked, &self.shared.nodes)
+            && let Some(target) = direct::target(&self.listener.direct, &asked, &self.shared.nodes)
         {
-            let caller = self.identify(connection, request.headers(), Some(target.port));
-            let caller = caller.await?;
-            record.caller(&caller);
+            let client = self.identify(connection, request.headers(), Some(target.port));
+            let client = client.await?;
+            record.client(&client);
             record.allow(GrantedAccess::new(Action::Connect, &request, connection));
             let direct = direct::DirectConnect {
                 proxy: self,
                 connection,
-                caller: &caller,
+                client: &client,
                 target: &target,
                 record,
             };
             return Box::pin(direct::connect(direct, request)).await;
         }
-        let (caller, routed) = self
+        let (client, routed) = self
             .resolve_and_authenticate(connection, request.headers(), &asked)
             .await?;
-        record.caller(&caller);
-        let route = pod_route::or_route(self, (&caller, &kind), &request, routed).await?;
+        record.client(&client);
+        let route = pod_route::or_route(self, (&client, &kind), &request, routed).await?;
         record.route(&route);
-        let act = match kind {
-            StreamKind::Plain => Action::Request,
-            StreamKind::Upgrade(_) => Action::Upgrade,
-            StreamKind::Connect => Action::Connect,
-        };
+        let act = Action::from(&kind);
         let ask = AuthzRequest {
-            caller: &caller,
+            client: &client,
             from: connection.peer,
             destination: Destination::Node(&route),
             act,
@@ -232,12 +230,12 @@ impl Proxy {
         record.allow(GrantedAccess::new(act, &request, connection));
         self.authorize(&ask, record).await?;
         let picked = self.select_tunnel(&route).await?;
-        record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
+        record.permit(self.shared.limits.admit(&client.open, &picked.streams)?);
         record.tunnel(picked.id);
         let way = StreamContext {
             proxy: self,
             connection,
-            caller: &caller,
+            client: &client,
             route: &route,
             tunnel: &picked.tunnel,
             id: picked.id,
@@ -255,10 +253,10 @@ impl Proxy {
         fields: &HeaderMap,
         asked: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Route), Error> {
-        let (caller, routed) = self
+        let (client, routed) = self
             .resolve_and_authenticate(connection, fields, asked)
             .await?;
-        Ok((caller, routed?))
+        Ok((client, routed?))
     }
 
     async fn resolve_and_authenticate(
@@ -269,8 +267,8 @@ impl Proxy {
     ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
         let routed = route::of(asked, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
-        let caller = self.identify(connection, fields, port).await?;
-        Ok((caller, routed))
+        let client = self.identify(connection, fields, port).await?;
+        Ok((client, routed))
     }
 
     async fn identify(
@@ -290,16 +288,16 @@ impl Proxy {
         presented: (&HeaderMap, Expired<'_>),
         port: Option<u16>,
     ) -> Result<ClientIdentity, Error> {
-        let authentication = &self.front.authentication;
-        let caller = authentication
+        let authentication = &self.listener.authentication;
+        let client = authentication
             .identify(connection, presented, port, &self.shared)
             .await?;
-        if !self.front.believes(caller.root) {
+        if !self.listener.believes(client.root) {
             let why = "certificate: the root on which it hangs is trusted no more";
             return Err(Reason::Unauthenticated.error(why));
         }
-        caller.is_welcome(&self.front)?;
-        Ok(caller)
+        client.is_welcome(&self.listener)?;
+        Ok(client)
     }
 
     /// Whether they may, which the record notes.
@@ -338,7 +336,7 @@ pub struct StreamContext<'a> {
     /// The client's connection.
     pub connection: &'a Arc<ClientConnection>,
     /// Identity of the client.
-    pub caller: &'a ClientIdentity,
+    pub client: &'a ClientIdentity,
     /// The node and port that it goes to.
     pub route: &'a Route,
     /// The tunnel that was picked.
@@ -377,18 +375,18 @@ impl StreamContext<'_> {
 
 fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
     match away {
-        NodeUnavailable::Never => Reason::NodeAway.error(format!(
+        NodeUnavailable::Never => Reason::NodeNotConnected.error(format!(
             "{node} is not connected and was not seen since this gateway started"
         )),
         NodeUnavailable::Last { seen, from } => {
             let ago = SystemTime::now().duration_since(*seen).unwrap_or_default();
-            Reason::NodeAway.error(format!(
+            Reason::NodeNotConnected.error(format!(
                 "{node} is not connected since {}, {} s ago; its last tunnel came from {from}",
                 humantime::format_rfc3339_seconds(*seen),
                 ago.as_secs()
             ))
         }
-        NodeUnavailable::Suspect { from } => Reason::NodeAway.error(format!(
+        NodeUnavailable::Suspect { from } => Reason::NodeNotConnected.error(format!(
             "{node} does not answer on its tunnel from {from}; the link is probably down"
         )),
         NodeUnavailable::Draining => Reason::Draining.error(format!(

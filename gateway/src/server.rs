@@ -81,10 +81,10 @@ enum AuthorizerSource {
 /// If one cannot be used.
 pub fn check(config: &Config) -> Result<(), BindError> {
     config
-        .fronts
+        .listeners
         .iter()
         .try_for_each(build::listener::ListenerSource::check)?;
-    build::upstream_tls::check(&config.apps)?;
+    build::upstream_tls::check(&config.upstream_tls)?;
     tunnel_identity::check(config)
 }
 
@@ -94,7 +94,7 @@ impl Gateway {
         Self {
             config,
             cores: None,
-            // Without rules: whoever a front lets in may do everything.
+            // Without rules: whoever a listener lets in may do everything.
             deciding: AuthorizerSource::Policy(PolicyReader::default()),
             reloads: ReloadSender::default(),
             pods: None,
@@ -214,13 +214,13 @@ pub struct BoundAddresses {
     /// The DNS server, if there is one.
     pub dns: Option<SocketAddr>,
     /// The listeners for clients by name; unix sockets have no address.
-    pub fronts: Vec<(String, Option<SocketAddr>)>,
+    pub listeners: Vec<(String, Option<SocketAddr>)>,
 }
 
 impl BoundAddresses {
     /// Returns the address of a listener, if it has one.
-    pub fn front(&self, name: &str) -> Option<SocketAddr> {
-        self.fronts.iter().find(|(known, _)| known == name)?.1
+    pub fn listener(&self, name: &str) -> Option<SocketAddr> {
+        self.listeners.iter().find(|(known, _)| known == name)?.1
     }
 }
 
@@ -245,7 +245,7 @@ impl Bound {
             tunnel: tcp(&self.tunnel),
             admin: tcp(&self.admin.pages),
             dns: self.dns.as_ref().and_then(dns::BoundSockets::local_addr),
-            fronts: self.reloader.parts().fronts.addresses(),
+            listeners: self.reloader.parts().listeners.addresses(),
         }
     }
 
@@ -360,7 +360,7 @@ impl Bound {
         let (control, closing) = (TaskGroup::default(), CancellationToken::new());
         let leaving = CancellationToken::new();
         let runtime = self.cores.runtime(WorkerId(0));
-        self.reloader.parts().fronts.open();
+        self.reloader.parts().listeners.open();
         if let Some(reading) = &self.admission.reading {
             let nodes = &self.reloader.parts().authority.roll.nodes;
             let leaders =
@@ -395,18 +395,18 @@ impl Bound {
         // What was asked to connect elsewhere must not come back here.
         leaving.cancel();
         startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
-        let callers = || self.shared.limits.connections();
+        let clients = || self.shared.limits.connections();
         let edges = drain::drain(
             &self.shared.registry,
             &self.shared.metrics,
             &self.readiness,
             drain::DrainListeners {
                 close: &self.ending,
-                callers: &callers,
+                clients: &clients,
             },
             grace,
         );
-        let retire = self.reloader.parts().fronts.retire();
+        let retire = self.reloader.parts().listeners.retire();
         // Before streams are cut, so that their records say why.
         let streams = self.tasks.drain_and(grace, || self.shared.registry.end());
         let (left, (), ()) = tokio::join!(streams, edges, retire);

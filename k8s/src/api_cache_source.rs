@@ -96,11 +96,11 @@ fn explained(resource: &GroupVersionResource, ended: ReflectorError) -> (String,
     let (why, after) = match ended {
         ReflectorError::Broken(why) | ReflectorError::Stale(why, _) => (why, None),
         ReflectorError::Refused(StatusCode::FORBIDDEN, why, after) => {
-            let todo = "the gateway's ClusterRole has to allow list and watch of it (deploy/components/readers)";
+            let todo = "the gateway's ClusterRole has to allow list and watch of it (deploy/components/api-cache)";
             (format!("{why}; {todo}"), after)
         }
         ReflectorError::Refused(StatusCode::NOT_FOUND, _, after) => {
-            let why = "the cluster's API does not serve it; take it out of readers.resources";
+            let why = "the cluster's API does not serve it; take it out of api_cache.resources";
             (why.to_owned(), after)
         }
         ReflectorError::Refused(status, why, after) => (format!("{status}: {why}"), after),

@@ -150,10 +150,10 @@ egressSelections:
           tlsServerName: "gateway"
 "#
         );
-        let socket = Endpoint::Socket("/run/\"x\"/front.sock".to_owned());
+        let socket = Endpoint::Socket("/run/\"x\"/listener.sock".to_owned());
         let text = socket.to_string();
         assert!(
-            text.ends_with("uds:\n        udsName: \"/run/\\\"x\\\"/front.sock\"\n"),
+            text.ends_with("uds:\n        udsName: \"/run/\\\"x\\\"/listener.sock\"\n"),
             "{text}"
         );
     }
@@ -162,9 +162,9 @@ egressSelections:
     fn what_kube_apiserver_would_not_take_is_refused() {
         tls().check().unwrap();
         let with = |change: fn(&mut Endpoint)| {
-            let mut front = tls();
-            change(&mut front);
-            front.check().unwrap_err()
+            let mut listener = tls();
+            change(&mut listener);
+            listener.check().unwrap_err()
         };
         for url in [
             "http://10.0.0.2:1",
@@ -172,21 +172,25 @@ egressSelections:
             "https://:1",
             "10.0.0.2:1",
         ] {
-            let mut front = tls();
-            if let Endpoint::Tls { url: own, .. } = &mut front {
+            let mut listener = tls();
+            if let Endpoint::Tls { url: own, .. } = &mut listener {
                 url.clone_into(own);
             }
             assert!(
-                front.check().unwrap_err().contains("https://HOST:PORT"),
+                listener.check().unwrap_err().contains("https://HOST:PORT"),
                 "{url}"
             );
         }
-        let relative = with(|front| {
-            if let Endpoint::Tls { key, .. } = front {
+        let relative = with(|listener| {
+            if let Endpoint::Tls { key, .. } = listener {
                 *key = "egress.key".to_owned();
             }
         });
         assert!(relative.contains("no absolute path"), "{relative}");
-        assert!(Endpoint::Socket("front.sock".to_owned()).check().is_err());
+        assert!(
+            Endpoint::Socket("listener.sock".to_owned())
+                .check()
+                .is_err()
+        );
     }
 }

@@ -1,5 +1,5 @@
 //! Controller of a gateway's own certificates by `certificates.k8s.io`, from external signers: that of its tunnel port
-//! (`tunnel.identity.signer`), and the client certificates that it shows to upstreams (`apps.*.signer`).
+//! (`tunnel.identity.signer`), and the client certificates that it shows to upstreams (`upstream_tls.*.signer`).
 //!
 //! For the tunnel port it requests a server certificate with the URI of a gateway and the names under which edges reach this one.
 //! For upstreams it requests a client certificate that names a user. Each is stored in the data directory, key and chain in one
@@ -435,7 +435,7 @@ mod tests {
     fn a_client_certificate_counts_for_its_user_alone() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let leaf = ca
-            .issue_caller("ann", &[], Duration::from_hours(3))
+            .issue_client("ann", &[], Duration::from_hours(3))
             .unwrap();
         let text = StoredCertificate::text(&[], &leaf.chain_pem(), leaf.key_pem().expose());
         let read = |user: &str| {

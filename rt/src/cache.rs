@@ -91,12 +91,12 @@ mod tests {
     const LONG: Duration = Duration::from_hours(1);
 
     #[tokio::test]
-    async fn concurrent_callers_share_one_fetch_and_its_value_is_cached() {
+    async fn concurrent_clients_share_one_fetch_and_its_value_is_cached() {
         let cache = Cache::new(10);
         let fetches = AtomicUsize::new(0);
         let fetch = async || {
             let value = fetches.fetch_add(1, Relaxed);
-            // All callers wait before the fetch ends.
+            // All clients wait before the fetch ends.
             tokio::task::yield_now().await;
             CachedValue { value, ttl: LONG }
         };

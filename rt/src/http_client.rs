@@ -1,4 +1,4 @@
-//! HTTP/1.1 client for a single request over a connection that the caller has made.
+//! HTTP/1.1 client for a single request over a connection that the client has made.
 
 use bytes::Bytes;
 use http_body_util::Full;

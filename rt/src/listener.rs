@@ -233,7 +233,7 @@ mod tests {
     async fn a_unix_socket_is_private_and_replaces_only_a_dead_one() {
         let folder = std::env::temp_dir().join(format!("causeway-listener-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        let path = folder.join("front.sock");
+        let path = folder.join("listener.sock");
         let first = BoundSocket::unix(&path).unwrap();
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);

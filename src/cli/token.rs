@@ -11,23 +11,23 @@ use super::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Token {
-    /// Make a token for one node, to be used once, or for so many of a pattern
+    /// Create a join token for one node, used once, or for several nodes of a pattern
     Create(TokenCreate),
-    /// List the tokens: for whom, who has joined with them, until when they are good
+    /// List the tokens with their nodes, uses and expiry
     List(TokenList),
-    /// Take tokens back: nobody joins with them any more; nodes that have joined stay
+    /// Revoke tokens: no node joins with them any more; nodes that have joined stay
     Revoke(TokenRevoke),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct TokenCreate {
-    /// Name of the node that may join with it; or, with stars, of new nodes, as in 'site-7-*'
+    /// Name of the node that may join, or a pattern for names of new nodes, such as 'site-7-*'
     #[arg(long)]
     pub(crate) node: String,
-    /// How many nodes may join with it, where a pattern names them
+    /// Number of nodes that may join, for a pattern
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub(crate) uses: u32,
-    /// How long it can be used
+    /// Lifetime of the token
     #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
     pub(crate) ttl: Duration,
     #[command(flatten)]
@@ -62,7 +62,7 @@ impl NodeAttributeArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct TokenList {
-    /// As a table, or as JSON
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = ListFormat::Table)]
     pub(crate) output: ListFormat,
     #[command(flatten)]
@@ -71,15 +71,15 @@ pub(crate) struct TokenList {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ListFormat {
-    /// One line each
+    /// One line for each entry
     Table,
-    /// All that is known, in JSON
+    /// All details, in JSON
     Json,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct TokenRevoke {
-    /// The tokens' ids, which `token list` shows
+    /// Ids of the tokens, as `token list` shows them
     #[arg(required = true, value_name = "ID")]
     pub(crate) ids: Vec<String>,
     #[command(flatten)]

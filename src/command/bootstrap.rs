@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, bail};
 use causeway_certs::{Ca, JoinToken, NodeAttributes, NodeName, Store};
 
-use super::{ca, private_file};
+use super::{ca, client, private_file};
 use crate::cli::Bootstrap;
 use crate::output::outln;
 
@@ -24,8 +24,8 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
         .iter()
         .map(|node| NodeName::parse(node).with_context(|| format!("--node {node}")))
         .collect::<anyhow::Result<_>>()?;
-    if ask.callers.iter().any(|name| name == "ca") {
-        bail!("--caller ca: ca.pem is the root's; choose another name");
+    if ask.clients.iter().any(|name| name == "ca") {
+        bail!("--client ca: ca.pem is the root's; choose another name");
     }
     let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
@@ -34,8 +34,8 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
         let file = ask.out.join(format!("{node}.token"));
         outln!("{node}: {}", token(&store, node, &file, ask.token_ttl)?)?;
     }
-    for name in &ask.callers {
-        outln!("{name}: {}", caller(&authority, name, ask)?)?;
+    for name in &ask.clients {
+        outln!("{name}: {}", client(&authority, name, ask)?)?;
     }
     Ok(())
 }
@@ -79,9 +79,9 @@ fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
 }
 
 /// Makes a new certificate for a client. Earlier certificates stay valid.
-fn caller(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String> {
-    let leaf = authority.issue_caller(name, &[], ask.caller_ttl)?;
-    let (chain, key) = ca::write_caller(&ask.out, name, &leaf)?;
+fn client(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String> {
+    let leaf = authority.issue_client(name, &[], ask.client_ttl)?;
+    let (chain, key) = client::write_certificate(&ask.out, name, &leaf)?;
     Ok(format!(
         "certificate in {}, key in {}",
         chain.display(),
@@ -99,10 +99,10 @@ mod tests {
     fn ask(folder: &Path) -> Bootstrap {
         Bootstrap {
             nodes: vec!["edge-1".into(), "edge-2".into()],
-            callers: vec!["client".into()],
+            clients: vec!["client".into()],
             out: folder.join("out"),
             token_ttl: Duration::from_hours(1),
-            caller_ttl: Duration::from_hours(1),
+            client_ttl: Duration::from_hours(1),
             trust_domain: "causeway.test".parse().unwrap(),
             data: DataDir {
                 data_dir: folder.join("data"),

@@ -1,27 +1,26 @@
-//! `causeway ca`: the CA of a data directory, and certificates for clients.
+//! `causeway ca`: the CA of a data directory.
 //!
 //! Keys are written with mode 0600, whole or not at all, and never printed. An existing
 //! CA is never replaced: every edge that trusts it would be lost.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, anyhow};
 use causeway_certs::{
-    Backup, Ca as Authority, HostName, ImportOutcome, LeafCertificate, OpenMode, RotationStep,
-    SharedCa, Store, StoreError, TrustDomain,
+    Backup, Ca as Authority, HostName, ImportOutcome, OpenMode, RotationStep, SharedCa, Store,
+    StoreError, TrustDomain,
 };
 
-use super::{ca_rotate, data_dir, private_file};
-use crate::cli::{Ca, CaBackup, CaClient, CaCsr, CaImport, CaInit};
+use super::{ca_rotate, data_dir};
+use crate::cli::{Ca, CaBackup, CaCsr, CaImport, CaInit};
 use crate::output::{self, outln};
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
         Ca::Init(ask) => init(&ask),
-        Ca::Caller(ask) => caller(&ask),
         Ca::Rotate(order) => ca_rotate::run(order).await,
         Ca::Backup(ask) => backup(&ask),
         Ca::Restore(ask) => restore(&ask),
@@ -63,21 +62,6 @@ fn csr(ask: &CaCsr) -> anyhow::Result<()> {
     let (ca, _) = store.change_ca(|ca| anyhow::Ok(ca.request_listener_ca()?))?;
     let request = ca.listener_request_pem()?.unwrap_or_default();
     output::write(format_args!("{request}"))?;
-    Ok(())
-}
-
-fn caller(ask: &CaClient) -> anyhow::Result<()> {
-    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
-    let leaf = ca.issue_caller(&ask.name, &ask.groups, ask.ttl)?;
-    let (chain, key) = write_caller(&ask.out, &ask.name, &leaf)?;
-    outln!("certificate {}", chain.display())?;
-    outln!("key         {}", key.display())?;
-    outln!(
-        "use them as: curl --cacert {} --cert {} --key {} https://…",
-        store.root_path().display(),
-        chain.display(),
-        key.display()
-    )?;
     Ok(())
 }
 
@@ -185,24 +169,10 @@ fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
     }
 }
 
-/// Writes NAME.pem and NAME-key.pem, the key first; returns where they are.
-pub(super) fn write_caller(
-    out: &Path,
-    name: &str,
-    leaf: &LeafCertificate,
-) -> anyhow::Result<(PathBuf, PathBuf)> {
-    let chain = out.join(format!("{name}.pem"));
-    let key = out.join(format!("{name}-key.pem"));
-    private_file::write(&key, leaf.key_pem().expose())?;
-    private_file::write(&chain, &leaf.chain_pem())?;
-    Ok((chain, key))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::DataDir;
-    use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]
     async fn a_secret_that_was_left_behind_is_not_taken_up_and_what_to_do_is_said() {
@@ -237,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {
+    fn a_second_init_keeps_the_ca() {
         let folder = tempfile::tempdir().unwrap();
         let data = || DataDir {
             data_dir: folder.path().join("data"),
@@ -253,21 +223,5 @@ mod tests {
             std::fs::read(folder.path().join("data/ca.pem")).unwrap(),
             root
         );
-
-        let out = folder.path().to_owned();
-        let groups = vec!["admins".into()];
-        let ttl = Duration::from_hours(1);
-        caller(&CaClient {
-            name: "curl".into(),
-            groups,
-            ttl,
-            out,
-            data: data(),
-        })
-        .unwrap();
-        let key = std::fs::metadata(folder.path().join("curl-key.pem")).unwrap();
-        assert_eq!(key.permissions().mode() & 0o777, 0o600);
-        let chain = std::fs::read_to_string(folder.path().join("curl.pem")).unwrap();
-        assert!(chain.starts_with("-----BEGIN CERTIFICATE-----"));
     }
 }

@@ -69,7 +69,7 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
             )
         });
     outln!(
-        "{heard}callers that name {} want its new text {}; next: causeway ca rotate activate",
+        "{heard}clients that name {} want its new text {}; next: causeway ca rotate activate",
         store.root_path().display(),
         if ca.signs_itself() {
             "before that, since the root is from before intermediates"
@@ -129,7 +129,7 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
         }
         if !left.is_empty() {
             bail!(
-                "{} enrolled edges have certificates of the old root still, and would be shut out: {}; wait until they have renewed (causeway status), remove those that are gone for good (causeway edge remove NODE), or shut them out by --force",
+                "{} enrolled edges have certificates of the old root still, and would be shut out: {}; wait until they have renewed (causeway status), remove those that are gone for good (causeway node remove NODE), or shut them out by --force",
                 left.len(),
                 names(&left)
             );
@@ -145,7 +145,7 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
     notify_gateway(directory).await?;
     if step == RotationStep::Made {
         outln!(
-            "join tokens and callers' certificates of the old root are good no more; make new ones where that matters"
+            "join tokens and clients' certificates of the old root are good no more; make new ones where that matters"
         )?;
     }
     Ok(())

@@ -34,7 +34,7 @@ const NODES: [&str; 2] = ["edge-1", "edge-2"];
 /// The node port that each app is reached as.
 const PORT: u16 = 9100;
 /// Name of the client in the printed commands.
-const CALLER: &str = "demo";
+const CLIENT: &str = "demo";
 /// Edges and their first requests take milliseconds; a loaded machine gets this long.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Ctrl-C should not be felt.
@@ -59,7 +59,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let files = DemoFiles::make(&dir)?;
     let cloud = DemoGateway::bind(&dir, args.listen)?;
-    let (addresses, front) = (cloud.addresses.clone(), cloud.front);
+    let (addresses, listener) = (cloud.addresses.clone(), cloud.listener);
     files
         .store
         .write_runtime(admin_client::NAME, &addresses.admin.to_string())?;
@@ -74,7 +74,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         }
     )?;
     outln!(
-        "gateway         tunnels {}, https front {front}, admin {}",
+        "gateway         tunnels {}, https listener {listener}, admin {}",
         addresses.tunnel,
         addresses.admin
     )?;
@@ -83,7 +83,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     let (ask, demo) = (CancellationToken::new(), stop.clone());
     let serving = cloud.run(ask.clone());
     let running = async {
-        let ready = begin(&files, (&addresses, front), &tasks, &ask).await;
+        let ready = begin(&files, (&addresses, listener), &tasks, &ask).await;
         if ready.is_ok() {
             demo.cancelled().await;
         }
@@ -99,7 +99,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
 /// Starts the edges and shows that they can be reached.
 async fn begin(
     files: &DemoFiles,
-    (addresses, front): (&BoundAddresses, SocketAddr),
+    (addresses, listener): (&BoundAddresses, SocketAddr),
     tasks: &TaskGroup,
     stop: &CancellationToken,
 ) -> anyhow::Result<()> {
@@ -116,7 +116,7 @@ async fn begin(
     outln!("")?;
     for node in NODES {
         let began = Instant::now();
-        let patience = tokio::time::timeout(PATIENCE, probe::get(files, front, node));
+        let patience = tokio::time::timeout(PATIENCE, probe::get(files, listener, node));
         let (took, line) = patience
             .await
             .with_context(|| format!("{node} was not reached within {PATIENCE:?}"))??;
@@ -135,22 +135,22 @@ async fn begin(
             SLICES = gateway::SLICES
         )?;
     }
-    print_commands(files, front)?;
+    print_commands(files, listener)?;
     if let Some(reader) = readers.first() {
         print_reading(*reader)?;
     }
     outln!("\nready")
 }
 
-fn print_commands(files: &DemoFiles, front: SocketAddr) -> anyhow::Result<()> {
+fn print_commands(files: &DemoFiles, listener: SocketAddr) -> anyhow::Result<()> {
     let curl = |node: &str, rest: &str| {
-        let to = if front.port() == PORT {
-            format!("--resolve {node}:{PORT}:{}", front.ip())
+        let to = if listener.port() == PORT {
+            format!("--resolve {node}:{PORT}:{}", listener.ip())
         } else {
-            format!("--connect-to {node}:{PORT}:{front}")
+            format!("--connect-to {node}:{PORT}:{listener}")
         };
-        let (ca, caller) = (quoted(&files.root), quoted(&files.caller));
-        outln!("curl -sS --cacert {ca} --cert {caller} {to} {rest}")
+        let (ca, client) = (quoted(&files.root), quoted(&files.client));
+        outln!("curl -sS --cacert {ca} --cert {client} {to} {rest}")
     };
     outln!("\nTry it from another terminal:\n")?;
     for node in NODES {
@@ -208,7 +208,7 @@ struct DemoFiles {
     store: Store,
     root: PathBuf,
     /// Certificate and key of the client in one file, as curl's `--cert` takes them.
-    caller: PathBuf,
+    client: PathBuf,
 }
 
 impl DemoFiles {
@@ -221,18 +221,18 @@ impl DemoFiles {
             store.save_ca(&ca)?;
             ca
         };
-        let leaf = ca.issue_caller(CALLER, &[], Duration::from_hours(24))?;
-        let (root, caller) = (dir.join("demo-ca.pem"), dir.join("demo-caller.pem"));
+        let leaf = ca.issue_client(CLIENT, &[], Duration::from_hours(24))?;
+        let (root, client) = (dir.join("demo-ca.pem"), dir.join("demo-client.pem"));
         write(&root, &ca.root_pem())?;
         write(
-            &caller,
+            &client,
             &format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()),
         )?;
         Ok(Self {
             dir: dir.to_owned(),
             store,
             root,
-            caller,
+            client,
         })
     }
 }
@@ -278,7 +278,7 @@ async fn edge(
     };
     config.admin.listen = loopback;
     config.timeouts.drain = DRAIN;
-    config.reader = Some(causeway_edge::config::ApiCache {
+    config.api_cache = Some(causeway_edge::config::ApiCache {
         listen: loopback,
         ..Default::default()
     });

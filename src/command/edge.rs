@@ -105,7 +105,7 @@ pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
         kept.display()
     )?;
     outln!(
-        "it joins anew with a token of `causeway token create --node NODE`; a gateway that is to forget the node: `causeway edge remove NODE` there"
+        "it joins anew with a token of `causeway token create --node NODE`; a gateway that is to forget the node: `causeway node remove NODE` there"
     )?;
     Ok(())
 }

@@ -182,7 +182,7 @@ impl RunningGateway {
 
 /// The directory of manifests, if edges read those.
 fn directory(config: &Config) -> Option<PathBuf> {
-    config.readers.as_ref()?.manifests.clone()
+    config.api_cache.as_ref()?.manifests.clone()
 }
 
 /// Returns the objects that edges read, if they come from manifests.
@@ -241,7 +241,9 @@ impl fmt::Display for PolicyState {
                 let (rules, many) = (policy.len(), if policy.len() == 1 { "" } else { "s" });
                 write!(f, "policy: {rules} rule{many} of {}", file.display())
             }
-            _ => f.write_str("no policy: whoever a front lets in may do everything on every node"),
+            _ => {
+                f.write_str("no policy: whoever a listener lets in may do everything on every node")
+            }
         }
     }
 }
@@ -258,10 +260,10 @@ fn files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
     causeway_gateway::check(config)?;
-    if let Some((readers, dir)) = config.readers.as_ref().zip(directory(config)) {
+    if let Some((api_cache, dir)) = config.api_cache.as_ref().zip(directory(config)) {
         manifests::read(
             &dir,
-            WatchCache::new(&readers.resources(), &readers.limits()),
+            WatchCache::new(&api_cache.resources(), &api_cache.limits()),
         )?;
     }
     Ok(())

@@ -16,9 +16,9 @@ use crate::output::{self, outln};
 pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
     match order {
         K8s::EgressConfig(ask) => {
-            let front = front(ask)?;
-            front.check().map_err(|why| anyhow!(why))?;
-            output::write(format_args!("{front}"))?;
+            let listener = listener(ask)?;
+            listener.check().map_err(|why| anyhow!(why))?;
+            output::write(format_args!("{listener}"))?;
             Ok(())
         }
         K8s::CaBundle(ask) => {
@@ -68,7 +68,7 @@ fn secret(ask: &CaSecret) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(&secret)?)
 }
 
-fn front(ask: EgressConfig) -> anyhow::Result<Endpoint> {
+fn listener(ask: EgressConfig) -> anyhow::Result<Endpoint> {
     let text = |path: &Path| {
         let text = path.to_str().map(str::to_owned);
         text.with_context(|| format!("{}: no text that YAML can hold", path.display()))

@@ -129,7 +129,7 @@ impl KubernetesControllers {
         let (read, hubs) = (parts.read(bound), parts.hubs(bound));
         let state = parts.state(bound);
         let app_clients = parts.app_clients.into_iter().map(|client| {
-            let why = "the client certificate for apps (apps.*.signer) is not there yet";
+            let why = "the client certificate for apps (upstream_tls.*.signer) is not there yet";
             client.run_holding(bound.hold(why))
         });
         let app_clients = futures_util::future::join_all(app_clients);
@@ -253,7 +253,7 @@ impl Inner {
     fn hubs(&self, bound: &Bound) -> Option<causeway_k8s::YurtHubLeaders> {
         Some(causeway_k8s::YurtHubLeaders {
             client: self.client.clone(),
-            rules: self.rules.hubs.clone()?,
+            rules: self.rules.yurthub.clone()?,
             hubs: bound.hubs()?,
             nodes: bound.nodes().reader(),
             gateway: this_gateway(),
@@ -308,7 +308,7 @@ fn app_clients(
     client: &causeway_k8s::Client,
     config: &Config,
 ) -> anyhow::Result<Vec<causeway_k8s::GatewayCertificate>> {
-    let apps = config.apps.iter();
+    let apps = config.upstream_tls.iter();
     let asked = apps.filter_map(|(port, app)| Some((*port, app, app.signer.clone()?)));
     asked
         .map(|(port, app, signer)| {

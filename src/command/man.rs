@@ -70,11 +70,11 @@ const GATEWAY_FILES: &[(&str, &str)] = &[
     ),
     (
         "/var/lib/causeway",
-        "CA, hashes of tokens, nodes, the secret of session tickets. Whoever has ca.json can be any edge and any caller; who has tickets.key, any edge and this gateway.",
+        "CA, hashes of tokens, nodes, the secret of session tickets. Whoever has ca.json can be any edge and any client; who has tickets.key, any edge and this gateway.",
     ),
     (
         "/var/lib/causeway/ca.pem",
-        "The CA's certificate, by which callers know the gateway.",
+        "The CA's certificate, by which clients know the gateway.",
     ),
 ];
 const EDGE_FILES: &[(&str, &str)] = &[
@@ -233,7 +233,7 @@ mod tests {
             "CAUSEWAY_TUNNEL_LISTEN",
             "CAUSEWAY_CONFIG",
             "\\-\\-tunnel\\-listen",
-            "fronts[].callers.tokens",
+            "listeners[].client_auth.tokens",
             "/var/lib/causeway/ca.pem",
             "SIGTERM",
         ] {

@@ -34,7 +34,7 @@ pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
 /// If one of them is not what it should be; the error names the file.
 pub(super) fn read(dir: &Path, pool: Arc<WatchCache>) -> anyhow::Result<Manifests> {
     // A directory that cannot be read is not an empty one.
-    fs::read_dir(dir).with_context(|| format!("readers.manifests: {}", dir.display()))?;
+    fs::read_dir(dir).with_context(|| format!("api_cache.manifests: {}", dir.display()))?;
     let mut manifests = Manifests::new(pool);
     for file in files(dir).iter().skip(1) {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
@@ -79,7 +79,7 @@ mod tests {
             ("kind: Service\nkind: Service\n", "c.yaml:2:"),
             (
                 "apiVersion: v1\nkind: Secret\nmetadata: { name: x }\n",
-                "readers.resources",
+                "api_cache.resources",
             ),
             ("{", "not YAML"),
         ] {
@@ -89,7 +89,7 @@ mod tests {
         }
         let error = read(&folder.path().join("none"), pool()).unwrap_err();
         assert!(
-            format!("{error:#}").contains("readers.manifests"),
+            format!("{error:#}").contains("api_cache.manifests"),
             "{error:#}"
         );
     }

@@ -1,18 +1,18 @@
-//! `causeway edge pins|unpin`: by which keys apps are known that are believed from their first use on (`apps.*.pin`).
+//! `causeway node pins|unpin`: pinned keys of apps, which are trusted on first use (`upstream_tls.*.pin`).
 //!
-//! The data directory says which; what is forgotten there is forgotten by a gateway that runs on it when this returns.
+//! The data directory has the keys. A gateway that runs on it has applied the change when the command returns.
 
 use anyhow::bail;
 use causeway_certs::{Pin, PinTable};
 use comfy_table::{Table, presets};
 use serde_json::json;
 
-use super::{data_dir, edges, token::date};
-use crate::cli::{EdgePins, EdgeUnpin, ListFormat};
+use super::{data_dir, node, token::date};
+use crate::cli::{ListFormat, NodeList, NodeUnpin};
 use crate::output::outln;
 
-/// Shows them, by node and port.
-pub(super) fn list(ask: &EdgePins) -> anyhow::Result<()> {
+/// Prints the pinned keys by node and port.
+pub(super) fn list(ask: &NodeList) -> anyhow::Result<()> {
     let all = data_dir::of_gateway(&ask.data.data_dir)?.pins().all()?;
     match ask.output {
         ListFormat::Table => outln!("{}", table(&all))?,
@@ -37,7 +37,7 @@ fn rows(all: &PinTable) -> impl Iterator<Item = (&str, u16, &Pin)> {
 
 fn table(all: &PinTable) -> String {
     if all.is_empty() {
-        return "no app is known by its key; apps whose configuration says pin: true are, once they were asked".into();
+        return "no pinned keys; the gateway pins the key of an app at its first connection where upstream_tls has pin: true".into();
     }
     let mut table = Table::new();
     table
@@ -57,21 +57,21 @@ fn table(all: &PinTable) -> String {
     table.trim_fmt()
 }
 
-/// Forgets those of a node, or of one port of it.
-pub(super) async fn unpin(ask: EdgeUnpin) -> anyhow::Result<()> {
-    let (store, node) = edges::open(&ask.data.data_dir, &ask.node)?;
-    let forgotten = store.pins().forget(&node, ask.port)?;
+/// Removes the pinned keys of a node, or of one of its ports.
+pub(super) async fn unpin(ask: NodeUnpin) -> anyhow::Result<()> {
+    let (store, name) = node::open(&ask.data.data_dir, &ask.node)?;
+    let forgotten = store.pins().forget(&name, ask.port)?;
     if forgotten.is_empty() {
         let which = match ask.port {
-            Some(port) => format!("port {port} of {node}"),
-            None => node.to_string(),
+            Some(port) => format!("port {port} of {name}"),
+            None => name.to_string(),
         };
-        bail!("no key of {which} is noted here; `causeway edge pins` shows which are");
+        bail!("no key of {which} is pinned here; `causeway node pins` lists the pinned keys");
     }
     let ports: Vec<_> = forgotten.keys().map(u16::to_string).collect();
     let done = format!(
-        "by which key {node} is known at {} is forgotten",
+        "the pinned key of {name} at port {} is removed",
         ports.join(", ")
     );
-    edges::notify_gateway(&ask.data.data_dir, &done).await
+    node::notify_gateway(&ask.data.data_dir, &done).await
 }

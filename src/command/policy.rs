@@ -175,7 +175,7 @@ impl RequestSpec {
         &self,
         rules: &Rules,
         method: &Method,
-        caller: &Subject<'_>,
+        client: &Subject<'_>,
         node: &Node,
     ) -> Decision {
         let (name, direct) = match &self.to {
@@ -183,11 +183,11 @@ impl RequestSpec {
             To::Direct(address) => (None, Some(*address)),
         };
         rules.decide(&PolicyInput {
-            user: caller.user.unwrap_or_default(),
-            groups: caller.groups,
-            uris: caller.uris,
-            known: caller.user.is_some(),
-            from: caller.from,
+            user: client.user.unwrap_or_default(),
+            groups: client.groups,
+            uris: client.uris,
+            known: client.user.is_some(),
+            from: client.from,
             node: name,
             direct,
             pool: node.pool.as_deref(),
@@ -214,15 +214,15 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     let rules = read(file)?;
     let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade)?;
     let (node, is_known) = confirmed(ask, &mut written.to)?;
-    let caller = Subject {
+    let client = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
         from: ask.from,
     };
-    let decision = written.decide(&rules, &ask.method, &caller, &node);
+    let decision = written.decide(&rules, &ask.method, &client, &node);
     let is_otherwise =
-        |node: &Node| written.decide(&rules, &ask.method, &caller, node).allow != decision.allow;
+        |node: &Node| written.decide(&rules, &ask.method, &client, node).allow != decision.allow;
     let label = hinge(&rules, &node, is_otherwise).filter(|_| ask.labels.is_empty());
     if let Some(label) = label {
         if config::is_restricted(label) {
@@ -321,7 +321,7 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
         To::Node(_) => {}
     }
     if ask.from.is_none() {
-        errln!("note: without --from the caller comes from no network, as through a unix socket");
+        errln!("note: without --from the client comes from no network, as through a unix socket");
     }
     let is_known = found.is_some();
     let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));

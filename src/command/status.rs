@@ -285,7 +285,7 @@ fn thousands(number: u64) -> String {
 
 fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     if edges.is_empty() {
-        return "no edges; make a token with: causeway token create --node NAME\n(where edges bring certificates of another system, let them in with: causeway edge add NAME)".into();
+        return "no edges; make a token with: causeway token create --node NAME\n(where edges bring certificates of another system, let them in with: causeway node add NAME)".into();
     }
     let mut header = vec![
         "NODE",

@@ -39,7 +39,7 @@ fn explain(ask: &TokenCreate) {
         ask.node
     );
     errln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
-    errln!("with the gateway's address, and the node's ports that callers may reach");
+    errln!("with the gateway's address, and the node's ports that clients may reach");
 }
 
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {

@@ -1,4 +1,4 @@
-//! Path of a value in a configuration: `fronts[1].callers.client_ca[0]`.
+//! Path of a value in a configuration: `listeners[1].client_auth.client_ca[0]`.
 //!
 //! Faults, positions in a file and flags all refer to values by this path. The text form is that of `causeway_config::Fault`.
 

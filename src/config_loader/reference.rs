@@ -41,7 +41,7 @@ pub(crate) fn reference<C: ProcessConfig>() -> String {
 pub(crate) fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        // The default front: the meaning says it in words.
+        // The default listener: the meaning says it in words.
         Value::Array(list) if list.iter().any(Value::is_object) => "…".into(),
         Value::Array(list) => format!(
             "[{}]",

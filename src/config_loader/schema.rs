@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// One key of a configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct ConfigKey {
-    /// `tunnel.listen`, or `fronts[].name` inside a list.
+    /// `tunnel.listen`, or `listeners[].name` inside a list.
     pub(crate) name: String,
     /// How a text given for it is read.
     pub(crate) form: ValueForm,
@@ -338,9 +338,9 @@ mod tests {
             ("tunnel-listen".into(), "CAUSEWAY_TUNNEL_LISTEN".into())
         );
         assert_eq!(find("tunnel.advertise").unwrap().form, ValueForm::List);
-        assert_eq!(find("fronts").unwrap().form, ValueForm::Yaml);
-        assert_eq!(find("cores").unwrap().form, ValueForm::Scalar);
+        assert_eq!(find("listeners").unwrap().form, ValueForm::Yaml);
+        assert_eq!(find("workers").unwrap().form, ValueForm::Scalar);
         assert_eq!(find("access_log").unwrap().form, ValueForm::Text);
-        assert!(!find("fronts[].callers.tokens").unwrap().settable);
+        assert!(!find("listeners[].client_auth.tokens").unwrap().settable);
     }
 }

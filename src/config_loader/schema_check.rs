@@ -254,9 +254,36 @@ impl SchemaChecker {
     }
 }
 
+/// Keys of earlier versions, each with its present name.
+const RENAMED: &[(&str, &str)] = &[
+    ("cores", "workers"),
+    ("fronts", "listeners"),
+    ("kind", "protocol"),
+    ("callers", "client_auth"),
+    ("direct", "direct_networks"),
+    ("apps", "upstream_tls"),
+    ("readers", "api_cache"),
+    ("reader", "api_cache"),
+    ("site", "members"),
+    ("hubs", "yurthub"),
+    ("window", "event_buffer"),
+    ("per_caller", "per_client"),
+    ("unread", "buffered_bytes"),
+    ("uri_bytes", "max_uri_bytes"),
+    ("kubernetes_uri_bytes", "max_kubernetes_uri_bytes"),
+    ("header_bytes", "max_header_bytes"),
+    ("headers", "max_headers"),
+    ("open", "connect"),
+    ("app_idle", "upstream_idle"),
+];
+
 fn unknown<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> String {
     let known: Vec<_> = known.collect();
-    match nearest(key, known.iter().copied()) {
+    let renamed = RENAMED.iter().find(|(old, _)| *old == key);
+    let renamed = renamed
+        .map(|(_, new)| *new)
+        .filter(|new| known.contains(new));
+    match renamed.or_else(|| nearest(key, known.iter().copied())) {
         Some(near) => format!("unknown key; did you mean \"{near}\"?"),
         None if known.is_empty() => "unknown key; remove it".into(),
         None => format!(
@@ -357,12 +384,12 @@ mod tests {
 
     #[test]
     fn numbers_of_list_elements_are_turned_back() {
-        let list = ValuePath::default().key("fronts");
+        let list = ValuePath::default().key("listeners");
         let mut pruned = PrunedValue::default();
         pruned.add(list.index(0));
         pruned.add(list.index(2));
         let original = pruned.original(&list.index(1).key("listen"));
-        assert_eq!(original.to_string(), "fronts[3].listen");
+        assert_eq!(original.to_string(), "listeners[3].listen");
         assert!(pruned.within(&list) && !pruned.within(&list.index(1)));
     }
 }

@@ -95,14 +95,14 @@ fn an_invalid_file_gets_all_its_messages() {
 
 #[test]
 fn flags_win_over_the_environment_and_that_over_the_file() {
-    let text = "cores: 1\nadmin: { listen: '127.0.0.1:1' }\naccess_log: none\n";
+    let text = "workers: 1\nadmin: { listen: '127.0.0.1:1' }\naccess_log: none\n";
     let environment = [
-        ("CAUSEWAY_CORES", "2"),
+        ("CAUSEWAY_WORKERS", "2"),
         ("CAUSEWAY_ADMIN_LISTEN", "127.0.0.1:2"),
         ("CAUSEWAY_DATA_DIR", ""),
     ];
-    let config = gateway(text, &environment, &[("cores", &["3"])]).unwrap();
-    assert_eq!(config.cores, 3);
+    let config = gateway(text, &environment, &[("workers", &["3"])]).unwrap();
+    assert_eq!(config.workers, 3);
     assert_eq!(config.admin.listen.port(), 2);
     assert_eq!(config.access_log, AccessLog::None);
     assert_eq!(config.data_dir, Gateway::default().data_dir);
@@ -110,15 +110,16 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 
 #[test]
 fn where_to_listen_may_be_a_variables_word() {
-    let text = "fronts: [{ name: a, kind: http, listen: '$(POD_IP):10255', anonymous: true }]";
+    let text =
+        "listeners: [{ name: a, protocol: http, listen: '$(POD_IP):10255', anonymous: true }]";
     let config = gateway(text, &[("POD_IP", "10.244.1.7")], &[]).unwrap();
-    assert_eq!(config.fronts[0].listen.to_string(), "10.244.1.7:10255");
+    assert_eq!(config.listeners[0].listen.to_string(), "10.244.1.7:10255");
     let admin = [("CAUSEWAY_ADMIN_LISTEN", "$(POD_IP):1"), ("POD_IP", "::1")];
     let config = gateway("", &admin, &[]).unwrap();
     assert_eq!(config.admin.listen.to_string(), "[::1]:1");
     let refused = gateway(text, &[], &[]).unwrap_err().to_string();
     assert!(
-        refused.contains(":1:41: fronts[0].listen: the environment has no POD_IP"),
+        refused.contains(":1:48: listeners[0].listen: the environment has no POD_IP"),
         "{refused}"
     );
     assert_eq!(refused.lines().count(), 1, "{refused}");
@@ -130,38 +131,38 @@ fn where_to_listen_may_be_a_variables_word() {
 
 #[test]
 fn lists_and_structures_can_be_given_as_text() {
-    let fronts = "[{ name: a, kind: http, listen: 'unix:/run/a' }]";
+    let listeners = "[{ name: a, protocol: http, listen: 'unix:/run/a' }]";
     let config = gateway(
         "tunnel: { advertise: ['old:1'] }",
         &[("CAUSEWAY_TUNNEL_GATEWAYS", "a:1, b:2")],
         &[
             ("tunnel.advertise", &["c:3", "d:4,e:5"]),
-            ("fronts", &[fronts]),
+            ("listeners", &[listeners]),
         ],
     );
     let config = config.unwrap();
     assert_eq!(config.tunnel.gateways, ["a:1", "b:2"]);
     assert_eq!(config.tunnel.advertise, ["c:3", "d:4", "e:5"]);
-    assert_eq!(config.fronts[0].kind, ListenerProtocol::Http);
+    assert_eq!(config.listeners[0].protocol, ListenerProtocol::Http);
 }
 
 #[test]
 fn a_fault_names_the_flag_or_the_variable_that_it_came_from() {
     let refused = gateway(
-        "cores: x\n",
+        "workers: x\n",
         &[("CAUSEWAY_TUNNEL_PING_AFTER", "5")],
         &[
             ("admin.listen", &["nowhere"]),
             (
-                "fronts",
-                &["[{ name: a, kind: htp, listen: '127.0.0.1:0' }]"],
+                "listeners",
+                &["[{ name: a, protocol: htp, listen: '127.0.0.1:0' }]"],
             ),
         ],
     );
     let lines = refused.unwrap_err().faults;
     assert_eq!(lines.len(), 4, "{lines:#?}");
     assert!(
-        lines[0].contains(":1:8: cores: must be a whole number"),
+        lines[0].contains(":1:10: workers: must be a whole number"),
         "{lines:#?}"
     );
     assert!(
@@ -173,7 +174,8 @@ fn a_fault_names_the_flag_or_the_variable_that_it_came_from() {
         "{lines:#?}"
     );
     assert!(
-        lines[3].starts_with("flag --fronts: fronts[0].kind: ") && lines[3].contains("\"http\"?"),
+        lines[3].starts_with("flag --listeners: listeners[0].protocol: ")
+            && lines[3].contains("\"http\"?"),
         "{lines:#?}"
     );
 }

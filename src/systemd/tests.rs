@@ -119,7 +119,7 @@ fn gateway(folder: &Path, cores: &Workers) -> causeway_gateway::Bound {
     let loopback = "127.0.0.1:0".parse().unwrap();
     let mut config = Config {
         data_dir: folder.to_owned(),
-        fronts: Vec::new(),
+        listeners: Vec::new(),
         ..Config::default()
     };
     (config.tunnel.listen, config.admin.listen) = (loopback, loopback);
@@ -190,7 +190,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         reached: None,
         trouble: None,
         certificate: None,
-        reader: None,
+        api_cache: None,
     };
     assert_eq!(fares(&status), "edge-1: connecting to 2 gateways");
     status.trouble = Some(LastErrorStatus {

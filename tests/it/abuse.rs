@@ -8,7 +8,7 @@ use crate::{
     world::{
         PATIENCE,
         app::{App, answer},
-        caller::{exchange, read, read_head},
+        client::{exchange, read, read_head},
         frames::{
             ACK, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM,
             WINDOW_UPDATE, fields, frame, next, send, settings,
@@ -30,8 +30,7 @@ use tokio::{
     time::{Instant, interval, sleep, timeout},
 };
 
-const FRONT: &str =
-    "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
+const LISTENER: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 const GET: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 
 /// An edge keeps some idle connections to its app.
@@ -51,7 +50,7 @@ struct Siege {
 
 impl Siege {
     async fn of(app: &App, configuration: &str) -> Self {
-        let site = Site::with_fronts(&format!("{FRONT}\n{configuration}")).await;
+        let site = Site::with_listeners(&format!("{LISTENER}\n{configuration}")).await;
         Self::at(site, app).await
     }
 
@@ -84,7 +83,7 @@ impl Siege {
     }
 
     async fn dial(&self) -> TcpStream {
-        let tcp = TcpStream::connect(&self.site.front).await.unwrap();
+        let tcp = TcpStream::connect(&self.site.listener).await.unwrap();
         tcp.set_nodelay(true).unwrap();
         tcp
     }
@@ -96,7 +95,7 @@ impl Siege {
             exchange(&mut wire, GET).await
         };
         let head = timeout(PATIENCE, asked).await;
-        let head = head.expect("an ordinary caller waits without end");
+        let head = head.expect("an ordinary client waits without end");
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     }
 
@@ -105,7 +104,7 @@ impl Siege {
         let metrics = async || self.site.metrics().await;
         until("nothing is open, and nothing unread", async || {
             let metrics = metrics().await;
-            let left = ["open_streams", "open_connections", "unread_bytes"];
+            let left = ["open_streams", "open_connections", "buffered_bytes"];
             left.iter().all(|name| metrics.sum(name, &[]) == 0)
         })
         .await;
@@ -137,7 +136,7 @@ fn rounds(few: usize, all: usize) -> usize {
 }
 
 #[tokio::test]
-async fn callers_that_are_killed_by_the_hundred_again_and_again_leave_nothing() {
+async fn clients_that_are_killed_by_the_hundred_again_and_again_leave_nothing() {
     need!("curl");
     let app = App::http(|head| match head.path().as_str() {
         "/endless" => answer::endless(),
@@ -229,7 +228,7 @@ async fn bodies_that_nobody_wants_hold_no_more_places_than_there_are() {
         }
         wires.push(wire);
         let metrics = road.metrics().await;
-        metrics.sum("connections_turned_away_total", &evicted) > 0
+        metrics.sum("connections_rejected_total", &evicted) > 0
     })
     .await;
     assert!(wires.len() > 3, "{} connections", wires.len());
@@ -240,7 +239,7 @@ async fn bodies_that_nobody_wants_hold_no_more_places_than_there_are() {
             break;
         }
     }
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
 }
 
 /// Begins so many requests and resets each at once, until the connection is ended. How many there were.
@@ -288,7 +287,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     need!("curl");
     let app = App::http(|_| answer::switch("echo", b"")).await;
     let short = "timeouts: { header: 2s, idle_keepalive: 2s }";
-    let site = Site::with_fronts(&format!("{FRONT}\n{short}")).await;
+    let site = Site::with_listeners(&format!("{LISTENER}\n{short}")).await;
     let edge = site.join("edge-1", app.port()).await;
     let before = [site.gateway.usage(), edge.usage()];
     let head =
@@ -296,7 +295,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     let mut wires = Vec::new();
     for _ in 0..20 {
         let more = join_all((0..50).map(|_| async {
-            let mut wire = TcpStream::connect(&site.front).await.unwrap();
+            let mut wire = TcpStream::connect(&site.listener).await.unwrap();
             let answer = exchange(&mut wire, head).await;
             assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
             wire
@@ -306,7 +305,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     let open = site.metrics().await.sum("open_streams", &[]);
     assert_eq!(open, 1_000);
     // A connection that has not upgraded is ended meanwhile.
-    let mut idle = TcpStream::connect(&site.front).await.unwrap();
+    let mut idle = TcpStream::connect(&site.listener).await.unwrap();
     let ended = timeout(PATIENCE, idle.read_u8()).await.unwrap();
     assert!(ended.is_err(), "{ended:?}");
     if full() {
@@ -377,15 +376,15 @@ async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
 }
 
 #[tokio::test]
-async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_callers_again() {
+async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_clients_again() {
     need!("curl");
     let app = App::saying("well").await;
-    let site = Site::with_fronts(&format!("{FRONT}\ntimeouts: {{ header: 3s }}")).await;
+    let site = Site::with_listeners(&format!("{LISTENER}\ntimeouts: {{ header: 3s }}")).await;
     let site = site.with_files(1024).await;
     let siege = Siege::at(site, &app).await;
     let mut flood = Vec::new();
     for _ in 0..15 {
-        let more = join_all((0..100).map(|_| TcpStream::connect(&siege.site.front)));
+        let more = join_all((0..100).map(|_| TcpStream::connect(&siege.site.listener)));
         flood.extend(more.await.into_iter().flatten());
     }
     assert_eq!(
@@ -398,10 +397,10 @@ async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_callers_aga
     let metrics = siege.site.metrics().await;
     assert_eq!(metrics.sum("tunnels", &[]), 1, "the edge is not pushed out");
 
-    // Whoever says nothing is ended, in waves, and an ordinary caller gets through in the end.
+    // Whoever says nothing is ended, in waves, and an ordinary client gets through in the end.
     let from = siege.site.gateway.usage().cpu;
     let begun = Instant::now();
-    until("an ordinary caller is served again", async || {
+    until("an ordinary client is served again", async || {
         let mut wire = siege.dial().await;
         let sent = wire.write_all(GET.as_bytes()).await;
         let mut answer = [0; 13];
@@ -428,7 +427,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
         _ => answer::ok("well"),
     })
     .await;
-    let site = Site::with_fronts(FRONT).await;
+    let site = Site::with_listeners(LISTENER).await;
     let token = site.token("--node edge-1").await;
     let few = crate::world::process::causeway_with_files(40);
     let mut edge = site
@@ -438,7 +437,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     edge.said("tunnel registered").await;
     let mut silent = Vec::new();
     for _ in 0..60 {
-        let mut wire = TcpStream::connect(&site.front).await.unwrap();
+        let mut wire = TcpStream::connect(&site.listener).await.unwrap();
         let get = GET.replace(" / ", " /silence ");
         wire.write_all(get.as_bytes()).await.unwrap();
         silent.push(wire);
@@ -451,13 +450,13 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     assert!(head.contains(error), "{head}");
     edge.said("this edge is out of file descriptors").await;
     // And so has whoever comes now, well or not.
-    let mut wire = TcpStream::connect(&site.front).await.unwrap();
+    let mut wire = TcpStream::connect(&site.listener).await.unwrap();
     let head = timeout(PATIENCE, exchange(&mut wire, GET)).await;
     let head = head.expect("no answer");
     assert!(head.starts_with("HTTP/1.1 "), "{head}");
     drop((silent, wire));
     until("it serves again", async || {
-        let mut wire = TcpStream::connect(&site.front).await.unwrap();
+        let mut wire = TcpStream::connect(&site.listener).await.unwrap();
         exchange(&mut wire, GET).await.starts_with("HTTP/1.1 200 ")
     })
     .await;
@@ -475,7 +474,7 @@ async fn silent_connections_keep_no_client_out() {
     siege.answers().await;
     let metrics = siege.site.metrics().await;
     let evicted = [("limit", "connections"), ("outcome", "evicted")];
-    assert!(metrics.sum("connections_turned_away_total", &evicted) >= 64 - 12);
+    assert!(metrics.sum("connections_rejected_total", &evicted) >= 64 - 12);
     drop(silent);
     siege.end().await;
 }

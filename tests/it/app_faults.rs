@@ -5,7 +5,7 @@ use crate::{
     road::Road,
     world::{
         app::{App, Gate, Head, Script, answer, answer::pattern},
-        caller::{Answer, CallError, Caller, assert_problem},
+        client::{Answer, CallError, Client, assert_problem},
         tool::full,
         until,
     },
@@ -121,13 +121,13 @@ const HEAD: &str = "HTTP/1.1 200 OK\r\n";
 const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n";
 
 #[tokio::test]
-async fn an_apps_fault_is_its_callers_row_and_the_tunnel_lives_on() {
+async fn an_apps_fault_is_its_clients_row_and_the_tunnel_lives_on() {
     let app = App::http(faulty).await;
     holds_of_each(&Road::to(&app).await).await;
 }
 
 #[tokio::test]
-async fn an_apps_fault_is_its_callers_row_where_the_gateway_itself_speaks_tls_to_it() {
+async fn an_apps_fault_is_its_clients_row_where_the_gateway_itself_speaks_tls_to_it() {
     let (app, road) = Road::secured(faulty).await;
     holds_of_each(&road).await;
     drop(app);
@@ -141,13 +141,13 @@ fn faulty(head: &Head) -> Script {
 
 async fn holds_of_each(road: &Road) {
     let first = road.tunnels().await[0];
-    for caller in [road.caller(), road.http2()] {
+    for client in [road.client(), road.http2()] {
         for fault in FAULTS {
             let path = fault.path;
-            let asked = timeout(PATIENCE, ask(&caller, path)).await;
+            let asked = timeout(PATIENCE, ask(&client, path)).await;
             let outcome = asked.unwrap_or_else(|_| panic!("{path}: no end within {PATIENCE:?}"));
             fault.row.holds(path, outcome);
-            let after = ask(&caller, "/well").await;
+            let after = ask(&client, "/well").await;
             assert_eq!(after.unwrap().text(), "well", "after {path}");
         }
     }
@@ -221,8 +221,8 @@ async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
         waiting.push(wire);
     }
     until("all of them wait", async || app.requests() == 200).await;
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(ask(&caller, "/well").await.unwrap().text(), "well");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(ask(&client, "/well").await.unwrap().text(), "well");
     }
     drop(waiting);
     road.until_idle().await;
@@ -245,12 +245,12 @@ async fn hints_by_the_hundred_thousand_cost_nobody_their_tunnel() {
     .await;
     let road = Road::to(&app).await;
     let first = road.tunnels().await[0];
-    let caller = road.http2();
-    let waiting = ask(&caller, "/waits");
+    let client = road.http2();
+    let waiting = ask(&client, "/waits");
     let hinting = async {
         // 900 hints each.
         for _ in 0..if full() { 32 } else { 14 } {
-            for answer in join_all((0..8).map(|_| ask(&caller, "/hints"))).await {
+            for answer in join_all((0..8).map(|_| ask(&client, "/hints"))).await {
                 assert!(is_hinted(&answer.unwrap()));
             }
         }
@@ -281,10 +281,10 @@ impl Row {
     }
 }
 
-async fn ask(caller: &Caller, path: &str) -> Result<Answer, CallError> {
+async fn ask(client: &Client, path: &str) -> Result<Answer, CallError> {
     let request = hyper::Request::post(format!("https://edge-1:9100{path}"));
-    let body = crate::world::caller::whole("asked");
-    caller.try_send(request.body(body).unwrap()).await
+    let body = crate::world::client::whole("asked");
+    client.try_send(request.body(body).unwrap()).await
 }
 
 fn answers(bytes: impl Into<Vec<u8>>) -> Script {

@@ -6,9 +6,9 @@ use crate::{
         World,
         app::{App, End, Gate, Head, Script, answer, answer::pattern},
         authority::Authority,
-        caller::{assert_problem, exchange, read, read_head, read_to_end, whole},
+        client::{assert_problem, exchange, read, read_head, read_to_end, whole},
         edge::Edge,
-        gateway::front,
+        gateway::listener,
         until,
     },
 };
@@ -75,12 +75,12 @@ pub(crate) fn asked(
 async fn world(authority: &Authority, client: Option<&LeafCertificate>) -> World {
     let build = World::build();
     let ours = asked(build.folder(), authority, client);
-    let build = build.config(|config| drop(config.apps.insert(KUBELET, ours)));
+    let build = build.config(|config| drop(config.upstream_tls.insert(KUBELET, ours)));
     let plain = Listener {
         errors: ErrorFormat::Kubernetes,
-        ..front("kubernetes", ListenerProtocol::Https)
+        ..listener("kubernetes", ListenerProtocol::Https)
     };
-    build.front(plain).start().await
+    build.listener(plain).start().await
 }
 
 async fn edge(world: &World, node: &str, app: &App) -> Edge {
@@ -96,15 +96,15 @@ async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
     let (app, road) = Road::secured(by_path).await;
     // More would bring a second tunnel, whose connections are its own.
     let large = pattern(1 << 18);
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(caller.get(URL).await.text(), "well");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(client.get(URL).await.text(), "well");
         let url = format!("{URL}mirror");
-        let mirrored = caller.ask("POST", &url, large.clone());
+        let mirrored = client.ask("POST", &url, large.clone());
         assert_eq!(mirrored.await.body, large);
-        assert_eq!(caller.get(&format!("{URL}hints")).await.text(), "hinted");
-        let head = caller.ask("HEAD", &format!("{URL}head"), "").await;
+        assert_eq!(client.get(&format!("{URL}hints")).await.text(), "hinted");
+        let head = client.ask("HEAD", &format!("{URL}head"), "").await;
         assert_eq!(head.field("content-length"), "1000000");
-        let expecting = caller.clone().field("expect", "100-continue");
+        let expecting = client.clone().field("expect", "100-continue");
         let url = format!("{URL}continue");
         let continued = expecting.ask("PUT", &url, "more");
         assert_eq!(continued.await.text(), "continued");
@@ -114,18 +114,18 @@ async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
     let seen = [head.value("host"), head.value("via")].map(Option::unwrap);
     assert_eq!(seen, ["edge-1:9100", "1.1 causeway"]);
     assert!(head.value("forwarded").unwrap().contains("for=127.0.0.1"));
-    let callers = (0..64).map(|number| {
-        let (caller, url) = (road.caller(), format!("{URL}mirror"));
+    let clients = (0..64).map(|number| {
+        let (client, url) = (road.client(), format!("{URL}mirror"));
         async move {
             let body = pattern(1_000 * number);
-            let answer = caller.ask("POST", &url, body.clone()).await;
+            let answer = client.ask("POST", &url, body.clone()).await;
             assert_eq!(answer.body, body);
         }
     });
-    join_all(callers).await;
+    join_all(clients).await;
     let before = app.connections();
     for _ in 0..20 {
-        assert_eq!(road.caller().get(URL).await.status, 200);
+        assert_eq!(road.client().get(URL).await.status, 200);
     }
     assert_eq!(app.connections(), before);
     road.until_idle().await;
@@ -134,17 +134,17 @@ async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
 #[tokio::test]
 async fn an_app_may_close_its_connection_between_two_requests_or_end_an_answer_by_it() {
     let (app, road) = Road::secured(by_path).await;
-    let caller = road.caller();
+    let client = road.client();
     for number in 1..=5 {
-        let answer = caller.get(&format!("{URL}once")).await;
+        let answer = client.get(&format!("{URL}once")).await;
         assert_eq!(answer.text(), "once");
         assert_eq!(app.connections(), number);
     }
     assert_eq!(
-        caller.get(&format!("{URL}until-close")).await.text(),
+        client.get(&format!("{URL}until-close")).await.text(),
         "all of it"
     );
-    assert_eq!(caller.ask("POST", URL, "body").await.text(), "well");
+    assert_eq!(client.ask("POST", URL, "body").await.text(), "well");
 }
 
 #[tokio::test]
@@ -175,10 +175,10 @@ async fn an_upgrade_keeps_fields_and_the_bytes_behind_the_101_and_ends_in_order(
 }
 
 #[tokio::test]
-async fn a_refused_upgrade_passes_whole_and_a_session_that_its_caller_resets_is_reset() {
+async fn a_refused_upgrade_passes_whole_and_a_session_that_its_client_resets_is_reset() {
     let (app, road) = Road::secured(by_path).await;
-    let caller = road.caller();
-    let refused = caller
+    let client = road.client();
+    let refused = client
         .raw("edge-1", EXEC.replace("/exec", "/refused"))
         .await;
     assert_eq!((refused.status, refused.text().as_str()), (403, "not you"));
@@ -194,17 +194,17 @@ async fn a_refused_upgrade_passes_whole_and_a_session_that_its_caller_resets_is_
 }
 
 #[tokio::test]
-async fn an_answer_that_its_caller_gives_up_is_reset_at_the_app_and_its_connection_not_used_again()
+async fn an_answer_that_its_client_gives_up_is_reset_at_the_app_and_its_connection_not_used_again()
 {
     let (app, road) = Road::secured(by_path).await;
-    for caller in [road.caller(), road.http2()] {
-        let mut connection = caller.connect("edge-1").await.unwrap();
+    for client in [road.client(), road.http2()] {
+        let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let mut answer = connection.open(request.unwrap()).await.unwrap();
         answer.frame().await.unwrap().unwrap();
         drop((answer, connection));
         assert_eq!(app.end().await, End::Reset);
-        assert_eq!(caller.get(URL).await.text(), "well");
+        assert_eq!(client.get(URL).await.text(), "well");
     }
     road.until_idle().await;
 }
@@ -213,12 +213,12 @@ async fn an_answer_that_its_caller_gives_up_is_reset_at_the_app_and_its_connecti
 async fn a_reader_that_stalls_holds_up_none_beside_it() {
     let (_app, road) = Road::secured(by_path).await;
     let mut stalled = Vec::new();
-    for caller in [road.caller(), road.http2()] {
-        let mut connection = caller.connect("edge-1").await.unwrap();
+    for client in [road.client(), road.http2()] {
+        let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let answer = connection.open(request.unwrap()).await.unwrap();
         stalled.push((connection, answer));
-        let large = caller.get(&format!("{URL}large")).await;
+        let large = client.get(&format!("{URL}large")).await;
         assert!(large.body == pattern(8 << 20));
     }
 }
@@ -233,30 +233,30 @@ async fn the_certificate_that_an_app_demands_is_shown_and_a_reload_shows_another
     let _edge = edge(&world, "edge-1", &app).await;
     let url = "https://edge-1:10250/";
     for _ in 0..2 {
-        assert_eq!(world.caller().get(url).await.text(), "well");
+        assert_eq!(world.client().get(url).await.text(), "well");
     }
     assert_eq!(app.shown(), [first.chain()[0].to_vec()]);
     let unchanged = world.reload(|_| {}).unwrap();
     assert!(!unchanged.apps);
-    assert_eq!(world.caller().get(url).await.text(), "well");
+    assert_eq!(world.client().get(url).await.text(), "well");
     assert_eq!(app.connections(), 1);
 
     let folder = world.folder().to_owned();
     asked(&folder, &authority, Some(&second));
     let changed = world.reload(|_| {}).unwrap();
     assert!(changed.apps);
-    assert!(changed.to_string().contains("apps"), "{changed}");
+    assert!(changed.to_string().contains("upstream_tls"), "{changed}");
     assert_eq!(app.end().await, End::Finished, "what rests goes at once");
-    assert_eq!(world.caller().get(url).await.text(), "well");
+    assert_eq!(world.client().get(url).await.text(), "well");
     let both = [&first, &second].map(|leaf| leaf.chain()[0].to_vec());
     assert_eq!(app.shown(), both);
 
     fs::write(folder.join("client.key"), "no key").unwrap();
     let refused = world.reload(|_| {}).unwrap_err().to_string();
-    assert!(refused.contains("apps.10250"), "{refused}");
-    assert_eq!(world.caller().get(url).await.text(), "well");
-    world.reload(|config| config.apps.clear()).unwrap();
-    let bytes = world.caller().get(url).await;
+    assert!(refused.contains("upstream_tls.10250"), "{refused}");
+    assert_eq!(world.client().get(url).await.text(), "well");
+    world.reload(|config| config.upstream_tls.clear()).unwrap();
+    let bytes = world.client().get(url).await;
     assert_problem(&bytes, 403, "edge_policy", "tcp only");
 }
 
@@ -267,9 +267,9 @@ async fn an_app_that_is_not_shown_what_it_demands_is_broken_with_its_own_word() 
     let tls = authority.serve(&authority.app(&["edge-1"]), true);
     let app = App::https(tls, by_path).await;
     let _edge = edge(&world, "edge-1", &app).await;
-    let answer = world.caller().get("https://edge-1:10250/").await;
+    let answer = world.client().get("https://edge-1:10250/").await;
     assert_problem(&answer, 502, "target_broken", "CertificateRequired");
-    let kubernetes = world.caller_at("kubernetes");
+    let kubernetes = world.client_at("kubernetes");
     let answer = kubernetes.get("https://edge-1:10250/").await;
     assert_eq!(
         (answer.status, answer.field("content-type")),
@@ -296,7 +296,7 @@ async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_an
     ] {
         let app = App::https(ours.serve(&leaf, false), by_path).await;
         let edge = edge(&world, "edge-1", &app).await;
-        let answer = world.caller().get(url).await;
+        let answer = world.client().get(url).await;
         match says {
             None => assert_eq!(answer.text(), "well"),
             Some(says) => assert_problem(&answer, 502, "target_broken", says),
@@ -314,9 +314,9 @@ async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_an
         ..config::UpstreamTls::default()
     };
     world
-        .reload(|config| drop(config.apps.insert(KUBELET, any)))
+        .reload(|config| drop(config.upstream_tls.insert(KUBELET, any)))
         .unwrap();
-    assert_eq!(world.caller().get(url).await.text(), "well");
+    assert_eq!(world.client().get(url).await.text(), "well");
 }
 
 #[tokio::test]
@@ -326,9 +326,9 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
     let ours = asked(build.folder(), &authority, None);
     let build = build.config(|config| {
         for port in [1, 2, 3, 5] {
-            config.apps.insert(port, ours.clone());
+            config.upstream_tls.insert(port, ours.clone());
         }
-        config.timeouts.open = Duration::from_millis(500);
+        config.timeouts.connect = Duration::from_millis(500);
     });
     let world = build.start().await;
     let in_the_clear = Script::new().write("HTTP/1.1 400 Bad Request\r\n\r\n");
@@ -364,19 +364,19 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
             "port 5 of edge-1 reset the connection in mid TLS handshake",
         ),
     ] {
-        let answer = world.caller().get(&format!("https://edge-1:{port}/")).await;
+        let answer = world.client().get(&format!("https://edge-1:{port}/")).await;
         assert_problem(&answer, status, reason, says);
     }
     assert_eq!(silent.end().await, End::Reset);
 }
 
 #[tokio::test]
-async fn a_tunnel_that_is_lost_in_mid_answer_resets_its_caller_and_is_said() {
+async fn a_tunnel_that_is_lost_in_mid_answer_resets_its_client_and_is_said() {
     let gate = Gate::new();
     let waits = gate.clone();
     let (_app, mut road) =
         Road::secured(move |_| answer::parts("text/plain", &["a", "b"], &waits)).await;
-    let mut connection = road.caller().connect("edge-1").await.unwrap();
+    let mut connection = road.client().connect("edge-1").await.unwrap();
     let request = Request::get(URL).body(whole("")).unwrap();
     let asking = connection.open(request);
     let (answer, ()) = tokio::join!(asking, async { gate.open() });
@@ -394,8 +394,8 @@ async fn a_tunnel_that_is_lost_in_mid_answer_resets_its_caller_and_is_said() {
 #[tokio::test]
 async fn an_edge_that_leaves_waits_for_no_connection_that_rests() {
     let (app, mut road) = Road::secured(by_path).await;
-    let caller = road.caller();
-    join_all((0..8).map(|_| caller.get(URL))).await;
+    let client = road.client();
+    join_all((0..8).map(|_| client.get(URL))).await;
     let connections = app.connections();
     road.edge.stop().await;
     for _ in 0..connections {
@@ -403,7 +403,7 @@ async fn an_edge_that_leaves_waits_for_no_connection_that_rests() {
     }
     road.edge.start().await.unwrap();
     road.until_tunnels("edge-1", 1).await;
-    assert_eq!(caller.get(URL).await.text(), "well");
+    assert_eq!(client.get(URL).await.text(), "well");
     assert_eq!(app.connections(), connections + 1);
 }
 
@@ -421,7 +421,7 @@ async fn connections_are_never_shared_between_nodes() {
     }
     for _ in 0..5 {
         for (node, _, _) in &apps {
-            let answer = world.caller().get(&format!("https://{node}:10250/")).await;
+            let answer = world.client().get(&format!("https://{node}:10250/")).await;
             assert_eq!(answer.text(), *node);
         }
     }
@@ -440,14 +440,14 @@ async fn asked_once(change: impl FnOnce(&mut Config)) -> (World, Edge, App) {
         let build = World::build();
         let ours = asked(build.folder(), &authority, None);
         let build = build.config(|config| {
-            config.apps.insert(KUBELET, ours);
+            config.upstream_tls.insert(KUBELET, ours);
             change(config);
         });
         Box::pin(build.start())
     };
     let world = starting.await;
     let edge = edge(&world, "edge-1", &app).await;
-    let answer = world.caller().get("https://edge-1:10250/").await;
+    let answer = world.client().get("https://edge-1:10250/").await;
     assert_eq!(answer.text(), "well");
     (world, edge, app)
 }
@@ -457,7 +457,7 @@ async fn a_connection_that_rests_for_too_long_is_ended_in_order() {
     let short = |config: &mut Config| config.timeouts.idle_keepalive = Duration::from_millis(300);
     let (world, _edge, app) = asked_once(short).await;
     assert_eq!(app.end().await, End::Finished);
-    let answer = world.caller().get("https://edge-1:10250/").await;
+    let answer = world.client().get("https://edge-1:10250/").await;
     assert_eq!(answer.text(), "well");
     assert_eq!(app.connections(), 2);
 }
@@ -481,7 +481,7 @@ async fn an_edge_that_stops_waits_for_no_connection_that_rests() {
     let patient = patient.port_as(KUBELET, Protocol::Tcp, app.address());
     let patient = patient.config(|config| config.timeouts.drain = long);
     let mut edge = patient.join().await;
-    let answer = world.caller().get("https://edge-1:10250/").await;
+    let answer = world.client().get("https://edge-1:10250/").await;
     assert_eq!(answer.text(), "well");
     edge.stop().await;
 }
@@ -501,7 +501,7 @@ async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() 
     let build = World::build();
     let ours = asked(build.folder(), &authority, None);
     let build = build.config(|config| {
-        config.apps.insert(KUBELET, ours);
+        config.upstream_tls.insert(KUBELET, ours);
         config.timeouts.upload = Duration::from_secs(2);
     });
     let world = build.start().await;
@@ -511,7 +511,7 @@ async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() 
         .join()
         .await;
     let mut wire = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.1"])
         .await
         .unwrap();
@@ -524,7 +524,7 @@ async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() 
         while writing.write_all(&chunk).await.is_ok() {}
     });
     until("what waits counts", async || {
-        world.metrics().await.sum("unread_bytes", &[]) > 0
+        world.metrics().await.sum("buffered_bytes", &[]) > 0
     })
     .await;
     let head = read_head(&mut reading).await;
@@ -534,7 +534,7 @@ async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() 
     drop(reading);
     until("nothing is left of it", async || {
         let metrics = world.metrics().await;
-        metrics.sum("open_streams", &[]) + metrics.sum("unread_bytes", &[]) == 0
+        metrics.sum("open_streams", &[]) + metrics.sum("buffered_bytes", &[]) == 0
     })
     .await;
 }

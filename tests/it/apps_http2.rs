@@ -8,7 +8,7 @@ use crate::{
     world::{
         app::answer::pattern,
         authority::Authority,
-        caller::{assert_problem, whole},
+        client::{assert_problem, whole},
         frames::{self, HEADERS, PREFACE, SETTINGS},
         gateway::Build,
         until,
@@ -258,7 +258,7 @@ async fn road_by(
 ) -> Road {
     let ours = asked(build.folder(), authority, None);
     let build = build.config(|config| {
-        config.apps.insert(9100, ours);
+        config.upstream_tls.insert(9100, ours);
         change(config);
     });
     Box::pin(Road::along(build, Protocol::Tcp, app)).await
@@ -277,12 +277,12 @@ async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers()
     const MANY: usize = 300;
     let (app, road) = to_app(1_000, |_| {}).await;
     let large = pattern(1 << 18);
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(caller.get(URL).await.text(), "well");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(client.get(URL).await.text(), "well");
         let url = format!("{URL}mirror");
-        let mirrored = caller.ask("POST", &url, large.clone());
+        let mirrored = client.ask("POST", &url, large.clone());
         assert_eq!(mirrored.await.body, large);
-        let named = caller.get(&format!("{URL}authority?x=1")).await;
+        let named = client.get(&format!("{URL}authority?x=1")).await;
         assert_eq!(named.text(), "https://edge-1:9100/authority?x=1");
         assert!(named.field("via").contains("2 causeway"), "{named}");
     }
@@ -295,8 +295,8 @@ async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers()
     assert_eq!(collected.trailers().unwrap()["x-sum"], "7");
     assert_eq!(collected.to_bytes(), "data");
 
-    let (caller, url) = (road.caller(), format!("{URL}gate"));
-    let asking = join_all((0..MANY).map(|_| caller.get(&url)));
+    let (client, url) = (road.client(), format!("{URL}gate"));
+    let asking = join_all((0..MANY).map(|_| client.get(&url)));
     let met = async {
         app.until_waiting(MANY).await;
         app.gate.add_permits(MANY);
@@ -305,14 +305,17 @@ async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers()
     assert!(answers.iter().all(|answer| answer.text() == "through"));
     assert_eq!(app.connections(), 1);
     let metrics = road.metrics().await;
-    assert_eq!(metrics.sum("app_connections_total", &[("http", "2")]), 1);
+    assert_eq!(
+        metrics.sum("upstream_connections_total", &[("http", "2")]),
+        1
+    );
     road.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_abort_is_a_reset_both_ways_and_costs_no_other_request_its_connection() {
     let (app, road) = to_app(100, |_| {}).await;
-    let (beside, gate) = (road.caller(), format!("{URL}gate"));
+    let (beside, gate) = (road.client(), format!("{URL}gate"));
     let held = beside.get(&gate);
     let breaking = break_off(&app, &road);
     let (held, ()) = tokio::join!(held, breaking);
@@ -323,8 +326,8 @@ async fn an_abort_is_a_reset_both_ways_and_costs_no_other_request_its_connection
 /// Clients and the app give answers up, while one waits at the gate.
 async fn break_off(app: &App, road: &Road) {
     app.until_waiting(1).await;
-    for (number, caller) in [road.caller(), road.http2()].into_iter().enumerate() {
-        let mut connection = caller.connect("edge-1").await.unwrap();
+    for (number, client) in [road.client(), road.http2()].into_iter().enumerate() {
+        let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let mut answer = connection.open(request.unwrap()).await.unwrap();
         answer.frame().await.unwrap().unwrap();
@@ -333,13 +336,13 @@ async fn break_off(app: &App, road: &Road) {
             app.seen.given_up.load(SeqCst) == 2 * number + 1
         })
         .await;
-        let mut connection = caller.connect("edge-1").await.unwrap();
+        let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}breaks")).body(whole(""));
         let mut answer = connection.open(request.unwrap()).await.unwrap();
         answer.frame().await.unwrap().unwrap();
         app.seen.breaks.fetch_add(1, SeqCst);
         answer.collect().await.unwrap_err();
-        assert_eq!(caller.get(URL).await.text(), "well");
+        assert_eq!(client.get(URL).await.text(), "well");
     }
     app.gate.add_permits(1);
 }
@@ -348,8 +351,8 @@ async fn break_off(app: &App, road: &Road) {
 async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections() {
     const MANY: usize = 8;
     let (app, road) = to_app(1, |_| {}).await;
-    let (caller, url) = (road.caller(), format!("{URL}gate"));
-    let asking = join_all((0..MANY).map(|_| caller.get(&url)));
+    let (client, url) = (road.client(), format!("{URL}gate"));
+    let asking = join_all((0..MANY).map(|_| client.get(&url)));
     let met = async {
         app.until_waiting(MANY).await;
         assert_eq!(app.connections(), MANY);
@@ -358,7 +361,7 @@ async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections(
     let (answers, ()) = tokio::join!(asking, met);
     assert!(answers.iter().all(|answer| answer.text() == "through"));
     for _ in 0..20 {
-        assert_eq!(caller.get(URL).await.text(), "well");
+        assert_eq!(client.get(URL).await.text(), "well");
     }
     assert_eq!(app.connections(), MANY);
 }
@@ -366,18 +369,18 @@ async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections(
 #[tokio::test]
 async fn an_app_that_leaves_keeps_what_it_has_and_gets_the_rest_on_another_connection() {
     let (app, road) = to_app(100, |_| {}).await;
-    let (caller, url) = (road.caller(), format!("{URL}gate"));
+    let (client, url) = (road.client(), format!("{URL}gate"));
     let leaving = async {
         app.until_waiting(1).await;
         app.leave();
         for _ in 0..10 {
-            assert_eq!(caller.get(URL).await.text(), "well");
-            let posted = caller.ask("POST", &format!("{URL}mirror"), "body").await;
+            assert_eq!(client.get(URL).await.text(), "well");
+            let posted = client.ask("POST", &format!("{URL}mirror"), "body").await;
             assert_eq!(posted.text(), "body");
         }
         app.gate.add_permits(1);
     };
-    let (answer, ()) = tokio::join!(caller.get(&url), leaving);
+    let (answer, ()) = tokio::join!(client.get(&url), leaving);
     assert_eq!(answer.text(), "through");
     assert_eq!(app.connections(), 2);
     until("the first has ended in order", async || {
@@ -392,24 +395,24 @@ async fn a_reader_or_an_upload_that_stalls_holds_up_none_beside_it_and_counts_as
     let patience = Duration::from_secs(2);
     let (_app, road) = to_app(100, |config| config.timeouts.upload = patience).await;
     let mut stalled = Vec::new();
-    for caller in [road.caller(), road.http2()] {
-        let mut connection = caller.connect("edge-1").await.unwrap();
+    for client in [road.client(), road.http2()] {
+        let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let answer = connection.open(request.unwrap()).await.unwrap();
         stalled.push((connection, answer));
-        let large = caller.get(&format!("{URL}large")).await;
+        let large = client.get(&format!("{URL}large")).await;
         assert!(large.body == pattern(8 << 20));
     }
     until("what is not read counts", async || {
-        road.metrics().await.sum("unread_bytes", &[]) > 0
+        road.metrics().await.sum("buffered_bytes", &[]) > 0
     })
     .await;
-    let caller = road.caller();
+    let client = road.client();
     let deaf = format!("{URL}deaf");
-    let upload = caller.ask("PUT", &deaf, pattern(4 << 20));
+    let upload = client.ask("PUT", &deaf, pattern(4 << 20));
     let beside = async {
         for _ in 0..20 {
-            assert_eq!(caller.get(URL).await.text(), "well");
+            assert_eq!(client.get(URL).await.text(), "well");
         }
     };
     let (refused, ()) = tokio::join!(upload, beside);
@@ -433,9 +436,9 @@ async fn a_shared_connection_that_rests_ends_in_order_and_none_waits_for_it() {
         })
         .await;
     };
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
     ended(1).await;
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
     let stopping = timeout(PATIENCE, road.edge.stop());
     stopping.await.expect("an edge waits for none that rests");
     ended(2).await;
@@ -479,7 +482,7 @@ async fn floods(flood: Vec<u8>) {
     });
     let road = road(&authority, address, |_| {}).await;
     let first = road.tunnels().await;
-    let answer = timeout(PATIENCE, road.caller().ask("POST", URL, "")).await;
+    let answer = timeout(PATIENCE, road.client().ask("POST", URL, "")).await;
     let answer = answer.expect("an app that floods has an end");
     assert_problem(&answer, 502, "target_broken", "port 9100 of edge-1");
     timeout(PATIENCE, told.recv())
@@ -537,7 +540,7 @@ async fn an_answer_is_whole_with_its_length_and_to_head_with_its_head() {
     let (_app, road) = to_app(100, |_| {}).await;
     let url = format!("{URL}unended");
     for method in ["GET", "HEAD"] {
-        let answer = road.caller().ask(method, &url, "").await;
+        let answer = road.client().ask(method, &url, "").await;
         assert_eq!(answer.status, 200, "{answer}");
     }
     until("both are recorded", async || {

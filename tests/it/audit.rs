@@ -2,7 +2,7 @@
 
 use crate::world::{
     app::{App, answer},
-    caller::{exchange, whole},
+    client::{exchange, whole},
     process::{Site, causeway},
     until,
 };
@@ -25,19 +25,19 @@ impl Audited {
     async fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name).display().to_string();
-        let made = causeway("caller token --name alice --group team");
+        let made = causeway("client token --name alice --group team");
         let made = made.flag("--file", path("tokens")).run().await.ok();
         let rules = "rules:\n  - { name: no-metrics, what: { paths: [/metrics] }, then: deny }\n  - { then: allow }\n";
         fs::write(path("policy"), rules).unwrap();
-        let callers = format!("{{ own_ca: false, tokens: {} }}", path("tokens"));
+        let clients = format!("{{ own_ca: false, tokens: {} }}", path("tokens"));
         let configuration = format!(
-            "fronts: [{{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, callers: {callers} }}]\n\
+            "listeners: [{{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, client_auth: {clients} }}]\n\
              policy: {}\naudit_log: {}\n",
             path("policy"),
             path("audit")
         );
         Self {
-            site: Site::with_fronts(&configuration).await,
+            site: Site::with_listeners(&configuration).await,
             secret: made.stdout.trim().to_owned(),
             folder,
         }
@@ -82,10 +82,10 @@ async fn refusals_leave_a_line_each_and_sessions_one_at_either_end() {
     let app = app().await;
     let audited = Audited::start().await;
     let _edge = audited.site.join("edge-1", app.port()).await;
-    let caller = audited.site.nobody();
-    let wrong = caller.clone().bearer("wrong").get(&url("/?q=1")).await;
+    let client = audited.site.nobody();
+    let wrong = client.clone().bearer("wrong").get(&url("/?q=1")).await;
     assert_eq!(wrong.status, 401);
-    let alice = caller.bearer(&audited.secret);
+    let alice = client.bearer(&audited.secret);
     assert_eq!(alice.get(&url("/metrics")).await.status, 403);
     assert_eq!(alice.get(&url("/fine")).await.status, 200);
     let mut wire = alice.wire("edge-1", &[]).await.unwrap();
@@ -106,7 +106,7 @@ async fn refusals_leave_a_line_each_and_sessions_one_at_either_end() {
     let lines = audited.lines();
     assert_eq!(lines[0]["reason"], "unauthenticated");
     assert_eq!(lines[0]["path"], "/");
-    assert_eq!(lines[1]["caller"], "alice");
+    assert_eq!(lines[1]["client"], "alice");
     assert_eq!(lines[1]["rule"], "no-metrics");
     assert_eq!(lines[1]["rule_line"], 2);
     for session in &lines[2..] {

@@ -30,22 +30,22 @@ tunnel:
   listen: 127.0.0.1:7000
 admin:
   listen: 127.0.0.1:70000
-fronts:
+listeners:
   - name: web
-    kind: https
+    protocol: https
     listen: 0.0.0.0:7000
     certificate: { chain: none/chain.pem, key: none/key.pem }
   - name: web
-    kind: https
+    protocol: https
     listen: 127.0.0.1:7001
 ";
 const GATEWAY_FAULTS: [&str; 6] = [
     "gateway.yaml:1:1: colour: unknown key; the keys that may stand here are ",
     "gateway.yaml:5:11: admin.listen: \"127.0.0.1:70000\" is no listen address; write IP:PORT ",
-    "gateway.yaml:9:13: fronts[0].listen: 0.0.0.0:7000 overlaps with tunnel.listen (127.0.0.1:7000); give ",
-    "gateway.yaml:10:27: fronts[0].certificate.chain: cannot read none/chain.pem: No such file",
-    "gateway.yaml:10:48: fronts[0].certificate.key: cannot read none/key.pem: No such file",
-    "gateway.yaml:11:11: fronts[1].name: the name \"web\" is taken",
+    "gateway.yaml:9:13: listeners[0].listen: 0.0.0.0:7000 overlaps with tunnel.listen (127.0.0.1:7000); give ",
+    "gateway.yaml:10:27: listeners[0].certificate.chain: cannot read none/chain.pem: No such file",
+    "gateway.yaml:10:48: listeners[0].certificate.key: cannot read none/key.pem: No such file",
+    "gateway.yaml:11:11: listeners[1].name: the name \"web\" is taken",
 ];
 
 #[tokio::test]
@@ -123,7 +123,7 @@ async fn what_another_attempt_cannot_mend_ends_with_a_code_that_supervisors_know
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let admin = taken.local_addr().unwrap().to_string();
     run("ca init --data-dir data").await.ok();
-    let gateway = causeway("gateway --data-dir data --tunnel-listen 127.0.0.1:0 --fronts []");
+    let gateway = causeway("gateway --data-dir data --tunnel-listen 127.0.0.1:0 --listeners []");
     let busy = gateway.flag("--admin-listen", admin).within(folder.path());
     busy.run().await.with_code(1);
 }
@@ -164,20 +164,21 @@ async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
 }
 
 #[tokio::test]
-async fn an_address_in_use_is_said_with_the_front_that_wants_it() {
+async fn an_address_in_use_is_said_with_the_listener_that_wants_it() {
     let site = Site::start().await;
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
-    let front = |listen: &str| format!("[{{name: metrics, kind: https, listen: \"{listen}\"}}]");
+    let listener =
+        |listen: &str| format!("[{{name: metrics, protocol: https, listen: \"{listen}\"}}]");
     let free = "127.0.0.1:0";
     for (tunnel, admin, listen, named) in [
-        (free, free, taken.as_str(), "front \"metrics\""),
+        (free, free, taken.as_str(), "listener \"metrics\""),
         (&taken, free, free, "tunnel"),
         (free, &taken, free, "admin"),
     ] {
         let second = causeway("gateway").flag("--data-dir", site.data());
         let second = second
-            .flag("--fronts", front(listen))
+            .flag("--listeners", listener(listen))
             .flag("--admin-listen", admin);
         let said = second.flag("--tunnel-listen", tunnel).run().await;
         said.failed(&[named, &taken, "in use"]);
@@ -455,7 +456,7 @@ async fn a_second_process_on_one_data_directory_is_refused_and_the_first_goes_on
     let site = Site::start().await;
     let edge = site.join("edge-1", 1).await;
     let again =
-        causeway("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts []");
+        causeway("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --listeners []");
     let again = again.flag("--data-dir", site.data()).run().await;
     again.failed(&["in use by another causeway process"]);
     let clone = site.edge("edge-1", 1).run().await;
@@ -484,7 +485,7 @@ async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_
     let create = denied("token create --node edge-2").flag("--data-dir", site.data());
     let create = create.run().await;
     let gateway =
-        denied("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts []");
+        denied("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --listeners []");
     let gateway = gateway.flag("--data-dir", &resting).run().await;
     read_only(&site.data(), false);
     read_only(&resting, false);
@@ -498,9 +499,9 @@ async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_
         .within(folder.path())
         .run()
         .await;
-    let caller = denied("ca caller --name bob --out .").flag("--data-dir", site.data());
-    let caller = caller.within(folder.path()).run().await;
-    let token = denied("caller token --name bob --file tokens")
+    let client = denied("client certificate --name bob --out .").flag("--data-dir", site.data());
+    let client = client.within(folder.path()).run().await;
+    let token = denied("client token --name bob --file tokens")
         .within(folder.path())
         .run()
         .await;
@@ -510,7 +511,7 @@ async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_
         .await;
     read_only(folder.path(), false);
     init.failed(&["cannot make data", "Permission denied"]);
-    caller.failed(&["cannot write", "bob-key.pem", "Permission denied"]);
+    client.failed(&["cannot write", "bob-key.pem", "Permission denied"]);
     token.failed(&["tokens", "Permission denied"]);
     demo.failed(&["data", "Permission denied"]);
     assert_eq!(files(folder.path()), []);
@@ -616,16 +617,16 @@ async fn a_full_disk_under_token_create_leaves_the_old_tokens_usable() {
 }
 
 #[tokio::test]
-async fn a_full_disk_under_caller_token_leaves_the_file_as_it_was() {
+async fn a_full_disk_under_client_token_leaves_the_file_as_it_was() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tokens");
     for number in 0..6 {
-        let made = causeway("caller token --name").args([format!("caller-{number}")]);
+        let made = causeway("client token --name").args([format!("client-{number}")]);
         made.flag("--file", &file).run().await.ok();
     }
     let before = fs::read(&file).unwrap();
     assert!((450..512).contains(&before.len()), "{}", before.len());
-    let full = causeway_on_a_full_disk(1).args(["caller", "token", "--name", "one-too-many"]);
+    let full = causeway_on_a_full_disk(1).args(["client", "token", "--name", "one-too-many"]);
     let full = full.flag("--file", &file).run().await;
     assert_eq!(full.stdout, "");
     full.failed(&["tokens", "File too large"]);

@@ -184,8 +184,8 @@ async fn of_gateways_behind_one_address_all_are_found_and_one_may_go_and_one_com
         // A load before the signal, and one behind it.
         shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
-        until("its front is closed", async || {
-            TcpStream::connect(&one.front).await.is_err()
+        until("its listener is closed", async || {
+            TcpStream::connect(&one.listener).await.is_err()
         })
         .await;
         shared.goes_on(100).await;

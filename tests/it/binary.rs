@@ -79,11 +79,11 @@ async fn ca_init_is_done_once() {
 }
 
 #[tokio::test]
-async fn without_a_ca_tokens_callers_and_gateways_say_how_to_make_one() {
+async fn without_a_ca_tokens_clients_and_gateways_say_how_to_make_one() {
     let folder = tempfile::tempdir().unwrap();
     for line in [
         "token create --node edge-1",
-        "ca caller --name alice",
+        "client certificate --name alice",
         "gateway",
     ] {
         let missing = causeway(line).args(["--data-dir", "none"]);
@@ -134,20 +134,24 @@ async fn token_create_puts_the_token_alone_on_standard_output() {
 }
 
 #[tokio::test]
-async fn a_callers_bearer_token_opens_a_front_and_is_kept_as_a_hash() {
+async fn a_clients_bearer_token_opens_a_listener_and_is_kept_as_a_hash() {
     need!("curl");
     let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("callers");
-    let made = causeway("caller token --name prometheus --group monitoring");
+    let file = folder.path().join("clients");
+    let made = causeway("client token --name prometheus --group monitoring");
     let made = made.flag("--file", &file).run().await.ok();
     let token = made.stdout.trim();
     assert!(!fs::read_to_string(&file).unwrap().contains(token));
     assert_eq!(mode(&file), 0o600);
 
     let app = App::saying("metrics").await;
-    let tokens = format!("callers: {{ own_ca: false, tokens: {} }}", file.display());
-    let front = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100, ";
-    let site = Site::with_fronts(&format!("{front}{tokens} }}]")).await;
+    let tokens = format!(
+        "client_auth: {{ own_ca: false, tokens: {} }}",
+        file.display()
+    );
+    let listener =
+        "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100, ";
+    let site = Site::with_listeners(&format!("{listener}{tokens} }}]")).await;
     let _edge = site.join("edge-1", app.port()).await;
     let with = |token: &str| {
         let header = format!("authorization: Bearer {token}");
@@ -166,13 +170,14 @@ async fn a_callers_bearer_token_opens_a_front_and_is_kept_as_a_hash() {
 }
 
 #[tokio::test]
-async fn ca_caller_writes_private_files_and_refuses_names_that_leave_the_directory() {
+async fn ca_client_writes_private_files_and_refuses_names_that_leave_the_directory() {
     let site = Site::start().await;
     assert_eq!(mode(&site.path("alice-key.pem")), 0o600);
-    let refused = causeway("ca caller --name ../mallory").flag("--out", site.path(""));
+    let refused = causeway("client certificate --name ../mallory").flag("--out", site.path(""));
     let refused = refused.flag("--data-dir", site.data()).run().await;
     refused.failed(&["../mallory"]);
-    let nowhere = causeway("ca caller --name bob").flag("--out", site.path("no/such/place"));
+    let nowhere =
+        causeway("client certificate --name bob").flag("--out", site.path("no/such/place"));
     let nowhere = nowhere.flag("--data-dir", site.data()).run().await;
     nowhere.failed(&["cannot write", "no/such/place/bob"]);
 }
@@ -188,7 +193,7 @@ async fn sigterm_gives_a_slow_download_its_time_at_the_gateway() {
     slow.gate.open();
     assert_eq!(slow.rest().await, Ok("two\n".into()));
     slow.site.gateway.ended().await.ok();
-    assert!(late, "a gateway that drains takes new callers for ever");
+    assert!(late, "a gateway that drains takes new clients for ever");
 }
 
 #[tokio::test]

@@ -7,8 +7,8 @@ use crate::{
     world::{
         World,
         app::{App, Script, answer, answer::pattern},
-        caller::{Caller, Place, exchange, read, whole},
-        gateway::front,
+        client::{Client, Place, exchange, read, whole},
+        gateway::listener,
         process::{Site, causeway},
         tool::{full, need},
         until,
@@ -66,8 +66,8 @@ pub(crate) async fn app(span: Duration) -> App {
 }
 
 /// A session that answers for as long as this holds.
-async fn session(caller: &Caller, goes_on: impl Fn() -> bool) {
-    let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+async fn session(client: &Client, goes_on: impl Fn() -> bool) {
+    let mut wire = client.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     while goes_on() {
@@ -79,8 +79,8 @@ async fn session(caller: &Caller, goes_on: impl Fn() -> bool) {
 }
 
 /// A download that takes as long as the app says, whole.
-async fn download(caller: &Caller, span: Duration) {
-    let mut connection = caller.connect("edge-1").await.unwrap();
+async fn download(client: &Client, span: Duration) {
+    let mut connection = client.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
     let mut body = connection.open(request).await.unwrap().into_body();
     let (piece, mut at) = (pattern(PIECE), 0);
@@ -94,8 +94,8 @@ async fn download(caller: &Caller, span: Duration) {
 }
 
 /// A download that is reset before its end.
-async fn cut_download(caller: &Caller) {
-    let mut connection = caller.connect("edge-1").await.unwrap();
+async fn cut_download(client: &Client) {
+    let mut connection = client.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
     let body = connection.open(request).await.unwrap().into_body();
     assert!(body.collect().await.is_err(), "it came to its end");
@@ -105,17 +105,17 @@ async fn cut_download(caller: &Caller) {
 ///
 /// A client that has another certificate takes another connection: a connection that was authenticated by a removed root begins
 /// nothing new.
-async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
-    let (mut certificate, first) = caller();
+async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize {
+    let (mut certificate, first) = client();
     let mut kept = first.connect("edge-1").await.unwrap();
     let mut count = 0;
     while Instant::now() < ends {
-        let (now, caller) = caller();
+        let (now, client) = client();
         if now != certificate {
             certificate = now;
-            kept = caller.connect("edge-1").await.unwrap();
+            kept = client.connect("edge-1").await.unwrap();
         }
-        for answer in [kept.get(URL).await.unwrap(), caller.get(URL).await] {
+        for answer in [kept.get(URL).await.unwrap(), client.get(URL).await] {
             assert_eq!((answer.status, answer.text().as_str()), (200, "it"));
             count += 1;
         }
@@ -126,14 +126,14 @@ async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize 
 
 /// All of that beside what happens meanwhile: nothing is dropped and nothing refused.
 pub(crate) async fn nothing_is_lost(
-    caller: &Caller,
+    client: &Client,
     (span, ends): (Duration, Instant),
     meanwhile: impl Future<Output = ()>,
 ) {
     let (requests, (), (), ()) = tokio::join!(
-        requests(|| (0, caller.clone()), ends),
-        session(caller, || Instant::now() < ends),
-        download(caller, span),
+        requests(|| (0, client.clone()), ends),
+        session(client, || Instant::now() < ends),
+        download(client, span),
         meanwhile
     );
     assert!(requests > 100, "{requests}");
@@ -159,8 +159,8 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
             sleep(PACE).await;
         }
     };
-    let caller = road.caller();
-    Box::pin(nothing_is_lost(&caller, (span, ends), renewals)).await;
+    let client = road.client();
+    Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
     // The first of them comes at once, since a certificate begins an hour before it is issued.
     assert!(serials.len() > 2, "{serials:?}");
     let status = road.edge.status();
@@ -181,13 +181,13 @@ async fn rotate(site: &Site, step: &str) -> (bool, String) {
 }
 
 /// alice, with a certificate by the root that signs now, who knows that root alone.
-async fn alice(site: &Site) -> Caller {
-    let made = causeway("ca caller --name alice").flag("--out", site.path("."));
+async fn alice(site: &Site) -> Client {
+    let made = causeway("client certificate --name alice").flag("--out", site.path("."));
     made.flag("--data-dir", site.data()).run().await.ok();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
     let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
     // The one that signs comes first.
-    let place = Place::Tls(site.front.parse().unwrap());
+    let place = Place::Tls(site.listener.parse().unwrap());
     site.nobody_at(place).certificate(&leaf)
 }
 
@@ -198,7 +198,7 @@ fn roots(data: &Path) -> usize {
 
 /// All three steps, out of order too, and those who come while they are made: `current` calls by the old root until it
 /// is about to go.
-async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(usize, Caller)>) {
+async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(usize, Client)>) {
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
         let (done, said) = rotate(site, "prepare").await;
@@ -266,13 +266,13 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
     let token = site.token("--node edge-2").await;
     site.join("edge-3", app.port()).await.kill().await;
     let current = Mutex::new((0, alice(&site).await));
-    let caller = || current.lock().unwrap().clone();
-    let (ends, (_, first)) = (Instant::now() + span, caller());
+    let client = || current.lock().unwrap().clone();
+    let (ends, (_, first)) = (Instant::now() + span, client());
     let mut kept = first.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let retired = || current.lock().unwrap().0 == 1;
     let (requests, (), (), ()) = tokio::join!(
-        requests(caller, ends),
+        requests(client, ends),
         session(&first, || !retired()),
         async {
             cut_download(&first).await;
@@ -306,20 +306,20 @@ async fn each_certificate_in_use_is_measured_and_warned_of_before_it_ends() {
         fs::write(&path, text).unwrap();
         path
     };
-    let shown = other.mint_front(&["it.test".parse().unwrap()], minute);
+    let shown = other.mint_listener(&["it.test".parse().unwrap()], minute);
     let shown = shown.unwrap();
-    let client = other.issue_caller("causeway", &[], minute).unwrap();
+    let client = other.issue_client("causeway", &[], minute).unwrap();
     let ca = file("other.pem", &other.root_pem());
     let listener = Listener {
         certificate: Some(config::Certificate {
             chain: file("shown.pem", &shown.chain_pem()),
             key: file("shown.key", shown.key_pem().expose()),
         }),
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             client_ca: vec![ca.clone()],
             ..ClientAuth::default()
         },
-        ..front("given", ListenerProtocol::Https)
+        ..listener("given", ListenerProtocol::Https)
     };
     let app = config::UpstreamTls {
         ca: Some(ca),
@@ -327,8 +327,8 @@ async fn each_certificate_in_use_is_measured_and_warned_of_before_it_ends() {
         key: Some(file("client.key", client.key_pem().expose())),
         ..config::UpstreamTls::default()
     };
-    let build = build.front(listener);
-    let build = build.config(|config| drop(config.apps.insert(10250, app)));
+    let build = build.listener(listener);
+    let build = build.config(|config| drop(config.upstream_tls.insert(10250, app)));
     let world = build.start().await;
 
     let metrics = world.metrics().await;

@@ -5,8 +5,8 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, Gate, Script, answer},
-        caller::read_to_end,
-        gateway::front,
+        client::read_to_end,
+        gateway::listener,
         process::{Site, binary},
         tool::{Tool, full, need},
     },
@@ -25,7 +25,7 @@ use tokio::{io::AsyncWriteExt, net::TcpListener};
 const TRANSFER: Duration = Duration::from_mins(30);
 
 #[tokio::test]
-async fn callers_of_http_1_and_2_reach_the_app() {
+async fn clients_of_http_1_and_2_reach_the_app() {
     need!("curl");
     let app = App::saying("hello").await;
     let road = Road::to(&app).await;
@@ -36,11 +36,11 @@ async fn callers_of_http_1_and_2_reach_the_app() {
 }
 
 #[tokio::test]
-async fn a_front_without_tls_speaks_http_1_and_2() {
+async fn a_listener_without_tls_speaks_http_1_and_2() {
     need!("curl");
     let app = App::saying("hello").await;
     let road = Road::to(&app).await;
-    let to = format!("::{}", road.front("plain"));
+    let to = format!("::{}", road.listener("plain"));
     for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
         let curl = Tool::curl().args([flag, "--connect-to", &to, "-w", " %{http_version}"]);
         let said = curl.args(["http://edge-1:9100/"]).run().await.ok();
@@ -69,7 +69,7 @@ async fn a_large_upload_waits_for_the_apps_100_continue() {
 }
 
 #[tokio::test]
-async fn an_app_that_refuses_before_the_body_spares_its_caller_the_upload() {
+async fn an_app_that_refuses_before_the_body_spares_its_client_the_upload() {
     need!("curl");
     for refusal in ["401 Unauthorized", "413 Content Too Large"] {
         let answer = format!("HTTP/1.1 {refusal}\r\nContent-Length: 2\r\n\r\nno");
@@ -160,19 +160,19 @@ async fn an_event_arrives_before_the_next_one_is_made() {
 }
 
 #[tokio::test]
-async fn callers_share_kept_connections_to_the_app() {
+async fn clients_share_kept_connections_to_the_app() {
     need!("curl");
     let app = App::saying("hello").await;
     let road = Road::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
         road.curl([flag, URL, URL, URL]).run().await.ok();
     }
-    road.caller().get(URL).await;
+    road.client().get(URL).await;
     assert_eq!((app.requests(), app.connections()), (7, 1));
 }
 
 #[tokio::test]
-async fn netcat_talks_through_a_tcp_front() {
+async fn netcat_talks_through_a_tcp_listener() {
     need!("nc");
     let app = App::tcp(Script::new().echo()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
@@ -182,7 +182,7 @@ async fn netcat_talks_through_a_tcp_front() {
 }
 
 #[tokio::test]
-async fn an_app_that_speaks_first_is_heard_through_a_tcp_front() {
+async fn an_app_that_speaks_first_is_heard_through_a_tcp_listener() {
     need!("nc");
     let app = App::tcp(Script::new().write("220 ready\r\n").echo()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
@@ -194,7 +194,7 @@ async fn an_app_that_speaks_first_is_heard_through_a_tcp_front() {
 }
 
 #[tokio::test]
-async fn a_callers_half_close_leaves_the_other_half_open() {
+async fn a_clients_half_close_leaves_the_other_half_open() {
     need!("nc");
     let script = Script::new().read_to_end().write("and this is the answer");
     let app = App::tcp(script).await;
@@ -246,13 +246,13 @@ async fn netcat_connects_over_a_unix_socket() {
 }
 
 #[tokio::test]
-async fn curl_proxies_through_a_connect_front_with_a_certificate() {
+async fn curl_proxies_through_a_connect_listener_with_a_certificate() {
     need!("curl");
     let app = App::saying("hello").await;
-    let build = Road::build().front(front("connect", ListenerProtocol::Connect));
+    let build = Road::build().listener(listener("connect", ListenerProtocol::Connect));
     let road = Road::along(build, Protocol::Http, app.address()).await;
     let proxied = |certificate: bool| {
-        let proxy = format!("{GATEWAY_NAME}:{}", road.front("connect").port());
+        let proxy = format!("{GATEWAY_NAME}:{}", road.listener("connect").port());
         let curl = Tool::curl()
             .args(["-p", "--proxy", &format!("https://{proxy}")])
             .args(["--resolve", &format!("{proxy}:127.0.0.1")])
@@ -274,17 +274,17 @@ async fn curl_proxies_through_a_connect_front_with_a_certificate() {
 
 /// As kube-apiserver does it: TLS to the proxy, and inside it TLS with what stands at the other end.
 #[tokio::test]
-async fn tls_inside_a_connect_is_between_the_caller_and_the_target() {
+async fn tls_inside_a_connect_is_between_the_client_and_the_target() {
     need!("curl");
     let app = App::saying("hello").await;
     let world = World::build()
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
-    let inner = world.front("https");
+    let inner = world.listener("https");
     let edge = world.edge("edge-1").port_as(443, Protocol::Tcp, inner);
     let _edge = edge.port(9100, app.address()).join().await;
-    let proxy = format!("{GATEWAY_NAME}:{}", world.front("connect").port());
+    let proxy = format!("{GATEWAY_NAME}:{}", world.listener("connect").port());
     let certificate = pair(&world);
     let said = Tool::curl()
         .args(["-p", "--proxy", &format!("https://{proxy}")])
@@ -301,13 +301,13 @@ async fn tls_inside_a_connect_is_between_the_caller_and_the_target() {
 }
 
 fn nc(road: &Road) -> Tool {
-    let address = road.front("bytes");
+    let address = road.listener("bytes");
     Tool::nc().args([address.ip().to_string(), address.port().to_string()])
 }
 
 /// A client's certificate and key in one file.
 fn pair(world: &World) -> PathBuf {
-    let leaf = world.caller_leaf("proxied");
+    let leaf = world.client_leaf("proxied");
     world.write(&format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()))
 }
 

@@ -53,9 +53,9 @@ async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_
     let told = complaint(&site.edge_data("edge-1")).await;
     assert!(told.contains("superseded"), "{told}");
 
-    let caller = site.nobody();
+    let client = site.nobody();
     for _ in 0..20 {
-        assert_eq!(caller.get(URL).await.text(), "new");
+        assert_eq!(client.get(URL).await.text(), "new");
     }
     // Once each: neither comes back to push the other out.
     site.gateway.wrote(ARRIVED, 2, PATIENCE).await;
@@ -67,7 +67,7 @@ async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_
         // It was told to stay away for a minute, and up to half of that more.
         let bound = Duration::from_mins(3);
         older.wrote("tunnel registered", 2, bound).await;
-        assert_eq!(caller.get(URL).await.text(), "old");
+        assert_eq!(client.get(URL).await.text(), "old");
     }
 }
 
@@ -91,24 +91,24 @@ async fn the_end_of_a_half_dead_tunnel_does_not_touch_the_newer_one() {
     let newest = site.edge_of(alive.causeway(), "clone", new.port());
     let mut newest = newest.start();
     newest.said("tunnel registered").await;
-    let caller = site.nobody();
-    assert_eq!(caller.get(URL).await.text(), "new");
+    let client = site.nobody();
+    assert_eq!(client.get(URL).await.text(), "new");
 
     site.gateway.said("edge-1 disconnected").await;
-    assert_eq!(caller.get(URL).await.text(), "new");
+    assert_eq!(client.get(URL).await.text(), "new");
     older.said("tunnel ended").await;
     dead.mend();
     older
         .line("why it is not wanted", |line| line.contains("superseded"))
         .await;
-    assert_eq!(caller.get(URL).await.text(), "new");
+    assert_eq!(client.get(URL).await.text(), "new");
     assert_eq!(site.gateway.written().count("edge-1 disconnected"), 1);
-    let mut callers = JoinSet::new();
+    let mut clients = JoinSet::new();
     for _ in 0..20 {
-        let caller = caller.clone();
-        callers.spawn(async move { assert_eq!(caller.get(URL).await.text(), "new") });
+        let client = client.clone();
+        clients.spawn(async move { assert_eq!(client.get(URL).await.text(), "new") });
     }
-    while let Some(called) = callers.join_next().await {
+    while let Some(called) = clients.join_next().await {
         called.unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! A company whose CA signs the intermediate of listeners: callers that trust its root alone verify them, and nothing else changes.
+//! A company whose CA signs the intermediate of listeners: clients that trust its root alone verify them, and nothing else changes.
 //!
 //! The company's certificates are made by openssl, with a name as directories have them; clients are curl.
 
@@ -90,7 +90,7 @@ fn keep(site: &Site, name: &str) -> PathBuf {
 }
 
 #[tokio::test]
-async fn callers_that_trust_a_companys_root_alone_verify_listeners_through_a_rotation_and_a_renewal()
+async fn clients_that_trust_a_companys_root_alone_verify_listeners_through_a_rotation_and_a_renewal()
  {
     need!("openssl", "curl");
     let (company, app) = (Company::create().await, App::saying("it").await);
@@ -144,7 +144,7 @@ async fn callers_that_trust_a_companys_root_alone_verify_listeners_through_a_rot
         rotate(&data, "retire").await.code == Some(0)
     })
     .await;
-    let alice = causeway("ca caller --name alice").flag("--out", site.path("."));
+    let alice = causeway("client certificate --name alice").flag("--out", site.path("."));
     alice.flag("--data-dir", &data).run().await.ok();
     all(&site, &[&root, &both, &keep(&site, "new.pem")]).await;
 }

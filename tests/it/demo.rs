@@ -60,7 +60,7 @@ async fn a_demo_reads_on_at_its_edges_while_its_gateway_is_stopped_and_has_it_ba
     let taken = TcpListener::bind(demo.listens()).unwrap();
     shell(&switch, &elsewhere).await;
     demo.process
-        .said("the gateway cannot start again yet: front \"https\"")
+        .said("the gateway cannot start again yet: listener \"https\"")
         .await;
     drop(taken);
     demo.process.said("the gateway runs again").await;
@@ -139,7 +139,7 @@ async fn a_demo_listens_where_it_is_told() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
     let refused = causeway("demo").flag("--listen", &taken).run().await;
-    refused.failed(&["front \"https\"", &taken, "in use"]);
+    refused.failed(&["listener \"https\"", &taken, "in use"]);
 }
 
 #[tokio::test]

@@ -3,8 +3,8 @@
 use crate::world::{
     GATEWAY_NAME, World,
     app::{App, End, Gate, Script},
-    caller::{Answer, assert_problem, exchange, read_to_end},
-    gateway::{anonymous, front},
+    client::{Answer, assert_problem, exchange, read_to_end},
+    gateway::{anonymous, listener},
     until,
 };
 use causeway_certs::NodeName;
@@ -24,14 +24,14 @@ const HELLO: &str = "HTTP/1.1 200 ";
 /// Listener without authentication that dials on loopback.
 fn dialling(name: &str) -> Listener {
     Listener {
-        direct: vec!["127.0.0.0/8".parse().unwrap()],
+        direct_networks: vec!["127.0.0.0/8".parse().unwrap()],
         ..anonymous(name, ListenerProtocol::Connect)
     }
 }
 
 async fn world() -> World {
     let narrow = Listener {
-        direct: vec!["127.9.0.0/16".parse().unwrap()],
+        direct_networks: vec!["127.9.0.0/16".parse().unwrap()],
         ..anonymous("narrow", ListenerProtocol::Connect)
     };
     let api = Listener {
@@ -42,25 +42,25 @@ async fn world() -> World {
         anonymous: false,
         ..dialling("known")
     };
-    let build = World::build().front(dialling("wide")).front(narrow);
-    let build = build.front(api).front(known);
+    let build = World::build().listener(dialling("wide")).listener(narrow);
+    let build = build.listener(api).listener(known);
     build
-        .front(front("closed", ListenerProtocol::Connect))
+        .listener(listener("closed", ListenerProtocol::Connect))
         .start()
         .await
 }
 
-async fn asked(world: &World, front: &str, target: &str) -> (TlsStream<TcpStream>, String) {
-    let caller = world.caller_at(front);
-    let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+async fn asked(world: &World, listener: &str, target: &str) -> (TlsStream<TcpStream>, String) {
+    let client = world.client_at(listener);
+    let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
     let head = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
     let answer = exchange(&mut wire, head).await;
     (wire, answer)
 }
 
-async fn refused(world: &World, front: &str, target: &str) -> Answer {
+async fn refused(world: &World, listener: &str, target: &str) -> Answer {
     let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
-    world.caller_at(front).raw(GATEWAY_NAME, head).await
+    world.client_at(listener).raw(GATEWAY_NAME, head).await
 }
 
 #[tokio::test]
@@ -106,7 +106,7 @@ async fn what_is_at_no_edge_is_dialled_from_here_and_what_is_goes_through_its_tu
 }
 
 #[tokio::test]
-async fn nothing_outside_of_a_fronts_networks_is_dialled_nor_by_a_front_without_any() {
+async fn nothing_outside_of_a_listeners_networks_is_dialled_nor_by_a_listener_without_any() {
     let world = world().await;
     let app = App::tcp(Script::new().echo()).await;
     let address = app.address().to_string();
@@ -117,7 +117,7 @@ async fn nothing_outside_of_a_fronts_networks_is_dialled_nor_by_a_front_without_
             &answer,
             403,
             "forbidden",
-            "in no network that front \"narrow\" dials itself",
+            "in no network that listener \"narrow\" dials itself",
         );
     }
     let mapped = format!("[::ffff:127.0.0.1]:{}", app.port());
@@ -126,7 +126,7 @@ async fn nothing_outside_of_a_fronts_networks_is_dialled_nor_by_a_front_without_
     assert_problem(&answer, 404, "node_unknown", "127.0.0.1");
     let answer = refused(&world, "wide", "nobody.invalid:80").await;
     assert_problem(&answer, 404, "node_unknown", "nobody.invalid");
-    let nobody = world.caller_at("known").nobody();
+    let nobody = world.client_at("known").nobody();
     let head = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
     let answer = nobody.raw(GATEWAY_NAME, head).await;
     assert_eq!(answer.status, 401, "{answer}");
@@ -183,10 +183,10 @@ async fn a_reset_on_one_side_is_a_reset_on_the_other() {
 }
 
 #[tokio::test]
-async fn sessions_that_are_dialled_from_here_count_against_their_callers_limit() {
-    let build = World::build().front(dialling("wide"));
+async fn sessions_that_are_dialled_from_here_count_against_their_clients_limit() {
+    let build = World::build().listener(dialling("wide"));
     let world = build
-        .config(|config| config.limits.per_caller = 1)
+        .config(|config| config.limits.per_client = 1)
         .start()
         .await;
     let app = App::tcp(Script::new().echo()).await;
@@ -213,7 +213,7 @@ async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_g
         json!([{ "name": "services", "where": { "direct": ["127.0.0.0/16"] }, "then": "allow" }]);
     let rules = PolicyWriter::new(Some(compiled(&json!([]))));
     let build = World::build().policy(rules.reader());
-    let world = build.front(dialling("wide")).start().await;
+    let world = build.listener(dialling("wide")).start().await;
     let app = App::tcp(Script::new().echo()).await;
     let (target, port) = (app.address().to_string(), app.port());
     let by_name = format!("localhost:{port}");
@@ -252,7 +252,7 @@ async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_g
 /// A CONNECT to an edge's address must not be dialled from the gateway's host before the cluster has named its nodes.
 #[tokio::test]
 async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
-    let build = World::build().front(dialling("wide"));
+    let build = World::build().listener(dialling("wide"));
     let build = build.config(|config| {
         config.kubernetes = Some(Kubernetes {
             address_networks: vec!["10.0.0.0/8".parse().unwrap()],

@@ -25,7 +25,7 @@ use tokio::{
 
 const ZONE: &str = "nodes.example.internal";
 /// Addresses that the names of edges' nodes resolve to here.
-const FRONTS: [&str; 2] = ["192.0.2.20", "2001:db8::20"];
+const LISTENERS: [&str; 2] = ["192.0.2.20", "2001:db8::20"];
 /// Types of records.
 const A: u8 = 1;
 const SOA: u8 = 6;
@@ -36,7 +36,7 @@ fn dns() -> Dns {
     Dns {
         listen: loopback(),
         zones: vec![ZONE.to_owned()],
-        addresses: FRONTS.iter().map(|text| text.parse().unwrap()).collect(),
+        addresses: LISTENERS.iter().map(|text| text.parse().unwrap()).collect(),
         ..Dns::default()
     }
 }
@@ -106,11 +106,11 @@ async fn an_edge_has_a_name_within_a_second_of_its_joining_and_keeps_it_while_it
     assert_eq!(status(server, &name).await, "NXDOMAIN");
     let mut edge = world.edge("edge-1").join().await;
     assert_has_an_address_at_once(server, &name).await;
-    assert_eq!(short(server, &name).await, FRONTS[0]);
-    assert_eq!(short(server, &format!("{name} AAAA")).await, FRONTS[1]);
+    assert_eq!(short(server, &name).await, LISTENERS[0]);
+    assert_eq!(short(server, &format!("{name} AAAA")).await, LISTENERS[1]);
     assert_eq!(
         short(server, &format!("+tcp EDGE-1.{ZONE}")).await,
-        FRONTS[0]
+        LISTENERS[0]
     );
     let said = dig(server, &name).await;
     assert!(said.contains("flags: qr aa rd;"), "{said}");
@@ -120,7 +120,7 @@ async fn an_edge_has_a_name_within_a_second_of_its_joining_and_keeps_it_while_it
     world.until_tunnels("edge-1", 0).await;
     assert_eq!(
         short(server, &name).await,
-        FRONTS[0],
+        LISTENERS[0],
         "the gateway says why"
     );
     let metrics = world.metrics().await;
@@ -318,7 +318,7 @@ async fn connections_that_say_nothing_keep_nobody_from_asking() {
     let metrics = world.metrics().await;
     let evicted = [("limit", "dns_connections"), ("outcome", "evicted")];
     // One address has three quarters of 256 places.
-    let turned_away = metrics.sum("connections_turned_away_total", &evicted);
+    let turned_away = metrics.sum("connections_rejected_total", &evicted);
     assert_eq!(turned_away, 400 - 192 + 1);
     drop(held);
 }
@@ -373,7 +373,7 @@ async fn names_are_answered_while_the_gateway_drains() {
         world.admin_text("/readyz").await.0 == 503
     })
     .await;
-    assert_eq!(short(server, &format!("edge-1.{ZONE}")).await, FRONTS[0]);
+    assert_eq!(short(server, &format!("edge-1.{ZONE}")).await, LISTENERS[0]);
     world.kill_gateway().await;
     until("the socket goes with the gateway", async || {
         UdpSocket::bind(server).await.is_ok()
@@ -389,7 +389,7 @@ async fn a_port_that_is_taken_is_named() {
     let init = causeway("ca init --data-dir data").within(folder.path());
     init.run().await.ok();
     let gateway = causeway(
-        "gateway --data-dir data --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts [] \
+        "gateway --data-dir data --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --listeners [] \
          --dns-zones . --dns-addresses 192.0.2.20",
     );
     let gateway = gateway.flag("--dns-listen", &address).within(folder.path());
@@ -438,14 +438,14 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     }
     let _edge = world.edge("edge-1").join().await;
     assert_has_an_address_at_once(plain, &name).await;
-    assert_eq!(short(plain, &name).await, FRONTS[0]);
+    assert_eq!(short(plain, &name).await, LISTENERS[0]);
     let over_tcp = format!("+tcp {name} AAAA");
-    assert_eq!(short(plain, &over_tcp).await, FRONTS[1]);
+    assert_eq!(short(plain, &over_tcp).await, LISTENERS[1]);
     assert_eq!(status(plain, "example.com").await, "REFUSED");
     // It keeps for 5 s whatever the answer says.
     until(
         "the cache has forgotten that there was no such name",
-        async || short(caching, &name).await == FRONTS[0],
+        async || short(caching, &name).await == LISTENERS[0],
     )
     .await;
 }
@@ -460,16 +460,16 @@ async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String 
 
 /// Its own network, since `resolv.conf` has no place for a port.
 #[tokio::test]
-async fn a_caller_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() {
+async fn a_client_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() {
     need!(netns::NEED, "mounts", "curl", "coredns");
     let _street = Street::new();
-    let fronts = Dns {
+    let listeners = Dns {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ..dns()
     };
-    let world = World::build().config(|config| config.dns = fronts.into());
+    let world = World::build().config(|config| config.dns = listeners.into());
     let world = world.start().await;
-    let (app, port) = (App::saying("edge-1").await, world.front("https").port());
+    let (app, port) = (App::saying("edge-1").await, world.listener("https").port());
     let _edge = world.edge("edge-1").port(port, app.address()).join().await;
     let _coredns = forwarding(&world, SocketAddr::from(([127, 0, 0, 1], 53)), "").await;
     let resolv = world.write(&format!("nameserver 127.0.0.1\nsearch {ZONE}\n"));
@@ -478,7 +478,7 @@ async fn a_caller_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() 
         let said = resolving(&resolv, script, &[name.as_ref()]).await;
         assert!(said.starts_with("127.0.0.1 "), "{name}: {said}");
     }
-    let leaf = world.caller_leaf("curl");
+    let leaf = world.client_leaf("curl");
     let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());
     let (root, own) = (world.root_path(), world.write(&both));
     let url = format!("https://edge-1:{port}/");
@@ -503,6 +503,6 @@ async fn bare_names_come_from_the_root_zone_and_everything_else_from_who_is_aske
     let (gateway, next, at) = (world.dns(), rest.dns(), apart());
     let plugins = format!("forward . {gateway} {{\n next NXDOMAIN\n }}\n forward . {next}");
     let _coredns = running(&world, at, ".", &plugins).await;
-    assert_eq!(short(at, "edge-1").await, FRONTS[0]);
-    assert_eq!(short(at, &format!("edge-2.{ZONE}")).await, FRONTS[0]);
+    assert_eq!(short(at, "edge-1").await, LISTENERS[0]);
+    assert_eq!(short(at, &format!("edge-2.{ZONE}")).await, LISTENERS[0]);
 }

@@ -5,7 +5,7 @@ use crate::{
     world::{
         World,
         app::{App, Head, Script, answer},
-        caller::{exchange, read_to_end, whole},
+        client::{exchange, read_to_end, whole},
         until,
     },
 };
@@ -40,7 +40,7 @@ async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start
     let request = Request::get(format!("{URL}endless")).body(whole(""));
     let _held = lasting.hold(request.unwrap());
     until("a stream lasts", async || app.requests() == 1).await;
-    let mut kept = road.caller().connect("edge-1").await.unwrap();
+    let mut kept = road.client().connect("edge-1").await.unwrap();
     let mut http2 = road.http2().connect("edge-1").await.unwrap();
     for connection in [&mut kept, &mut http2] {
         let answer = connection.get(URL).await.unwrap();
@@ -52,7 +52,7 @@ async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start
         road.admin_text("/readyz").await.0 == 503
     })
     .await;
-    let mut fresh = road.caller().connect("edge-1").await.unwrap();
+    let mut fresh = road.client().connect("edge-1").await.unwrap();
     for connection in [&mut kept, &mut fresh] {
         let answer = connection.get(URL).await.unwrap();
         let told = answer.field("connection");
@@ -60,7 +60,7 @@ async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start
         assert!(connection.get(URL).await.is_err(), "it goes on");
     }
     // What the gateway says itself is no exception.
-    let refused = road.caller().get("https://edge-1:9999/").await;
+    let refused = road.client().get("https://edge-1:9999/").await;
     let told = refused.field("connection");
     assert_eq!((refused.status, told), (403, "close"), "{refused}");
     let answer = http2.get(URL).await.unwrap();
@@ -77,11 +77,11 @@ async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start
 async fn clients_that_keep_their_connections_lose_no_answer_in_a_drain() {
     let app = App::saying("it").await;
     let road = road(&app).await;
-    let caller = road.caller();
+    let client = road.client();
     let clients = (0..8).map(|_| async {
         let mut answers = 0;
         // Until nothing is accepted any more.
-        while let Ok(mut connection) = caller.connect("edge-1").await {
+        while let Ok(mut connection) = client.connect("edge-1").await {
             loop {
                 let answer = connection.get(URL).await;
                 let answer = answer.unwrap_or_else(|error| panic!("after {answers}: {error}"));

@@ -5,8 +5,8 @@
 use crate::world::{
     GATEWAY_NAME, World,
     app::{App, Gate, Script, answer},
-    caller::{Answer, assert_problem, exchange, read, read_to_end, whole},
-    gateway::{anonymous, fixed, front},
+    client::{Answer, assert_problem, exchange, read, read_to_end, whole},
+    gateway::{anonymous, fixed, listener},
     link::Link,
     until,
 };
@@ -30,7 +30,7 @@ use tokio::io::AsyncWriteExt;
 
 const SOON: Duration = Duration::from_millis(200);
 
-fn upgrade(url: &str) -> Request<crate::world::caller::Body> {
+fn upgrade(url: &str) -> Request<crate::world::client::Body> {
     Request::get(url)
         .header("connection", "Upgrade")
         .header("upgrade", "websocket")
@@ -67,17 +67,17 @@ impl Deaf {
 
 #[tokio::test]
 async fn an_unknown_node_is_404() {
-    let front = anonymous("plain", ListenerProtocol::Http);
-    let world = World::build().front(front).start().await;
-    let answer = world.caller_at("plain").get("http://edge-9:9100/").await;
+    let listener = anonymous("plain", ListenerProtocol::Http);
+    let world = World::build().listener(listener).start().await;
+    let answer = world.client_at("plain").get("http://edge-9:9100/").await;
     assert_problem(
         &answer,
         404,
         "node_unknown",
         "no node is known by Host \"edge-9:9100\"",
     );
-    let caller = world.caller().sni(GATEWAY_NAME);
-    let answer = caller.http2().get("https://edge-9:9100/").await;
+    let client = world.client().sni(GATEWAY_NAME);
+    let answer = client.http2().get("https://edge-9:9100/").await;
     assert_problem(
         &answer,
         404,
@@ -92,7 +92,7 @@ async fn an_unknown_node_is_404() {
 async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
     let world = World::start().await;
     for name in ["edge-9", "edge-9", "nobody.example"] {
-        let refused = world.caller().tls_stream(name, &["h2"]).await.unwrap_err();
+        let refused = world.client().tls_stream(name, &["h2"]).await.unwrap_err();
         let alert = refused.get_ref().and_then(|inner| inner.downcast_ref());
         assert!(
             matches!(
@@ -116,16 +116,16 @@ async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
     assert_eq!(metrics.sum("handshakes_failed_total", &labels), 3);
     // The name of the listener, and none at all, leave it to the Host.
     for name in [GATEWAY_NAME, "127.0.0.1"] {
-        world.caller().tls_stream(name, &["h2"]).await.unwrap();
+        world.client().tls_stream(name, &["h2"]).await.unwrap();
     }
 }
 
 #[tokio::test]
 async fn a_client_that_refuses_a_listeners_certificate_is_logged_with_its_server_name() {
-    let front = fixed("one", ListenerProtocol::Https, "edge-1", 9100);
-    let world = World::build().front(front).start().await;
-    let caller = world.caller_at("one");
-    let refused = caller.tls_stream("other.example", &["h2"]).await;
+    let listener = fixed("one", ListenerProtocol::Https, "edge-1", 9100);
+    let world = World::build().listener(listener).start().await;
+    let client = world.client_at("one");
+    let refused = client.tls_stream("other.example", &["h2"]).await;
     assert!(refused.is_err());
     until("the refusal is logged", async || {
         let log = world.log().text();
@@ -144,22 +144,27 @@ async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
     let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
     edge.stop().await;
     world.until_tunnels("edge-1", 0).await;
-    let answer = world.caller().get("https://edge-1:9100/").await;
-    assert_problem(&answer, 503, "node_away", "edge-1 is not connected since 2");
+    let answer = world.client().get("https://edge-1:9100/").await;
     assert_problem(
         &answer,
         503,
-        "node_away",
+        "node_not_connected",
+        "edge-1 is not connected since 2",
+    );
+    assert_problem(
+        &answer,
+        503,
+        "node_not_connected",
         "its last tunnel came from 127.0.0.1:",
     );
 
     world.stop_gateway().await;
     world.start_gateway().await;
-    let answer = world.caller().get("https://edge-1:9100/").await;
+    let answer = world.client().get("https://edge-1:9100/").await;
     assert_problem(
         &answer,
         503,
-        "node_away",
+        "node_not_connected",
         "was not seen since this gateway started",
     );
 }
@@ -183,54 +188,54 @@ async fn a_node_whose_link_fell_silent_is_503_until_it_answers_again() {
     link.silence();
     let state = async |wanted: &str| world.node("edge-1").await["state"] == wanted;
     until("the gateway knows", async || state("suspect").await).await;
-    let answer = world.caller().get("https://edge-1:9100/").await;
+    let answer = world.client().get("https://edge-1:9100/").await;
     assert_problem(
         &answer,
         503,
-        "node_away",
+        "node_not_connected",
         "edge-1 does not answer on its tunnel from 127.0.0.1:",
     );
     link.restore();
     until("it answers again", async || state("connected").await).await;
-    let answer = world.caller().get("https://edge-1:9100/").await;
+    let answer = world.client().get("https://edge-1:9100/").await;
     assert_eq!(answer.text(), "it");
 }
 
 #[tokio::test]
-async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
+async fn a_client_that_is_not_known_is_401_and_learns_what_was_tried() {
     let build = World::build();
     let token = build.token("prometheus");
-    let callers = |own_ca| ClientAuth {
+    let clients = |own_ca| ClientAuth {
         own_ca,
         tokens: Some(build.tokens()),
         ..ClientAuth::default()
     };
     let both = Listener {
-        callers: callers(true),
-        ..front("both", ListenerProtocol::Https)
+        client_auth: clients(true),
+        ..listener("both", ListenerProtocol::Https)
     };
     let tokens = Listener {
-        callers: callers(false),
-        ..front("tokens", ListenerProtocol::Http)
+        client_auth: clients(false),
+        ..listener("tokens", ListenerProtocol::Http)
     };
-    let world = build.front(both).front(tokens).start().await;
-    let refused = async |caller: crate::world::caller::Caller, says: &str, asks: &str| {
+    let world = build.listener(both).listener(tokens).start().await;
+    let refused = async |client: crate::world::client::Client, says: &str, asks: &str| {
         // That the node is not there is nobody's business who is not known.
-        let answer = caller.get("https://edge-1:9100/").await;
+        let answer = client.get("https://edge-1:9100/").await;
         assert_problem(&answer, 401, "unauthenticated", says);
         assert_eq!(answer.field("www-authenticate"), asks);
     };
     let bearer = "Bearer realm=\"causeway\"";
     let invalid = "Bearer realm=\"causeway\", error=\"invalid_token\"";
     let (https, both) = (
-        world.caller().sni(GATEWAY_NAME),
-        world.caller_at("both").sni(GATEWAY_NAME),
+        world.client().sni(GATEWAY_NAME),
+        world.client_at("both").sni(GATEWAY_NAME),
     );
-    let tokens = world.caller_at("tokens");
-    let others = "(a client shows none that is of a CA which this front does not name)";
-    let nothing = |what: &str| format!("nothing presented; this front takes {what}");
-    let unknown = || "token: not one that this front knows".to_owned();
-    for (caller, says, challenge) in [
+    let tokens = world.client_at("tokens");
+    let others = "(a client shows none that is of a CA which this listener does not name)";
+    let nothing = |what: &str| format!("nothing presented; this listener takes {what}");
+    let unknown = || "token: not one that this listener knows".to_owned();
+    for (client, says, challenge) in [
         (
             https.nobody(),
             nothing(&format!("a client certificate {others}")),
@@ -254,7 +259,7 @@ async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
             invalid,
         ),
     ] {
-        refused(caller, &says, challenge).await;
+        refused(client, &says, challenge).await;
     }
     let answer = tokens.bearer(&token).get("http://edge-1:9100/").await;
     assert_problem(&answer, 404, "node_unknown", "edge-1");
@@ -265,10 +270,10 @@ struct NoSecrets;
 
 impl Authorize for NoSecrets {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
-        let (caller, port) = (&ask.caller.name, ask.destination.port());
+        let (client, port) = (&ask.client.name, ask.destination.port());
         let node = ask.destination.node().expect("a node");
         let sentence = format!(
-            "{caller} may not {} {} of {node}:{port}",
+            "{client} may not {} {} of {node}:{port}",
             ask.method, ask.path
         );
         match (ask.act, ask.path) {
@@ -282,7 +287,7 @@ impl Authorize for NoSecrets {
 }
 
 #[tokio::test]
-async fn a_caller_that_may_not_is_403_before_the_edge_hears_of_it() {
+async fn a_client_that_may_not_is_403_before_the_edge_hears_of_it() {
     let build = World::build().authorizer(NoSecrets);
     let world = build
         .config(|config| config.timeouts.authorize = SOON)
@@ -290,26 +295,26 @@ async fn a_caller_that_may_not_is_403_before_the_edge_hears_of_it() {
         .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let caller = world.caller();
-    let answer = caller.get("https://edge-1:9100/secret?key=1").await;
+    let client = world.client();
+    let answer = client.get("https://edge-1:9100/secret?key=1").await;
     assert_problem(
         &answer,
         403,
         "forbidden",
         "tester may not GET /secret of edge-1:9100",
     );
-    let answer = caller.send(upgrade("https://edge-1:9100/open")).await;
+    let answer = client.send(upgrade("https://edge-1:9100/open")).await;
     assert_problem(
         &answer,
         403,
         "forbidden",
         "tester may not GET /open of edge-1:9100",
     );
-    let answer = caller.get("https://edge-1:9100/undecided").await;
+    let answer = client.get("https://edge-1:9100/undecided").await;
     assert_problem(&answer, 503, "undecided", "was not decided within 200ms");
     assert_eq!(app.requests(), 0);
-    assert_eq!(caller.get("https://edge-1:9100/open").await.text(), "it");
-    assert_eq!(caller.get("https://edge-1:9100/asked").await.text(), "it");
+    assert_eq!(client.get("https://edge-1:9100/open").await.text(), "it");
+    assert_eq!(client.get("https://edge-1:9100/asked").await.text(), "it");
 }
 
 #[tokio::test]
@@ -322,17 +327,17 @@ async fn what_the_edges_owner_does_not_serve_is_403() {
         .config(|config| config.allow.upgrades = false)
         .join()
         .await;
-    let caller = world.caller();
-    let answer = caller.get("https://edge-1:10250/").await;
+    let client = world.client();
+    let answer = client.get("https://edge-1:10250/").await;
     assert_problem(
         &answer,
         403,
         "edge_policy",
         "edge-1 does not serve port 10250",
     );
-    let answer = caller.get("https://edge-1:22/").await;
+    let answer = client.get("https://edge-1:22/").await;
     assert_problem(&answer, 403, "edge_policy", "as tcp only");
-    let answer = caller.send(upgrade("https://edge-1:9100/")).await;
+    let answer = client.send(upgrade("https://edge-1:9100/")).await;
     assert_problem(&answer, 403, "edge_policy", "does not serve upgrades");
     assert_eq!(app.connections(), 0);
 }
@@ -340,15 +345,15 @@ async fn what_the_edges_owner_does_not_serve_is_403() {
 #[tokio::test]
 async fn a_refused_port_is_502_and_says_which_target() {
     let world = World::build()
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::refusing();
     let _edge = world.edge("edge-1").port(9, app.address()).join().await;
     let target = app.address().to_string();
-    let answer = world.caller().get("https://edge-1:9/").await;
+    let answer = world.client().get("https://edge-1:9/").await;
     assert_problem(&answer, 502, "target_refused", &target);
-    let answer = world.caller().send(upgrade("https://edge-1:9/")).await;
+    let answer = world.client().send(upgrade("https://edge-1:9/")).await;
     assert_problem(&answer, 502, "target_refused", &target);
     let answer = connect(&world, "connect", "edge-1:9").await;
     assert_problem(&answer, 502, "target_refused", &target);
@@ -362,10 +367,10 @@ async fn an_app_that_breaks_the_protocol_is_502() {
     let edge = world.edge("edge-1").port(80, garbage.address());
     let _edge = edge.port(81, closing.address()).join().await;
     for port in [80, 81] {
-        let answer = world.caller().get(&format!("https://edge-1:{port}/")).await;
+        let answer = world.client().get(&format!("https://edge-1:{port}/")).await;
         assert_problem(&answer, 502, "target_broken", "edge-1");
         let answer = world
-            .caller()
+            .client()
             .send(upgrade(&format!("https://edge-1:{port}/")))
             .await;
         assert_problem(&answer, 502, "target_broken", "edge-1");
@@ -383,19 +388,19 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
         .config(|config| config.gateways = gateways)
         .join()
         .await;
-    let caller = world.caller();
+    let client = world.client();
     let cut = async {
         app.head().await;
         link.cut();
     };
-    let (answer, ()) = tokio::join!(caller.get("https://edge-1:9100/"), cut);
+    let (answer, ()) = tokio::join!(client.get("https://edge-1:9100/"), cut);
     let said = "edge-1 was lost in mid-stream: the tunnel was lost: the peer closed the connection";
     assert_problem(&answer, 502, "tunnel_lost", said);
 }
 
 #[tokio::test]
 async fn a_target_that_does_not_take_connections_is_504() {
-    let build = World::build().front(front("connect", ListenerProtocol::Connect));
+    let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
     let world = build.start().await;
     let deaf = Deaf::new();
     let edge = world.edge("edge-1").port(9100, deaf.address);
@@ -404,7 +409,7 @@ async fn a_target_that_does_not_take_connections_is_504() {
         .join()
         .await;
     let says = deaf.address.to_string();
-    let answer = world.caller().get("https://edge-1:9100/").await;
+    let answer = world.client().get("https://edge-1:9100/").await;
     assert_problem(&answer, 504, "target_timeout", &says);
     let answer = connect(&world, "connect", "edge-1:9100").await;
     assert_problem(&answer, 504, "target_timeout", &says);
@@ -412,9 +417,9 @@ async fn a_target_that_does_not_take_connections_is_504() {
 
 #[tokio::test]
 async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
-    let build = World::build().front(front("connect", ListenerProtocol::Connect));
+    let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
     let world = build
-        .config(|config| config.timeouts.open = SOON)
+        .config(|config| config.timeouts.connect = SOON)
         .start()
         .await;
     let deaf = Deaf::new();
@@ -439,14 +444,14 @@ async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
         .join()
         .await;
     let _slow = world.edge("edge-2").port(9100, app.address()).join().await;
-    let answer = world.caller().send(upgrade("https://edge-1:9100/")).await;
+    let answer = world.client().send(upgrade("https://edge-1:9100/")).await;
     assert_problem(
         &answer,
         504,
         "target_timeout",
         "did not answer the upgrade within 200ms",
     );
-    let answer = world.caller().send(upgrade("https://edge-2:9100/")).await;
+    let answer = world.client().send(upgrade("https://edge-2:9100/")).await;
     assert_problem(
         &answer,
         504,
@@ -468,12 +473,12 @@ async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
     .await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let _other = world.edge("edge-2").port(9100, app.address()).join().await;
-    let holder = world.caller();
-    let caller = world.caller().certificate(&world.caller_leaf(second));
+    let holder = world.client();
+    let client = world.client().certificate(&world.client_leaf(second));
     let url = format!("https://{node}:9100/");
     let act = async {
         app.head().await;
-        let answer = caller.get(&url).await;
+        let answer = client.get(&url).await;
         gate.open();
         answer
     };
@@ -481,7 +486,7 @@ async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
     assert_eq!(held.status, 204);
     world.until_idle().await;
     assert_eq!(
-        caller.get(&url).await.text(),
+        client.get(&url).await.text(),
         "it",
         "what was taken was given back"
     );
@@ -489,14 +494,14 @@ async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
 }
 
 #[tokio::test]
-async fn a_callers_limit_is_503_for_that_caller_only() {
-    let build = || World::build().config(|config| config.limits.per_caller = 1);
+async fn a_clients_limit_is_503_for_that_client_only() {
+    let build = || World::build().config(|config| config.limits.per_client = 1);
     let answer = while_one_is_open(&build().start().await, "tester", "edge-2").await;
     assert_problem(
         &answer,
         503,
         "limit_reached",
-        "this caller has 1 streams open",
+        "this client has 1 streams open",
     );
     let answer = while_one_is_open(&build().start().await, "other", "edge-1").await;
     assert_eq!(answer.text(), "it");
@@ -541,7 +546,7 @@ async fn a_full_tunnel_is_503() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
+async fn a_gateway_that_drains_serves_every_client_it_still_lets_in() {
     let world = World::build().config(|config| config.timeouts.drain = 25 * SOON);
     let mut world = world.start().await;
     let app = App::saying("it").await;
@@ -551,10 +556,10 @@ async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
         world.admin_text("/readyz").await.0 == 503
     })
     .await;
-    let caller = world.caller();
-    until("the front is closed", async || {
+    let client = world.client();
+    until("the listener is closed", async || {
         let request = Request::get("https://edge-1:9100/").body(whole(""));
-        match caller.try_send(request.unwrap()).await {
+        match client.try_send(request.unwrap()).await {
             Ok(answer) => assert_eq!(answer.status, 200, "{answer}"),
             Err(_) => return true,
         }
@@ -572,9 +577,9 @@ async fn a_request_that_the_end_of_a_drain_cuts_is_recorded_as_such() {
     let app = App::http(|_| answer::silence()).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let request = Request::get("https://edge-1:9100/").body(whole(""));
-    let connection = world.caller().http2().connect("edge-1").await.unwrap();
+    let connection = world.client().http2().connect("edge-1").await.unwrap();
     let _held = connection.hold(request.unwrap());
-    let mut wire = world.caller().wire("edge-1", &["http/1.1"]).await.unwrap();
+    let mut wire = world.client().wire("edge-1", &["http/1.1"]).await.unwrap();
     let head = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     wire.write_all(head).await.unwrap();
     until("both are on their way", async || app.requests() == 2).await;
@@ -593,7 +598,7 @@ async fn a_request_that_the_end_of_a_drain_cuts_is_recorded_as_such() {
 #[tokio::test]
 async fn trailers_that_are_larger_than_a_head_are_431() {
     let app = App::saying("well").await;
-    let build = World::build().config(|config| config.limits.header_bytes = 20_000);
+    let build = World::build().config(|config| config.limits.max_header_bytes = 20_000);
     let world = build.start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let ask = async |size| {
@@ -602,7 +607,7 @@ async fn trailers_that_are_larger_than_a_head_are_431() {
         let frames = [Frame::data(Bytes::from("whole")), Frame::trailers(trailers)];
         let body = StreamBody::new(stream::iter(frames.map(Ok)));
         let request = Request::post("https://edge-1:9100/").body(BodyExt::boxed(body));
-        world.caller().http2().send(request.unwrap()).await
+        world.client().http2().send(request.unwrap()).await
     };
     let answer = ask(25_000).await;
     let detail = "at most 100 of 20000 are allowed";
@@ -617,12 +622,12 @@ async fn trailers_that_are_larger_than_a_head_are_431() {
 #[tokio::test]
 async fn a_head_that_is_too_large_is_431() {
     let world = World::build()
-        .config(|config| config.limits.header_bytes = 20_000)
+        .config(|config| config.limits.max_header_bytes = 20_000)
         .start()
         .await;
-    for (caller, size) in [(world.caller(), 25_000), (world.caller().http2(), 25_000)] {
-        let caller = caller.sni(GATEWAY_NAME).field("x-large", &"x".repeat(size));
-        let answer = caller.get("https://edge-1:9100/").await;
+    for (client, size) in [(world.client(), 25_000), (world.client().http2(), 25_000)] {
+        let client = client.sni(GATEWAY_NAME).field("x-large", &"x".repeat(size));
+        let answer = client.get("https://edge-1:9100/").await;
         assert_problem(
             &answer,
             431,
@@ -635,12 +640,12 @@ async fn a_head_that_is_too_large_is_431() {
         "GET / HTTP/1.1\r\nHost: edge-1\r\nX-Huge: {}\r\n\r\n",
         "x".repeat(60_000)
     );
-    assert_eq!(world.caller().raw(GATEWAY_NAME, huge).await.status, 431);
+    assert_eq!(world.client().raw(GATEWAY_NAME, huge).await.status, 431);
     let many = format!(
         "GET / HTTP/1.1\r\nHost: edge-1\r\n{}\r\n",
         "X-Many: x\r\n".repeat(150)
     );
-    assert_eq!(world.caller().raw(GATEWAY_NAME, many).await.status, 431);
+    assert_eq!(world.client().raw(GATEWAY_NAME, many).await.status, 431);
 }
 
 #[tokio::test]
@@ -671,10 +676,10 @@ async fn a_head_that_means_two_things_is_400() {
             "names \"edge-2:9100\" and its Host \"edge-1:9100\"",
         ),
     ] {
-        let answer = world.caller().raw("edge-1", head).await;
+        let answer = world.client().raw("edge-1", head).await;
         assert_problem(&answer, 400, "malformed", says);
     }
-    let nonsense = world.caller().raw("edge-1", "BREW\r\n\r\n").await;
+    let nonsense = world.client().raw("edge-1", "BREW\r\n\r\n").await;
     assert_eq!(nonsense.status, 400, "{nonsense}");
     assert_eq!(app.requests(), 0);
 }
@@ -686,7 +691,7 @@ async fn a_length_beside_chunks_hides_no_request() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let hidden = "GET /hidden HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 55\r\nTransfer-Encoding: chunked\r\n\r\n";
-    let mut wire = world.caller().wire("edge-1", &["http/1.1"]).await.unwrap();
+    let mut wire = world.client().wire("edge-1", &["http/1.1"]).await.unwrap();
     let answer = exchange(&mut *wire, format!("{head}0\r\n\r\n{hidden}")).await;
     // RFC 9112 §6.3: such a message is refused, or its chunks count and the connection ends behind it.
     assert!(
@@ -699,9 +704,9 @@ async fn a_length_beside_chunks_hides_no_request() {
 }
 
 #[tokio::test]
-async fn a_method_that_a_front_does_not_serve_is_405() {
+async fn a_method_that_a_listener_does_not_serve_is_405() {
     let world = World::build()
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let answer = connect(&world, "https", "edge-1:22").await;
@@ -709,10 +714,10 @@ async fn a_method_that_a_front_does_not_serve_is_405() {
         &answer,
         405,
         "method_not_allowed",
-        "a front of kind connect",
+        "a listener with protocol connect",
     );
     let answer = world
-        .caller_at("connect")
+        .client_at("connect")
         .sni(GATEWAY_NAME)
         .get("https://edge-1/")
         .await;
@@ -720,15 +725,15 @@ async fn a_method_that_a_front_does_not_serve_is_405() {
     assert_eq!(answer.field("allow"), "CONNECT");
 }
 
-async fn connect(world: &World, front: &str, authority: &str) -> Answer {
+async fn connect(world: &World, listener: &str, authority: &str) -> Answer {
     let head = format!("CONNECT {authority} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
-    world.caller_at(front).raw(GATEWAY_NAME, head).await
+    world.client_at(listener).raw(GATEWAY_NAME, head).await
 }
 
 #[tokio::test]
 async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
     let world = World::build()
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let answer = connect(&world, "connect", "edge-9:22").await;
@@ -737,7 +742,7 @@ async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
     assert_eq!(answer.phrase.as_deref(), Some(sentence.as_str()));
     // Also where an egress selector leads to a front of another kind.
     let answer = connect(&world, "https", "edge-9:22").await;
-    let sentence = "CONNECT is served by a front of kind connect only";
+    let sentence = "CONNECT is served by a listener with protocol connect only";
     assert_problem(&answer, 405, "method_not_allowed", sentence);
     assert_eq!(answer.phrase.as_deref(), Some(sentence));
 }
@@ -746,20 +751,20 @@ async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
 async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
     let kubernetes = |name, kind| Listener {
         errors: ErrorFormat::Kubernetes,
-        ..front(name, kind)
+        ..listener(name, kind)
     };
-    let world = World::build().front(kubernetes("api", ListenerProtocol::Https));
+    let world = World::build().listener(kubernetes("api", ListenerProtocol::Https));
     let world = world
-        .front(kubernetes("connect", ListenerProtocol::Connect))
+        .listener(kubernetes("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::refusing();
     let mut edge = world.edge("edge-1").port(9, app.address()).join().await;
-    let caller = world.caller_at("api").sni(GATEWAY_NAME);
+    let client = world.client_at("api").sni(GATEWAY_NAME);
     let mut all = vec![
-        (caller.get("https://edge-1:9/").await, "target_refused"),
-        (caller.get("https://edge-1:22/").await, "edge_policy"),
-        (caller.get("https://edge-9:9/").await, "node_unknown"),
+        (client.get("https://edge-1:9/").await, "target_refused"),
+        (client.get("https://edge-1:22/").await, "edge_policy"),
+        (client.get("https://edge-9:9/").await, "node_unknown"),
         (
             connect(&world, "connect", "edge-1:9").await,
             "target_refused",
@@ -767,8 +772,11 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
     ];
     edge.stop().await;
     world.until_tunnels("edge-1", 0).await;
-    all.push((caller.get("https://edge-1:9/").await, "node_away"));
-    all.push((connect(&world, "connect", "edge-1:9").await, "node_away"));
+    all.push((client.get("https://edge-1:9/").await, "node_not_connected"));
+    all.push((
+        connect(&world, "connect", "edge-1:9").await,
+        "node_not_connected",
+    ));
     for (answer, reason) in all {
         assert_eq!(answer.status, 502, "{answer}");
         assert_eq!(answer.field("content-type"), "text/plain; charset=utf-8");
@@ -785,15 +793,15 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
 /// Checks the response to an upgrade. kubectl reads it as YAML if it can: of `what: why` it would show nothing.
 #[tokio::test]
 async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
-    let front = Listener {
+    let listener = Listener {
         errors: ErrorFormat::Kubernetes,
-        ..front("api", ListenerProtocol::Https)
+        ..listener("api", ListenerProtocol::Https)
     };
-    let world = World::build().front(front).start().await;
+    let world = World::build().listener(listener).start().await;
     let app = App::refusing();
     let _edge = world.edge("edge-1").port(9, app.address()).join().await;
-    let caller = world.caller_at("api");
-    let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+    let client = world.client_at("api");
+    let mut wire = client.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let asked = "POST /exec HTTP/1.1\r\nHost: edge-1:9\r\nConnection: Upgrade\r\n\
                  Upgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
     let head = exchange(&mut wire, asked).await.to_lowercase();
@@ -819,14 +827,14 @@ async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
 
 #[tokio::test]
 async fn a_tcp_session_that_cannot_begin_is_reset_and_recorded() {
-    let front = Listener {
+    let listener = Listener {
         anonymous: true,
         ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
     };
-    let world = World::build().front(front).start().await;
+    let world = World::build().listener(listener).start().await;
     let app = App::refusing();
     let _edge = world.edge("edge-1").port(22, app.address()).join().await;
-    let mut wire = world.caller_at("bytes").wire("", &[]).await.unwrap();
+    let mut wire = world.client_at("bytes").wire("", &[]).await.unwrap();
     let error = read_to_end(&mut wire).await.unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
     until("it was recorded", async || {
@@ -847,7 +855,7 @@ async fn an_apps_own_failure_is_not_ours() {
             .await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let mut wire = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.1"])
         .await
         .unwrap();

@@ -6,9 +6,9 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, Gate, Head, Script, answer},
-        caller::{exchange, read, read_to_end},
+        client::{exchange, read, read_to_end},
         edge::Edge,
-        gateway::front,
+        gateway::listener,
     },
 };
 use causeway_edge::config::Protocol;
@@ -147,11 +147,11 @@ async fn exec_by_spdy_reaches_the_kubelet_field_for_field() {
 async fn logs_by_http_2_reach_a_kubelet_that_speaks_http_1() {
     let app = App::saying("a line\n").await;
     let (world, _edge) = kubelet(&app).await;
-    let caller = world.caller().http2();
-    let caller = caller.field("accept-encoding", "gzip");
-    let caller = caller.field("user-agent", "Go-http-client/2.0");
+    let client = world.client().http2();
+    let client = client.field("accept-encoding", "gzip");
+    let client = client.field("user-agent", "Go-http-client/2.0");
     let path = "/containerLogs/default/probe-1/ticker?tailLines=2";
-    let answer = caller.get(&format!("https://edge-1:10250{path}")).await;
+    let answer = client.get(&format!("https://edge-1:10250{path}")).await;
     assert_eq!(answer.text(), "a line\n");
     let sent = format!(
         "GET {path} HTTP/1.1\nHost: edge-1:10250\nAccept-Encoding: gzip\nUser-Agent: Go-http-client/2.0\n\n"
@@ -195,8 +195,8 @@ async fn node_proxy_and_logs_share_a_connection_whatever_its_hosts() {
         assert_eq!(read(&mut wire, 2).await, b"{}");
         assert_same(&app.head().await, head);
     }
-    let caller = world.caller().http2().sni("edge-1").host("10.97.0.1:6443");
-    let mut connection = caller.connect("edge-1").await.unwrap();
+    let client = world.client().http2().sni("edge-1").host("10.97.0.1:6443");
+    let mut connection = client.connect("edge-1").await.unwrap();
     let answer = connection
         .get("https://edge-1/stats/summary")
         .await
@@ -210,11 +210,11 @@ async fn an_egress_selector_gets_a_bare_200_and_no_byte_before_its_own() {
     let app = App::tcp(Script::new().write("I speak first").echo()).await;
     let strict = Listener {
         errors: ErrorFormat::Kubernetes,
-        ..front("egress", ListenerProtocol::Connect)
+        ..listener("egress", ListenerProtocol::Connect)
     };
     let build = World::build()
-        .front(strict)
-        .front(front("other", ListenerProtocol::Connect));
+        .listener(strict)
+        .listener(listener("other", ListenerProtocol::Connect));
     let world = build.start().await;
     let edge = world
         .edge("edge-1")
@@ -228,7 +228,7 @@ async fn an_egress_selector_gets_a_bare_200_and_no_byte_before_its_own() {
         for framing in ["content-length", "transfer-encoding", "connection"] {
             assert!(values(&answer, framing).is_empty(), "{answer}");
         }
-        // Whoever speaks to a front for anybody else is heard at once, later on the same tunnel; so what
+        // Whoever speaks to a listener for anybody else is heard at once, later on the same tunnel; so what
         // does not come now is held.
         let mut other = connected(&world, "other").await;
         exchange(&mut other, head).await;
@@ -247,15 +247,15 @@ async fn a_trace_passes_unchanged_and_none_is_added() {
     let road = Road::to(&app).await;
     let theirs = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
     for (app, road) in [(&app, &road), (&secured, &asked_here)] {
-        for caller in [road.caller(), road.http2()] {
+        for client in [road.client(), road.http2()] {
             for traceparent in [theirs, "00-nonsense", theirs.split_at(54).0] {
-                let caller = caller.clone().field("traceparent", traceparent);
-                caller.field("tracestate", "a=b").get(URL).await;
+                let client = client.clone().field("traceparent", traceparent);
+                client.field("tracestate", "a=b").get(URL).await;
                 let head = app.head().await;
                 assert_eq!(head.values("traceparent"), [traceparent]);
                 assert_eq!(head.values("tracestate"), ["a=b"]);
             }
-            caller.get(URL).await;
+            client.get(URL).await;
             let head = app.head().await;
             assert_eq!(head.value("traceparent"), None, "{head:?}");
             assert_eq!(head.value("tracestate"), None, "{head:?}");
@@ -275,7 +275,7 @@ async fn this_hop_adds_itself_behind_the_hops_before() {
     let answer = "HTTP/1.1 200 OK\r\nVia: 1.1 inner\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
     let road = Road::to(&app).await;
-    let answer = road.caller().field("via", "1.1 outer").get(URL).await;
+    let answer = road.client().field("via", "1.1 outer").get(URL).await;
     assert_eq!(
         app.head().await.values("via"),
         ["1.1 outer", "1.1 causeway"]
@@ -285,14 +285,14 @@ async fn this_hop_adds_itself_behind_the_hops_before() {
 }
 
 #[tokio::test]
-async fn our_private_fields_pass_neither_from_callers_nor_from_apps() {
+async fn our_private_fields_pass_neither_from_clients_nor_from_apps() {
     let answer = "HTTP/1.1 200 OK\r\nCauseway-Failure: target_refused\r\nCauseway-Detail: lies\r\nCauseway-Switched: websocket\r\nCauseway-Anything: 1\r\nContent-Length: 2\r\n\r\nit";
     let app = App::http(move |_| Script::new().write(answer)).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
-        let caller = caller.field("causeway-target", "127.0.0.1:1");
-        let caller = caller.field("causeway-anything", "1");
-        let answer = caller.field("causeway-control", "1").get(URL).await;
+    for client in [road.client(), road.http2()] {
+        let client = client.field("causeway-target", "127.0.0.1:1");
+        let client = client.field("causeway-anything", "1");
+        let answer = client.field("causeway-control", "1").get(URL).await;
         assert_eq!((answer.status, answer.text().as_str()), (200, "it"));
         let ours = |name: &str| name.to_ascii_lowercase().starts_with("causeway-");
         assert!(
@@ -336,8 +336,8 @@ async fn fields_of_one_connection_stay_on_it() {
 async fn cookies_that_http_2_splits_are_one_field_to_an_http_1_app() {
     let app = App::saying("it").await;
     let road = Road::to(&app).await;
-    let caller = road.http2().field("cookie", "a=1").field("cookie", "b=2");
-    caller.field("cookie", "c=3").get(URL).await;
+    let client = road.http2().field("cookie", "a=1").field("cookie", "b=2");
+    client.field("cookie", "c=3").get(URL).await;
     assert_eq!(app.head().await.values("cookie"), ["a=1; b=2; c=3"]);
 }
 
@@ -347,24 +347,24 @@ async fn cookies_that_an_app_sets_stay_apart() {
         "HTTP/1.1 200 OK\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
-        let answer = caller.get(URL).await;
+    for client in [road.client(), road.http2()] {
+        let answer = client.get(URL).await;
         let set: Vec<_> = answer.fields.get_all("set-cookie").iter().collect();
         assert_eq!(set, ["a=1", "b=2"]);
     }
 }
 
 #[tokio::test]
-async fn authorization_stays_here_unless_the_front_forwards_it() {
+async fn authorization_stays_here_unless_the_listener_forwards_it() {
     let app = App::saying("it").await;
     for forwards in [false, true] {
-        let build = World::build().front(Listener {
+        let build = World::build().listener(Listener {
             forward_authorization: forwards,
-            ..front("https", ListenerProtocol::Https)
+            ..listener("https", ListenerProtocol::Https)
         });
         let road = Road::along(build, Protocol::Http, app.address()).await;
-        for caller in [road.caller(), road.http2()] {
-            caller.bearer("secret").get(URL).await;
+        for client in [road.client(), road.http2()] {
+            client.bearer("secret").get(URL).await;
             let found = app.head().await.value("authorization");
             assert_eq!(found, forwards.then(|| "Bearer secret".to_owned()));
         }
@@ -401,14 +401,14 @@ pub(crate) async fn kubelet(app: &App) -> (World, Edge) {
 }
 
 pub(crate) async fn tls(world: &World) -> TlsStream<TcpStream> {
-    let opened = world.caller().tls_stream("edge-1", &["http/1.1"]).await;
+    let opened = world.client().tls_stream("edge-1", &["http/1.1"]).await;
     opened.unwrap()
 }
 
 /// TLS to a connect listener as kube-apiserver begins it: no ALPN.
-async fn connected(world: &World, front: &str) -> TlsStream<TcpStream> {
-    let caller = world.caller_at(front);
-    caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap()
+async fn connected(world: &World, listener: &str) -> TlsStream<TcpStream> {
+    let client = world.client_at(listener);
+    client.tls_stream(GATEWAY_NAME, &[]).await.unwrap()
 }
 
 /// A head as it stands on the wire.

@@ -6,7 +6,7 @@
 use crate::world::{
     GATEWAY_NAME, PATIENCE,
     app::{App, Gate, answer},
-    caller::{Place, Wire, exchange, read, whole},
+    client::{Place, Wire, exchange, read, whole},
     process::{Ended, Process, Site, address_after, causeway},
     tool::full,
     until,
@@ -241,10 +241,10 @@ struct Open {
 
 impl Open {
     async fn at(site: &Site, connect: &str) -> Self {
-        let caller = site.nobody();
+        let client = site.nobody();
         let host = "Host: edge-1:9100\r\n";
         let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
-        let mut socket = caller.wire("", &[]).await.unwrap();
+        let mut socket = client.wire("", &[]).await.unwrap();
         let head = format!("GET /socket HTTP/1.1\r\n{host}{upgrade}\r\n");
         let switched = exchange(&mut *socket, &head).await;
         assert!(switched.starts_with("HTTP/1.1 101 "), "{switched}");
@@ -255,7 +255,7 @@ impl Open {
         assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
         let switched = exchange(&mut tunnelled, &head).await;
         assert!(switched.starts_with("HTTP/1.1 101 "), "{switched}");
-        let mut download = caller.wire("", &[]).await.unwrap();
+        let mut download = client.wire("", &[]).await.unwrap();
         let begun = exchange(
             &mut *download,
             format!("GET /slow HTTP/1.1\r\n{host}Connection: close\r\n\r\n"),
@@ -280,18 +280,18 @@ impl Open {
 /// Two gateways that know the same nodes, the first with an edge that knows both, and the first one's listener for
 /// CONNECT.
 async fn pair(app: &App) -> (Site, Site, Process, String) {
-    let front = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
-    let fronts = format!(
-        "fronts: [{{ name: web, kind: http, port: 9100, {front} }}, {{ name: out, kind: connect, {front} }}]"
+    let listener = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
+    let listeners = format!(
+        "listeners: [{{ name: web, protocol: http, port: 9100, {listener} }}, {{ name: out, protocol: connect, {listener} }}]"
     );
-    let first = Site::with_fronts(&fronts).await;
+    let first = Site::with_listeners(&listeners).await;
     let edge = first.join("edge-1", app.port()).await;
     let second = first.twin().await;
     let addresses = format!("{},{}", first.tunnel, second.tunnel);
     let mut first = first.advertising(&addresses).await;
     first.gateway.said(ARRIVED).await;
-    let out = |line: &str| line.contains("front open") && line.contains("front=\"out\"");
-    let out = first.gateway.line("the front for CONNECT", out).await;
+    let out = |line: &str| line.contains("listener open") && line.contains("listener=\"out\"");
+    let out = first.gateway.line("the listener for CONNECT", out).await;
     let out = address_after(&out, "address=");
     (first, second, edge, out)
 }
@@ -318,8 +318,10 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
             second.gateway.written().count(ARRIVED) > 0
         })
         .await;
-        until("the front is closed", async || {
-            tokio::net::TcpStream::connect(&first.front).await.is_err()
+        until("the listener is closed", async || {
+            tokio::net::TcpStream::connect(&first.listener)
+                .await
+                .is_err()
         })
         .await;
         shared.goes_on(100).await;
@@ -328,7 +330,7 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
     let (met, ()) = tokio::join!(load(&first, &second, &shared), acting);
     let took = began.elapsed();
     say(&format!(
-        "in {took:?} callers were answered by the first gateway: {}, by the second after the first said so: {}, \
+        "in {took:?} clients were answered by the first gateway: {}, by the second after the first said so: {}, \
          refused: {}, closed: {}",
         met.first, met.told, met.refused, met.closed
     ));

@@ -78,8 +78,8 @@ const SPOILT: [Spoilt; 12] = [
         ..GOOD
     },
     Spoilt {
-        name: "by-callers",
-        issuer: "callers",
+        name: "by-clients",
+        issuer: "clients",
         said: "cannot have made a certificate to come as edge",
         ..GOOD
     },
@@ -96,9 +96,9 @@ const SPOILT: [Spoilt; 12] = [
         ..GOOD
     },
     Spoilt {
-        name: "caller",
-        names: "URI:spiffe://DOMAIN/caller/edge-1",
-        said: "a certificate of kind caller cannot come as edge",
+        name: "client",
+        names: "URI:spiffe://DOMAIN/client/edge-1",
+        said: "a certificate of kind client cannot come as edge",
         ..GOOD
     },
     Spoilt {
@@ -138,7 +138,7 @@ impl Forger {
             let text = fs::read_to_string(site.path(folder).join("ca.json")).unwrap();
             let ca: Value = serde_json::from_str(&text).unwrap();
             let root = &ca["roots"][0];
-            let issuers = ["edges", "callers"].map(|name| (name, &root["issuers"][name]));
+            let issuers = ["edges", "clients"].map(|name| (name, &root["issuers"][name]));
             for (name, signer) in issuers.into_iter().chain([("root", root)]) {
                 for (part, kind) in [("certificate", "pem"), ("key", "key")] {
                     let file = site.path(&format!("{before}{name}.{kind}"));
@@ -195,7 +195,7 @@ impl Forger {
 }
 
 #[tokio::test]
-async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_front() {
+async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_listener() {
     need!("openssl", "curl", "faketime");
     let forger = Forger::start().await;
     let app = App::saying("it").await;
@@ -211,18 +211,18 @@ async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_
         forger.site.gateway.wrote(spoilt.said, times, bound).await;
     });
     join_all(at_the_tunnel_port).await;
-    for spoilt in SPOILT.iter().filter(|spoilt| spoilt.name != "caller") {
+    for spoilt in SPOILT.iter().filter(|spoilt| spoilt.name != "client") {
         let called = forger.call(spoilt.name).await;
         assert!(called.text() != "it 200", "{}", spoilt.name);
     }
     // The one thing that is wrong is what they are refused for.
-    let caller = Spoilt {
+    let client = Spoilt {
         name: "alright",
-        issuer: "callers",
-        names: "URI:spiffe://DOMAIN/caller/edge-1",
+        issuer: "clients",
+        names: "URI:spiffe://DOMAIN/client/edge-1",
         ..GOOD
     };
-    forger.forge(&caller).await;
+    forger.forge(&client).await;
     assert_eq!(forger.call("alright").await.text(), "it 200");
     forger.forge(&GOOD).await;
     forger.dial("good").run().await;
@@ -254,7 +254,7 @@ async fn a_session_from_before_a_revocation_resumes_into_nothing() {
     site.gateway
         .wrote("no answer to the hello", 2, PATIENCE)
         .await;
-    let revoke = causeway("edge revoke edge-1 --reason stolen");
+    let revoke = causeway("node revoke edge-1 --reason stolen");
     revoke.flag("--data-dir", site.data()).run().await.ok();
     let ran = resumed().await;
     assert!(ran.text().contains("Reused, TLSv1.3"), "{}", ran.text());

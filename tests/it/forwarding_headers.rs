@@ -5,7 +5,7 @@ use crate::{
     world::{
         World,
         app::{App, Head, Script, answer},
-        caller::{Caller, exchange, read_to_end},
+        client::{Client, exchange, read_to_end},
         gateway::anonymous,
         tool::{Tool, need},
     },
@@ -25,8 +25,8 @@ pub(crate) fn script(head: &Head) -> Script {
     }
 }
 
-fn forging(caller: Caller) -> Caller {
-    caller
+fn forging(client: Client) -> Client {
+    client
         .field("forwarded", "for=192.0.2.1;proto=http")
         .field("x-forwarded-for", "192.0.2.1")
         .field("x_forwarded_for", "192.0.2.1")
@@ -59,14 +59,14 @@ async fn an_app_learns_address_scheme_and_host_and_no_client_forges_them() {
     let road = Road::to(&app).await;
     let (secured, asked_here) = Road::secured(script).await;
     for (app, road) in [(&app, &road), (&secured, &asked_here)] {
-        for caller in [road.caller(), road.http2()] {
-            assert_eq!(caller.get(URL).await.text(), "it");
+        for client in [road.client(), road.http2()] {
+            assert_eq!(client.get(URL).await.text(), "it");
             assert_set(&app.head().await, "https");
-            assert_eq!(forging(caller).get(URL).await.text(), "it");
+            assert_eq!(forging(client).get(URL).await.text(), "it");
             assert_set(&app.head().await, "https");
         }
-        for caller in [road.caller_at("plain"), road.caller_at("plain").http2()] {
-            let answer = forging(caller).get("http://edge-1:9100/").await;
+        for client in [road.client_at("plain"), road.client_at("plain").http2()] {
+            let answer = forging(client).get("http://edge-1:9100/").await;
             assert_eq!(answer.text(), "it");
             assert_set(&app.head().await, "http");
         }
@@ -88,14 +88,14 @@ async fn a_trusted_proxy_is_believed_and_nobody_else_at_the_same_listener() {
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
         ..anonymous("trusting", ListenerProtocol::Http)
     };
-    let world = World::build().front(trusting).start().await;
+    let world = World::build().listener(trusting).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let url = "http://edge-1:9100/";
-    for caller in [
-        world.caller_at("trusting"),
-        world.caller_at("trusting").http2(),
+    for client in [
+        world.client_at("trusting"),
+        world.client_at("trusting").http2(),
     ] {
-        let proxied = caller
+        let proxied = client
             .field("forwarded", "for=192.0.2.1")
             .field("x-forwarded-for", "198.51.100.7, 192.0.2.1")
             .field("x_forwarded_for", "203.0.113.9")
@@ -133,9 +133,9 @@ async fn a_listener_sets_the_fields_that_it_is_configured_for() {
         forwarding_headers: vec![ForwardingHeader::XForwardedProto],
         ..anonymous("some", ListenerProtocol::Http)
     };
-    let world = World::build().front(some).start().await;
+    let world = World::build().listener(some).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let forging = forging(world.caller_at("some"));
+    let forging = forging(world.client_at("some"));
     forging.get("http://edge-1:9100/").await;
     let head = app.head().await;
     assert_eq!(head.values("x-forwarded-proto"), ["http"]);
@@ -158,9 +158,9 @@ async fn the_source_of_a_proxy_header_is_the_client() {
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
         ..anonymous("proxied", ListenerProtocol::Http)
     };
-    let world = World::build().front(proxied).start().await;
+    let world = World::build().listener(proxied).start().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut wire = world.caller_at("proxied").tcp_stream().await;
+    let mut wire = world.client_at("proxied").tcp_stream().await;
     // From 192.0.2.7:4000 to 10.0.0.1:80.
     let header = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\x00\x02\x07\x0a\0\0\x01\x0f\xa0\0\x50";
     let request = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX-Forwarded-For: 203.0.113.1\r\nConnection: close\r\n\r\n";

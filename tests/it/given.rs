@@ -4,7 +4,7 @@ use crate::{
     certificates::{PACE, app, nothing_is_lost, span},
     world::{
         app::App,
-        caller::{Caller, Place},
+        client::{Client, Place},
         log::Log,
         process::{Causeway, Process, Site, causeway},
         tool::{Tool, need},
@@ -44,7 +44,7 @@ async fn company() -> TempDir {
     found(&folder, "company").await;
     for (name, usage, names) in [
         ("gateway", "serverAuth", GATEWAY),
-        ("front", "serverAuth", "DNS:edge-1,DNS:edge-2"),
+        ("listener", "serverAuth", "DNS:edge-1,DNS:edge-2"),
         ("alice", "clientAuth", "DNS:alice"),
         ("edge-1", "clientAuth", EDGE_1),
         (
@@ -55,7 +55,7 @@ async fn company() -> TempDir {
     ] {
         issue(&folder, (name, usage, names), "company").await;
     }
-    // What callers of these tests show.
+    // What clients of these tests show.
     fs::rename(
         folder.path().join("alice.key"),
         folder.path().join("alice-key.pem"),
@@ -85,17 +85,17 @@ fn tunnel(folder: &TempDir, more: &str) -> String {
     )
 }
 
-fn fronts(folder: &TempDir) -> String {
+fn listeners(folder: &TempDir) -> String {
     let at = folder.path().display();
     format!(
-        "fronts: [{{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100, certificate: {{ chain: {at}/front.pem, key: {at}/front.key }}, callers: {{ client_ca: [{at}/company-root.pem] }} }}]\n"
+        "listeners: [{{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100, certificate: {{ chain: {at}/listener.pem, key: {at}/listener.key }}, client_auth: {{ client_ca: [{at}/company-root.pem] }} }}]\n"
     )
 }
 
 /// A gateway without a CA, which lets in nodes that are added, or any.
 async fn site(more: &str) -> Site {
     let folder = company().await;
-    let configuration = tunnel(&folder, more) + &fronts(&folder);
+    let configuration = tunnel(&folder, more) + &listeners(&folder);
     Site::of(folder, "127.0.0.1:0", &configuration).await
 }
 
@@ -112,9 +112,9 @@ fn edge(site: &Site, name: &str, app: u16) -> Causeway {
 }
 
 async fn add(site: &Site, node: &str) {
-    let added = causeway("edge add").args([node]);
+    let added = causeway("node add").args([node]);
     let added = added.flag("--data-dir", site.data()).run().await.ok();
-    assert_eq!(added.stdout, format!("{node} is let in\n"));
+    assert_eq!(added.stdout, format!("{node} is admitted\n"));
 }
 
 async fn stands(site: &Site, name: &str, app: u16) -> Process {
@@ -137,12 +137,12 @@ async fn nodes(site: &Site) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn a_gateway_without_a_ca_serves_edges_and_callers_by_certificates_of_another_system() {
+async fn a_gateway_without_a_ca_serves_edges_and_clients_by_certificates_of_another_system() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let site = site("").await;
     let mut stranger = edge(&site, "edge-1", app.port()).start();
-    stranger.said("`causeway edge add edge-1`").await;
+    stranger.said("`causeway node add edge-1`").await;
     stranger.kill().await;
     add(&site, "edge-1").await;
     let edge_1 = stands(&site, "edge-1", app.port()).await;
@@ -167,7 +167,7 @@ async fn a_gateway_without_a_ca_serves_edges_and_callers_by_certificates_of_anot
     );
 
     // What is confirmed of a node can be said again, and both ends come back after a restart.
-    let again = causeway("edge add edge-1 --pool north").flag("--data-dir", site.data());
+    let again = causeway("node add edge-1 --pool north").flag("--data-dir", site.data());
     again.run().await.ok();
     assert_eq!(nodes(&site).await[0]["pool"], "north");
     edge_1.stop().await.ok();
@@ -198,7 +198,7 @@ const SPOILT: [(&str, &str, &str, &str); 6] = [
 
 /// Tests the same certificate at the wrong listener, and others with one fault.
 #[tokio::test]
-async fn of_one_ca_an_edge_is_no_caller_and_a_caller_no_edge() {
+async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
     need!("openssl", "curl");
     let site = site(", any_node: true").await;
     let folder = site.folder();
@@ -239,7 +239,7 @@ async fn of_one_ca_an_edge_is_no_caller_and_a_caller_no_edge() {
         let curl = curl.args(["--key".into(), site.path(&format!("{name}.key"))]);
         let said = curl.args(["-w", " %{http_code}"]).run().await.text();
         assert!(
-            said.contains("cannot come as caller") && said.ends_with(" 401"),
+            said.contains("cannot come as client") && said.ends_with(" 401"),
             "{name}: {said}"
         );
     }
@@ -253,23 +253,23 @@ async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() 
     let edge_1 = stands(&site, "edge-1", app.port()).await;
     let edge_2 = stands(&site, "edge-2", app.port()).await;
     assert_eq!(calls(&site, "edge-2").await, "it 200");
-    let revoke = causeway("edge revoke edge-2 --reason stolen").flag("--data-dir", site.data());
+    let revoke = causeway("node revoke edge-2 --reason stolen").flag("--data-dir", site.data());
     revoke.run().await.ok();
     assert!(calls(&site, "edge-2").await.ends_with(" 503"));
     edge_2.kill().await;
     let early =
-        causeway("edge revoke edge-3 --unseen --reason lost").flag("--data-dir", site.data());
+        causeway("node revoke edge-3 --unseen --reason lost").flag("--data-dir", site.data());
     early.run().await.ok();
-    let typo = causeway("edge revoke egde-1 --reason lost").flag("--data-dir", site.data());
-    let said = typo.run().await.failed(&["egde-1 is not known here"]);
+    let typo = causeway("node revoke egde-1 --reason lost").flag("--data-dir", site.data());
+    let said = typo.run().await.failed(&["no node egde-1"]);
     assert!(
         said.contains("edge-1") && said.contains("--unseen"),
         "{said}"
     );
-    let add = causeway("edge add edge-2").flag("--data-dir", site.data());
+    let add = causeway("node add edge-2").flag("--data-dir", site.data());
     add.run()
         .await
-        .failed(&["is revoked: stolen", "causeway edge allow edge-2"]);
+        .failed(&["is revoked: stolen", "causeway node allow edge-2"]);
     // That holds with the gateway restarted, whatever certificate it brings.
     issue(
         site.folder(),
@@ -327,8 +327,8 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
     let root = CertificateDer::from_pem_file(site.path("company-root.pem")).unwrap();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
     let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
-    let place = Place::Tls(site.front.parse().unwrap());
-    let caller = Caller::new(place, &root, Log::default()).certificate(&leaf);
+    let place = Place::Tls(site.listener.parse().unwrap());
+    let client = Client::new(place, &root, Log::default()).certificate(&leaf);
     let (ends, mut seen) = (Instant::now() + span, BTreeSet::new());
     let renewals = async {
         while Instant::now() < ends - span / 4 {
@@ -345,10 +345,10 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
             sleep(PACE * 20).await;
         }
     };
-    Box::pin(nothing_is_lost(&caller, (span, ends), renewals)).await;
+    Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
     assert!(seen.len() > 3, "{seen:?}");
     edge.said("this node has another certificate").await;
-    let other = "the tunnel port goes by other files";
+    let other = "tunnel.identity files changed";
     site.gateway.wrote(other, 3, crate::world::PATIENCE).await;
 }
 
@@ -378,20 +378,20 @@ async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_
     issue(&folder, client, "company").await;
     let at = folder.path().display();
     let apps = format!(
-        "apps: {{ 10250: {{ ca: {at}/company-root.pem, certificate: {at}/client.pem, key: {at}/client.key }} }}\n"
+        "upstream_tls: {{ 10250: {{ ca: {at}/company-root.pem, certificate: {at}/client.pem, key: {at}/client.key }} }}\n"
     );
-    let configuration = tunnel(&folder, ", any_node: true") + &fronts(&folder) + &apps;
+    let configuration = tunnel(&folder, ", any_node: true") + &listeners(&folder) + &apps;
     let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
-    let (front, period) = ("DNS:edge-1,DNS:edge-2", "it is valid from ");
+    let (listener, period) = ("DNS:edge-1,DNS:edge-2", "it is valid from ");
     for (name, usage, names, days, said) in [
         ("edge-1", "clientAuth", EDGE_1, "-1", period),
         ("gateway", "serverAuth", GATEWAY, "-1", period),
-        ("front", "serverAuth", front, "-1", period),
+        ("listener", "serverAuth", listener, "-1", period),
         (
-            "front",
+            "listener",
             "clientAuth",
-            front,
+            listener,
             "2",
             "its extended key usage does not name serverAuth",
         ),
@@ -439,11 +439,11 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     )
     .unwrap();
     let given = tunnel(&folder, ", any_node: true").replace("company-root.pem", "edges.pem");
-    let configuration = given + &fronts(&folder);
+    let configuration = given + &listeners(&folder);
     let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
     found(site.folder(), "other").await;
-    let callers = fs::read(site.path("company-root.pem")).unwrap();
+    let clients = fs::read(site.path("company-root.pem")).unwrap();
     let put = |site: &Site, from: &[u8]| {
         fs::write(site.path("next"), from).unwrap();
         fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
@@ -455,11 +455,11 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     })
     .await;
     let (taken_up, patience) = (
-        "the tunnel port goes by other files",
+        "tunnel.identity files changed",
         crate::world::PATIENCE,
     );
     site.gateway.wrote(taken_up, 1, patience).await;
-    put(&site, &callers);
+    put(&site, &clients);
     site.gateway.wrote(taken_up, 2, patience).await;
     edge.stop().await.ok();
     let mut edge = stands(&site, "edge-1", app.port()).await;
@@ -492,7 +492,7 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
     let given = given.replace("company-root.pem", "edges.pem");
     found(&folder, "stranger").await;
     issue(&folder, ("edge-1", "clientAuth", EDGE_1), "stranger").await;
-    let configuration = given + &fronts(&folder);
+    let configuration = given + &listeners(&folder);
     let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = edge(&site, "edge-1", app.port()).start();
     edge.said("does not accept this node's certificate").await;
@@ -503,7 +503,7 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
     fs::copy(site.path("company-root.pem"), site.path("next")).unwrap();
     fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
     site.gateway
-        .said("the tunnel port goes by other files")
+        .said("tunnel.identity files changed")
         .await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     let ended = site.gateway.written().ended().join("\n");
@@ -545,27 +545,30 @@ async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
 async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
     need!("openssl");
     let folder = company().await;
-    let (given, fronts) = (tunnel(&folder, ""), fronts(&folder));
-    let bare = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\" }]\n";
+    let (given, listeners) = (tunnel(&folder, ""), listeners(&folder));
+    let bare = "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\" }]\n";
     let refused = async |configuration: String, words: &[&str]| {
         Site::refused(&folder, &configuration).await.failed(words);
     };
     refused(
         given.clone() + bare,
-        &["front \"web\" lacks certificate", "there is no CA"],
+        &["listener \"web\" lacks certificate", "there is no CA"],
     )
     .await;
-    let nobody = fronts
-        .replace(", callers: { client_ca: [", ", names: [")
+    let nobody = listeners
+        .replace(", client_auth: { client_ca: [", ", names: [")
         .replace("] } }]", "] }]");
     refused(
         given.clone() + &nobody,
-        &["lacks callers", "client_ca, tokens, jwt or token_review"],
+        &[
+            "lacks client_auth",
+            "client_ca, tokens, jwt or token_review",
+        ],
     )
     .await;
     let edges = given.replace("gateway.", "edge-1.");
     refused(
-        edges + &fronts,
+        edges + &listeners,
         &[
             "edge-1.pem",
             "it is the certificate of edge edge-1",
@@ -574,14 +577,14 @@ async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
     )
     .await;
     let no_ca = given.replace("company-root.pem", "alice.pem");
-    refused(no_ca + &fronts, &["alice.pem", "may not sign"]).await;
+    refused(no_ca + &listeners, &["alice.pem", "may not sign"]).await;
     let init = causeway("ca init --trust-domain other.test");
     init.flag("--data-dir", folder.path().join("gateway"))
         .run()
         .await
         .ok();
     refused(
-        given + &fronts,
+        given + &listeners,
         &["trust domain company.test", "of other.test"],
     )
     .await;
@@ -595,12 +598,12 @@ async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
     let init = causeway("ca init --trust-domain company.test");
     let data: PathBuf = folder.path().join("gateway");
     init.flag("--data-dir", &data).run().await.ok();
-    let made = causeway("ca caller --name alice").flag("--out", folder.path());
+    let made = causeway("client certificate --name alice").flag("--out", folder.path());
     fs::remove_file(folder.path().join("alice.pem")).unwrap();
     fs::remove_file(folder.path().join("alice-key.pem")).unwrap();
     made.flag("--data-dir", &data).run().await.ok();
     let app = App::saying("it").await;
-    let bare = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100 }]\n";
+    let bare = "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100 }]\n";
     let configuration = tunnel(&folder, ", any_node: true") + bare;
     let site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let _edge = stands(&site, "edge-1", app.port()).await;
@@ -612,7 +615,7 @@ async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
             .flag("--data-dir", site.data());
         step.run().await.ok();
     }
-    let made = causeway("ca caller --name bob").flag("--out", site.path("."));
+    let made = causeway("client certificate --name bob").flag("--out", site.path("."));
     made.flag("--data-dir", site.data()).run().await.ok();
     let curl = site.curl_as_nobody("edge-1", "");
     let curl = curl.args(["--cert".into(), site.path("bob.pem")]);

@@ -4,7 +4,7 @@
 
 use crate::world::{
     app::App,
-    caller::whole,
+    client::whole,
     evil::{self, Evil},
     frames::{DATA, END_HEADERS, HEADERS, STATUS_200, frame},
     process::{OPEN, Process, Site},
@@ -43,7 +43,7 @@ struct Ground {
 impl Ground {
     async fn new() -> Self {
         let configuration = format!("{OPEN}\ntunnel: {{ memory: {BUDGET} }}");
-        let site = Site::with_fronts(&configuration).await;
+        let site = Site::with_listeners(&configuration).await;
         let site = site.restart(evil::enrol).await;
         let app = App::saying("it").await;
         let ground = Self {
@@ -64,21 +64,21 @@ impl Ground {
     }
 
     /// Clients as below, and the streams that the gateway opens for them.
-    async fn deaf_callers(&self, evil: &mut Evil, count: usize) -> (Vec<TcpStream>, Vec<u32>) {
-        let (mut callers, mut streams) = (Vec::new(), Vec::new());
+    async fn deaf_clients(&self, evil: &mut Evil, count: usize) -> (Vec<TcpStream>, Vec<u32>) {
+        let (mut clients, mut streams) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            callers.push(self.deaf_caller().await);
+            clients.push(self.deaf_client().await);
             streams.push(evil.stream().await);
         }
-        (callers, streams)
+        (clients, streams)
     }
 
     /// A client of the hostile node who never reads, and whose system takes little for it.
-    async fn deaf_caller(&self) -> TcpStream {
+    async fn deaf_client(&self) -> TcpStream {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4 << 10).unwrap();
         let mut wire = socket
-            .connect(self.site.front.parse().unwrap())
+            .connect(self.site.listener.parse().unwrap())
             .await
             .unwrap();
         let head = format!("GET / HTTP/1.1\r\nHost: {}:9100\r\n\r\n", evil::NODE);
@@ -100,7 +100,7 @@ impl Ground {
 async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
     let mut ground = Ground::new().await;
     let mut evil = Evil::registered(&ground.site).await;
-    let (_callers, streams) = ground.deaf_callers(&mut evil, 64).await;
+    let (_clients, streams) = ground.deaf_clients(&mut evil, 64).await;
     for stream in streams {
         // Its first SETTINGS said 4 MiB for each stream; it takes no others.
         if evil.send(&answer(stream, WINDOW)).await.is_err() {
@@ -114,9 +114,9 @@ async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
 async fn single_bytes_that_nobody_takes_count_as_what_they_cost() {
     let mut ground = Ground::new().await;
     let mut evil = Evil::registered(&ground.site).await;
-    let (_callers, streams) = ground.deaf_callers(&mut evil, 4).await;
+    let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
     for stream in streams {
-        // What the caller's socket takes first; then what is left of the window.
+        // What the client's socket takes first; then what is left of the window.
         let first = answer(stream, WINDOW - SINGLE);
         let bytes = frame(DATA, 0, stream, b"x").repeat(SINGLE);
         if evil.send(&[first, bytes].concat()).await.is_err() {

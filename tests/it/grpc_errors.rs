@@ -5,8 +5,8 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, answer},
-        caller::{Answer, Caller, assert_problem, whole},
-        gateway::front,
+        client::{Answer, Client, assert_problem, whole},
+        gateway::listener,
         tool::need,
     },
 };
@@ -17,11 +17,11 @@ use causeway_gateway::{
 };
 use hyper::Request;
 
-async fn call(caller: &Caller, url: &str) -> Answer {
+async fn call(client: &Client, url: &str) -> Answer {
     let request = Request::post(url)
         .header("content-type", "application/grpc+proto")
         .header("te", "trailers");
-    caller.send(request.body(whole("call")).unwrap()).await
+    client.send(request.body(whole("call")).unwrap()).await
 }
 
 /// A response of the kind "Trailers-Only", and its access record.
@@ -62,18 +62,18 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
     let broken = App::http(|_| answer::garbage()).await;
     let kubernetes = Listener {
         errors: ErrorFormat::Kubernetes,
-        ..front("kubernetes", ListenerProtocol::Https)
+        ..listener("kubernetes", ListenerProtocol::Https)
     };
-    let build = World::build().front(kubernetes).authorizer(ByPath);
+    let build = World::build().listener(kubernetes).authorizer(ByPath);
     let world = build.start().await;
     let edge = world.edge("edge-1").port(9100, broken.address());
     let edge = edge.port(9102, App::refusing().address());
     let _edge = edge.join().await;
     let _other = world.edge("edge-2").join().await;
-    for caller in [
-        world.caller().http2(),
-        world.caller(),
-        world.caller_at("kubernetes").http2(),
+    for client in [
+        world.client().http2(),
+        world.client(),
+        world.client_at("kubernetes").http2(),
     ] {
         for (url, code, reason, says) in [
             (URL, "14", "target_broken", "edge-1"),
@@ -87,21 +87,21 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
                 "100 %25 no, se%C3%B1or",
             ),
         ] {
-            assert_grpc(&call(&caller, url).await, code, reason, says);
+            assert_grpc(&call(&client, url).await, code, reason, says);
         }
-        let elsewhere = caller.clone().sni(GATEWAY_NAME);
+        let elsewhere = client.clone().sni(GATEWAY_NAME);
         let answer = call(&elsewhere, "https://edge-9:9100/").await;
         // Not UNIMPLEMENTED: the application has the method.
         assert_grpc(&answer, "14", "node_unknown", "edge-9");
-        let answer = call(&caller.clone().host("edge-2:9100"), URL).await;
+        let answer = call(&client.clone().host("edge-2:9100"), URL).await;
         assert_grpc(&answer, "2", "misdirected", "edge-2");
-        let answer = call(&caller.clone().nobody(), URL).await;
+        let answer = call(&client.clone().nobody(), URL).await;
         assert_grpc(&answer, "16", "unauthenticated", "");
         let twice = Request::post(URL)
             .header("content-type", "application/grpc")
             .header("authorization", "Bearer one")
             .header("authorization", "Bearer two");
-        let answer = caller.send(twice.body(whole("")).unwrap()).await;
+        let answer = client.send(twice.body(whole("")).unwrap()).await;
         assert_grpc(&answer, "13", "malformed", "Authorization");
     }
     world.until_idle().await;
@@ -114,8 +114,8 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
 #[tokio::test]
 async fn errors_of_apps_that_the_gateway_asks_itself_are_grpcs_too() {
     let (_app, road) = Road::secured(|_| answer::garbage()).await;
-    for caller in [road.http2(), road.caller()] {
-        assert_grpc(&call(&caller, URL).await, "14", "target_broken", "edge-1");
+    for client in [road.http2(), road.client()] {
+        assert_grpc(&call(&client, URL).await, "14", "target_broken", "edge-1");
     }
 }
 
@@ -133,9 +133,9 @@ async fn an_apps_own_answer_to_a_grpc_client_passes_as_it_is() {
 async fn grpc_web_goes_by_http_1_and_its_client_gets_a_problem() {
     let app = App::saying("answer").await;
     let road = Road::to(&app).await;
-    let caller = road.http2().field("content-type", "application/grpc-web");
-    assert_eq!(caller.ask("POST", URL, "call").await.text(), "answer");
-    let answer = caller.ask("POST", "https://edge-1:9101/", "call").await;
+    let client = road.http2().field("content-type", "application/grpc-web");
+    assert_eq!(client.ask("POST", URL, "call").await.text(), "answer");
+    let answer = client.ask("POST", "https://edge-1:9101/", "call").await;
     assert_problem(&answer, 403, "edge_policy", "edge-1");
 }
 

@@ -12,14 +12,14 @@ use std::time::Duration;
 #[tokio::test]
 async fn the_https_listener_passes_h2spec() {
     need!("h2spec");
-    let front = Listener {
+    let listener = Listener {
         anonymous: true,
         ..fixed("web", ListenerProtocol::Https, "edge-1", 9100)
     };
-    let world = World::build().front(front).start().await;
+    let world = World::build().listener(listener).start().await;
     let app = App::saying("an answer that is longer than the windows of some cases").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let port = world.front("web").port().to_string();
+    let port = world.listener("web").port().to_string();
     let ran = Tool::new("h2spec")
         .args(["--tls", "--insecure", "--timeout", "10", "--port", &port])
         // Five such fields, in Huffman's code, are more than a frame of the size that the listener announces.

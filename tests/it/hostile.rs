@@ -2,7 +2,7 @@
 //!
 //! Each test sends bytes that no honest client sends, and asks what of them reached the app.
 
-use crate::world::{GATEWAY_NAME, World, app::App, caller::assert_problem, gateway};
+use crate::world::{GATEWAY_NAME, World, app::App, client::assert_problem, gateway};
 use causeway_gateway::config::ListenerProtocol;
 use std::net::SocketAddr;
 use tokio::{
@@ -33,8 +33,8 @@ async fn trailers_say_nothing_that_only_a_head_or_a_gateway_may_say() {
     let request = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nTransfer-Encoding: chunked\r\n\
         Trailer: causeway-target, authorization, connection, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
         Causeway-Target: 127.0.0.1:22\r\nAuthorization: Bearer x\r\nConnection: close\r\nX-Sum: 7\r\n\r\n";
-    let caller = world.caller();
-    let (answer, seen) = tokio::join!(caller.raw("edge-1", request), one_chunked_request(listener));
+    let client = world.client();
+    let (answer, seen) = tokio::join!(client.raw("edge-1", request), one_chunked_request(listener));
     assert_eq!(answer.status, 200, "{answer}");
     let (_, trailers) = seen.split_once("\r\n0\r\n").unwrap();
     assert_eq!(trailers.to_lowercase(), "x-sum: 7\r\n\r\n");
@@ -47,7 +47,7 @@ async fn two_credentials_are_none() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let request = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer good\r\n\
         Authorization: Basic other\r\n\r\n";
-    let answer = world.caller().raw("edge-1", request).await;
+    let answer = world.client().raw("edge-1", request).await;
     assert_eq!(answer.status, 400, "{answer}");
     assert_eq!(app.requests(), 0);
 }
@@ -68,7 +68,7 @@ async fn a_roots_dot_hides_no_node() {
         .await;
     let ask = async |host: &str| {
         let request = format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n");
-        world.caller().raw("edge-1", request).await
+        world.client().raw("edge-1", request).await
     };
     let dotted = ask("edge-1.:9100").await;
     assert_eq!((dotted.status, dotted.text()), (200, "one".to_owned()));
@@ -87,20 +87,20 @@ async fn a_body_that_breaks_the_protocol_is_not_the_nodes_fault() {
     let _edge = world.edge("edge-1").port(9100, address).join().await;
     let request = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nTransfer-Encoding: chunked\r\n\r\n\
         3;a\nb\r\nabc\r\n0\r\n\r\n";
-    let answer = world.caller().raw("edge-1", request).await;
+    let answer = world.client().raw("edge-1", request).await;
     assert_problem(&answer, 400, "malformed", "body");
 }
 
 #[tokio::test]
 async fn a_connect_has_no_content() {
     let world = World::build()
-        .front(gateway::front("connect", ListenerProtocol::Connect))
+        .listener(gateway::listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let request = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde";
-    let answer = world.caller_at("connect").raw(GATEWAY_NAME, request).await;
+    let answer = world.client_at("connect").raw(GATEWAY_NAME, request).await;
     assert_eq!(answer.status, 400, "{answer}");
     assert_eq!(app.connections(), 0);
 }

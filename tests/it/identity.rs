@@ -5,8 +5,8 @@
 use crate::world::{
     GATEWAY_NAME, LIFE, World,
     app::{App, Script},
-    caller::{assert_problem, read, read_to_end, whole},
-    gateway::{anonymous, fixed, front},
+    client::{assert_problem, read, read_to_end, whole},
+    gateway::{anonymous, fixed, listener},
     until,
 };
 use causeway_certs::{
@@ -133,10 +133,10 @@ async fn whoever_is_refused_can_read_why_though_it_talks_on() {
     let told = refused_while_talking(edge).await;
     assert!(matches!(told, rustls::Error::AlertReceived(_)), "{told}");
 
-    let stranger = other_ca().issue_caller("tester", &[], LIFE).unwrap();
-    let caller = world.caller().certificate(&stranger);
-    let caller = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
-    let told = refused_while_talking(caller).await;
+    let stranger = other_ca().issue_client("tester", &[], LIFE).unwrap();
+    let client = world.client().certificate(&stranger);
+    let client = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+    let told = refused_while_talking(client).await;
     assert!(matches!(told, rustls::Error::AlertReceived(_)), "{told}");
 }
 
@@ -217,22 +217,22 @@ async fn a_node_that_was_removed_is_sent_away_and_told_what_to_do() {
 }
 
 #[tokio::test]
-async fn an_edges_certificate_is_no_callers_and_a_callers_is_no_edges() {
+async fn an_edges_certificate_is_no_clients_and_a_clients_is_no_edges() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let edge = identity(&world, world.ca(), LIFE);
-    let caller = world.caller().certificate(&edge.leaf);
-    let answer = caller.get("https://edge-1:9100/").await;
-    let says = "certificate: a certificate of kind edge cannot come as caller";
+    let client = world.client().certificate(&edge.leaf);
+    let answer = client.get("https://edge-1:9100/").await;
+    let says = "certificate: a certificate of kind edge cannot come as client";
     assert_problem(&answer, 401, "unauthenticated", says);
     assert_eq!(app.requests(), 0);
     until_counted(&world, "https").await;
 
     // The way of joining and renewing; `control::admit` tests the tunnel's, where words are exchanged first.
-    let leaf = world.caller_leaf("tester");
-    let caller = verify::tunnel_client(&EdgeIdentity { leaf, ..edge }).unwrap();
-    let mut tls = handshake(&world, caller, "http/1.1").await.unwrap();
+    let leaf = world.client_leaf("tester");
+    let client = verify::tunnel_client(&EdgeIdentity { leaf, ..edge }).unwrap();
+    let mut tls = handshake(&world, client, "http/1.1").await.unwrap();
     assert!(
         read_to_end(&mut tls).await.is_err(),
         "closed without a word"
@@ -250,16 +250,16 @@ async fn until_counted(world: &World, listener: &str) {
 }
 
 #[tokio::test]
-async fn a_caller_of_another_ca_gets_no_connection() {
+async fn a_client_of_another_ca_gets_no_connection() {
     let world = World::start().await;
-    let stranger = other_ca().issue_caller("tester", &[], LIFE).unwrap();
-    let caller = world.caller().sni(GATEWAY_NAME).certificate(&stranger);
+    let stranger = other_ca().issue_client("tester", &[], LIFE).unwrap();
+    let client = world.client().sni(GATEWAY_NAME).certificate(&stranger);
     let request = Request::get("https://edge-1:9100/")
         .body(whole(""))
         .unwrap();
-    assert!(caller.try_send(request).await.is_err());
+    assert!(client.try_send(request).await.is_err());
     until_counted(&world, "https").await;
-    // The caller has an alert; both logs have the reason.
+    // The client has an alert; both logs have the reason.
     let log = world.log().text();
     let said = log
         .lines()
@@ -269,25 +269,25 @@ async fn a_caller_of_another_ca_gets_no_connection() {
 }
 
 #[tokio::test]
-async fn a_front_may_trust_another_ca_instead_of_our_own() {
+async fn a_listener_may_trust_another_ca_instead_of_our_own() {
     let build = World::build();
     let theirs = other_ca();
     let file = build.folder().join("theirs.pem");
     std::fs::write(&file, theirs.root_pem()).unwrap();
-    let front = Listener {
-        callers: ClientAuth {
+    let listener = Listener {
+        client_auth: ClientAuth {
             own_ca: false,
             client_ca: vec![file],
             ..ClientAuth::default()
         },
-        ..front("theirs", ListenerProtocol::Https)
+        ..listener("theirs", ListenerProtocol::Https)
     };
-    let world = build.front(front).start().await;
+    let world = build.listener(listener).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let leaf = theirs.issue_caller("scraper", &[], LIFE).unwrap();
-    let caller = world.caller_at("theirs");
-    let answer = caller
+    let leaf = theirs.issue_client("scraper", &[], LIFE).unwrap();
+    let client = world.client_at("theirs");
+    let answer = client
         .clone()
         .certificate(&leaf)
         .get("https://edge-1:9100/")
@@ -296,7 +296,7 @@ async fn a_front_may_trust_another_ca_instead_of_our_own() {
     let request = Request::get("https://edge-1:9100/")
         .body(whole(""))
         .unwrap();
-    assert!(caller.try_send(request).await.is_err());
+    assert!(client.try_send(request).await.is_err());
 }
 
 async fn refused(plan: crate::world::edge::Plan<'_>) -> Error {
@@ -386,7 +386,7 @@ async fn an_edge_that_has_joined_needs_its_token_no_more() {
     edge.start().await.unwrap();
     world.until_tunnels("edge-1", 1).await;
     assert_eq!(
-        world.caller().get("https://edge-1:9100/").await.text(),
+        world.client().get("https://edge-1:9100/").await.text(),
         "it"
     );
 }
@@ -441,10 +441,10 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
         ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
     };
-    let world = World::build().front(narrow("plain", ListenerProtocol::Http));
+    let world = World::build().listener(narrow("plain", ListenerProtocol::Http));
     let world = world
-        .front(narrow("open", ListenerProtocol::Https))
-        .front(bytes)
+        .listener(narrow("open", ListenerProtocol::Https))
+        .listener(bytes)
         .start()
         .await;
     let app = App::saying("it").await;
@@ -455,13 +455,13 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         .port(9101, app.address());
     let _edge = edge.port_as(22, Protocol::Tcp, echo.address()).join().await;
 
-    let plain = world.caller_at("plain").from("127.0.0.2");
+    let plain = world.client_at("plain").from("127.0.0.2");
     assert_eq!(plain.get("http://edge-1:9100/").await.text(), "it");
     let answer = plain.get("http://edge-1:9101/").await;
     assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
     let answer = plain.from("127.0.0.3").get("http://edge-1:9100/").await;
     assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
-    let open = world.caller_at("open");
+    let open = world.client_at("open");
     let answer = open
         .clone()
         .nobody()
@@ -472,7 +472,7 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         &answer,
         401,
         "unauthenticated",
-        "nothing presented; this front takes a client certificate",
+        "nothing presented; this listener takes a client certificate",
     );
     let answer = open.from("127.0.0.3").get("https://edge-1:9101/").await;
     assert_eq!(
@@ -481,7 +481,7 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         "a certificate is not bound to a network"
     );
 
-    let bytes = world.caller_at("bytes");
+    let bytes = world.client_at("bytes");
     let mut near = bytes.clone().from("127.0.0.2").wire("", &[]).await.unwrap();
     assert_eq!(read(&mut near, 5).await, b"hello");
     let mut far = bytes.from("127.0.0.3").wire("", &[]).await.unwrap();
@@ -490,16 +490,16 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
 }
 
 #[tokio::test]
-async fn a_tcp_front_wants_tls_with_a_certificate() {
-    let front = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22);
-    let world = World::build().front(front).start().await;
+async fn a_tcp_listener_wants_tls_with_a_certificate() {
+    let listener = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22);
+    let world = World::build().listener(listener).start().await;
     let app = App::tcp(Script::new().write("hello")).await;
     let edge = world
         .edge("edge-1")
         .port_as(22, Protocol::Tcp, app.address());
     let _edge = edge.join().await;
-    let caller = world.caller_at("bytes");
-    let nobody = caller.clone().nobody().wire(GATEWAY_NAME, &[]).await;
+    let client = world.client_at("bytes");
+    let nobody = client.clone().nobody().wire(GATEWAY_NAME, &[]).await;
     // The reset may overtake the end of the handshake.
     if let Ok(mut nobody) = nobody {
         assert!(read_to_end(&mut nobody).await.is_err(), "reset");
@@ -509,37 +509,37 @@ async fn a_tcp_front_wants_tls_with_a_certificate() {
     })
     .await;
     assert_eq!(app.connections(), 0);
-    let mut known = caller.wire(GATEWAY_NAME, &[]).await.unwrap();
+    let mut known = client.wire(GATEWAY_NAME, &[]).await.unwrap();
     assert_eq!(read(&mut known, 5).await, b"hello");
 }
 
 #[tokio::test]
-async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
+async fn a_bearer_token_names_its_client_and_stays_at_the_gateway() {
     let build = World::build();
     let token = build.token("prometheus");
-    let callers = ClientAuth {
+    let clients = ClientAuth {
         own_ca: false,
         tokens: Some(build.tokens()),
         ..ClientAuth::default()
     };
     let keeping = Listener {
-        callers,
-        ..front("keeping", ListenerProtocol::Http)
+        client_auth: clients,
+        ..listener("keeping", ListenerProtocol::Http)
     };
     let passing = Listener {
         name: "passing".to_owned(),
         forward_authorization: true,
         ..keeping.clone()
     };
-    let world = build.front(keeping).front(passing).start().await;
+    let world = build.listener(keeping).listener(passing).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    for (front, passed) in [
+    for (listener, passed) in [
         ("keeping", None),
         ("passing", Some(format!("Bearer {token}"))),
     ] {
-        let caller = world.caller_at(front).bearer(&token);
-        assert_eq!(caller.get("http://edge-1:9100/").await.text(), "it");
+        let client = world.client_at(listener).bearer(&token);
+        assert_eq!(client.get("http://edge-1:9100/").await.text(), "it");
         assert_eq!(app.head().await.value("authorization"), passed);
     }
     world.until_idle().await;
@@ -547,7 +547,7 @@ async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
     assert!(
         records
             .iter()
-            .all(|record| record["caller"] == "prometheus" && record["by"] == "token"),
+            .all(|record| record["client"] == "prometheus" && record["by"] == "token"),
         "{records:?}"
     );
 }
@@ -556,17 +556,17 @@ async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
 async fn a_wrong_token_is_never_nobody() {
     let build = World::build();
     build.token("prometheus");
-    let front = Listener {
-        callers: ClientAuth {
+    let listener = Listener {
+        client_auth: ClientAuth {
             own_ca: false,
             tokens: Some(build.tokens()),
             ..ClientAuth::default()
         },
         ..anonymous("plain", ListenerProtocol::Http)
     };
-    let world = build.front(front).start().await;
-    let caller = world.caller_at("plain");
-    let answer = caller
+    let world = build.listener(listener).start().await;
+    let client = world.client_at("plain");
+    let answer = client
         .clone()
         .bearer("cwc1.wrong")
         .get("http://edge-1:9100/")
@@ -575,22 +575,22 @@ async fn a_wrong_token_is_never_nobody() {
         &answer,
         401,
         "unauthenticated",
-        "token: not one that this front knows",
+        "token: not one that this listener knows",
     );
-    let answer = caller.get("http://edge-1:9100/").await;
+    let answer = client.get("http://edge-1:9100/").await;
     assert_problem(&answer, 404, "node_unknown", "edge-1");
 }
 
 #[tokio::test]
-async fn a_unix_socket_knows_its_caller_by_the_kernel() {
+async fn a_unix_socket_knows_its_client_by_the_kernel() {
     let build = World::build();
     let path = build.folder().join("connect.sock");
-    let front = Listener::new(
+    let listener = Listener::new(
         "unix",
         ListenerProtocol::Connect,
         ListenAddr::Unix(path.clone()),
     );
-    let world = build.front(front).start().await;
+    let world = build.listener(listener).start().await;
     let echo = App::tcp(Script::new().write("hello").echo()).await;
     let edge = world
         .edge("edge-1")
@@ -598,27 +598,27 @@ async fn a_unix_socket_knows_its_caller_by_the_kernel() {
     let _edge = edge.join().await;
     let socket = std::fs::metadata(&path).unwrap();
     assert_eq!(socket.permissions().mode() & 0o777, 0o600);
-    let caller = world.caller_at("unix");
-    let mut wire = caller.wire("", &[]).await.unwrap();
+    let client = world.client_at("unix");
+    let mut wire = client.wire("", &[]).await.unwrap();
     let head = "CONNECT edge-1:22 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
-    let answer = crate::world::caller::exchange(&mut *wire, head).await;
+    let answer = crate::world::client::exchange(&mut *wire, head).await;
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     assert_eq!(read(&mut wire, 5).await, b"hello");
     drop(wire);
     world.until_idle().await;
     let records = world.log().records();
-    assert_eq!(records[0]["caller"], format!("uid:{}", socket.uid()));
+    assert_eq!(records[0]["client"], format!("uid:{}", socket.uid()));
     assert_eq!(records[0]["by"], "unix");
 }
 
 #[tokio::test]
-async fn a_certificate_of_the_front_is_minted_for_the_node_that_is_asked() {
+async fn a_certificate_of_the_listener_is_minted_for_the_node_that_is_asked() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    // The caller's own check of the name is the assertion.
-    world.caller().tls_stream("edge-1", &["h2"]).await.unwrap();
-    let unknown = world.caller().tls_stream("edge-9", &["h2"]).await;
+    // The client's own check of the name is the assertion.
+    world.client().tls_stream("edge-1", &["h2"]).await.unwrap();
+    let unknown = world.client().tls_stream("edge-9", &["h2"]).await;
     assert!(
         unknown.is_err(),
         "nothing is minted for a name that is no node's"

@@ -4,7 +4,7 @@ use crate::{
     road::{Road, URL},
     world::{
         app::{App, Gate, answer},
-        caller::{Wire, whole},
+        client::{Wire, whole},
         frames::{
             ACK, CONTINUATION, END_HEADERS, END_STREAM, Frame, GOAWAY, HEADERS, PING, PREFACE,
             fields, frame, next, send, settings,
@@ -71,7 +71,7 @@ async fn read_to_end(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
 }
 
 #[tokio::test]
-async fn an_http2_caller_without_a_request_is_sent_away_in_order() {
+async fn an_http2_client_without_a_request_is_sent_away_in_order() {
     let (_app, road) = Box::pin(road(&Gate::new())).await;
     for answers in [true, false] {
         let mut wire = asked(&road, "/").await;
@@ -84,7 +84,7 @@ async fn an_http2_caller_without_a_request_is_sent_away_in_order() {
 }
 
 #[tokio::test]
-async fn an_http2_caller_whose_answer_is_not_over_is_kept() {
+async fn an_http2_client_whose_answer_is_not_over_is_kept() {
     let gate = Gate::new();
     let (_app, road) = Box::pin(road(&gate)).await;
     let mut kept = road.http2().connect("edge-1").await.unwrap();

@@ -5,8 +5,8 @@ use crate::hostile::one_chunked_request;
 use crate::world::{
     GATEWAY_NAME, World,
     app::App,
-    caller::{Caller, assert_problem, exchange, whole},
-    gateway::{Build, fixed, front},
+    client::{Client, assert_problem, exchange, whole},
+    gateway::{Build, fixed, listener},
     issuer::{Issuer, Key, claims, now},
     tool::{Ran, Tool, need},
     until,
@@ -21,15 +21,15 @@ use tokio::net::TcpListener;
 
 const URL: &str = "https://edge-1:9100/";
 
-/// An `https` listener for JWTs of this issuer, and for what else `callers` say.
-fn jwts(jwt: Jwt, callers: ClientAuth) -> Listener {
+/// An `https` listener for JWTs of this issuer, and for what else `clients` say.
+fn jwts(jwt: Jwt, clients: ClientAuth) -> Listener {
     Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             own_ca: false,
             jwt: vec![jwt],
-            ..callers
+            ..clients
         },
-        ..front("jwt", ListenerProtocol::Https)
+        ..listener("jwt", ListenerProtocol::Https)
     }
 }
 
@@ -54,7 +54,7 @@ fn assert_untold(world: &World, tokens: &[&str]) {
 
 /// curl, which shows the listener `jwt` this token.
 async fn curl(world: &World, token: &str) -> Ran {
-    let to = format!("::{}", world.front("jwt"));
+    let to = format!("::{}", world.listener("jwt"));
     let bearer = format!("Authorization: Bearer {token}");
     let curl = Tool::curl()
         .args(["--cacert".into(), world.root_path()])
@@ -77,7 +77,10 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     let mut issuer = Issuer::start(&old);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let mut world = build.front(jwts(jwt, ClientAuth::default())).start().await;
+    let mut world = build
+        .listener(jwts(jwt, ClientAuth::default()))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let (by_old, by_new) = (old.sign(&claims(&json!({}))), new.sign(&claims(&json!({}))));
@@ -85,7 +88,7 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     assert_eq!(app.head().await.value("authorization"), None);
     let record = world.log().records().pop().unwrap();
     assert_eq!(
-        (&record["caller"], &record["by"]),
+        (&record["client"], &record["by"]),
         (&json!("ann"), &json!("jwt"))
     );
 
@@ -105,9 +108,9 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     assert_eq!(said(&curl(&world, &by_new).await), (200, "it".to_owned()));
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("jwks_fetches_total", &[("outcome", "ok")]), 2);
-    // A front that is another now has the keys that are here, and may pass a token on.
-    let changed = world.reload(|config| config.fronts[1].forward_authorization = true);
-    assert_eq!(changed.unwrap().fronts.replaced, ["jwt"]);
+    // A listener that is another now has the keys that are here, and may pass a token on.
+    let changed = world.reload(|config| config.listeners[1].forward_authorization = true);
+    assert_eq!(changed.unwrap().listeners.replaced, ["jwt"]);
     assert_eq!(said(&curl(&world, &by_new).await).0, 200);
     // One was looked at above.
     for _ in 1..app.requests() - 1 {
@@ -131,7 +134,7 @@ async fn assert_refused(world: &World, token: &str, says: &str) {
     for secret in ["elsewhere", "causeway\"", "else.test", "id.test", "masters"] {
         assert!(!detail.contains(secret), "{detail}");
     }
-    let answer = world.caller_at("jwt").only_bearer(token).get(URL).await;
+    let answer = world.client_at("jwt").only_bearer(token).get(URL).await;
     assert_problem(&answer, 401, "unauthenticated", says);
     let challenge = "Bearer realm=\"causeway\", error=\"invalid_token\"";
     assert_eq!(answer.field("www-authenticate"), challenge);
@@ -144,12 +147,12 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
     let issuer = Issuer::start(&key);
     let build = World::build();
     let opaque = build.token("bob");
-    let callers = ClientAuth {
+    let clients = ClientAuth {
         tokens: Some(build.tokens()),
         ..ClientAuth::default()
     };
     let jwt = issuer.jwt(build.folder());
-    let world = build.front(jwts(jwt, callers)).start().await;
+    let world = build.listener(jwts(jwt, clients)).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let signed = |more| key.sign(&claims(&more));
@@ -168,7 +171,7 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
         ),
         (
             signed(json!({ "iss": "https://else.test" })),
-            "jwt: issuer is not one of this front's",
+            "jwt: issuer is not one of this listener's",
         ),
         (
             signed(json!({ "groups": ["system:masters"] })),
@@ -179,7 +182,10 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
             "jwt: no key with this id",
         ),
         (forged, "jwt: its signature is not its issuer's"),
-        (format!("{opaque}x"), "token: not one that this front knows"),
+        (
+            format!("{opaque}x"),
+            "token: not one that this listener knows",
+        ),
     ] {
         assert_refused(&world, &token, says).await;
         if token.matches('.').count() == 2 {
@@ -203,13 +209,16 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     let mut issuer = Issuer::silent(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
+    let world = build
+        .listener(jwts(jwt, ClientAuth::default()))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let caller = world
-        .caller_at("jwt")
+    let client = world
+        .client_at("jwt")
         .only_bearer(&key.sign(&claims(&json!({}))));
-    let refused = caller.get(URL).await;
+    let refused = client.get(URL).await;
     assert_problem(
         &refused,
         503,
@@ -225,7 +234,7 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     assert!(failed.sum("jwks_fetches_total", &[("outcome", "failed")]) > 0);
     issuer.answer();
     until("the keys are here", async || {
-        caller.get(URL).await.status == 200
+        client.get(URL).await.status == 200
     })
     .await;
 }
@@ -239,9 +248,12 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
         jwks_ca: meant.jwt(build.folder()).jwks_ca,
         ..there.jwt(&build.folder().join("there"))
     };
-    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
+    let world = build
+        .listener(jwts(jwt, ClientAuth::default()))
+        .start()
+        .await;
     let token = key.sign(&claims(&json!({})));
-    let answer = world.caller_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
+    let answer = world.client_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
     let refused = answer.get(URL).await;
     let says = "jwt: the keys of its issuer are not here yet";
     assert_problem(&refused, 503, "undecided", says);
@@ -257,15 +269,18 @@ async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
     let issuer = Issuer::start(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
-    let world = build.front(jwts(jwt, ClientAuth::default())).start().await;
+    let world = build
+        .listener(jwts(jwt, ClientAuth::default()))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     for http2 in [false, true] {
         // A minute beyond its end is two clocks' business.
         let token = key.sign(&claims(&json!({ "exp": now() - 50 })));
-        let caller = world.caller_at("jwt").only_bearer(&token);
-        let caller = if http2 { caller.http2() } else { caller };
-        let mut kept = caller.connect("edge-1").await.unwrap();
+        let client = world.client_at("jwt").only_bearer(&token);
+        let client = if http2 { client.http2() } else { client };
+        let mut kept = client.connect("edge-1").await.unwrap();
         let mut last = kept.get(URL).await.unwrap();
         assert_eq!(last.status, 200);
         until("the token has expired", async || {
@@ -284,14 +299,17 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
     let file = build.folder().join("keys.json");
     fs::write(&file, old.set()).unwrap();
     let jwt = Jwt::new("https://id.test", "causeway", Jwks::File(file.clone()));
-    let mut world = build.front(jwts(jwt, ClientAuth::default())).start().await;
+    let mut world = build
+        .listener(jwts(jwt, ClientAuth::default()))
+        .start()
+        .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let caller = |key: &Key| {
+    let client = |key: &Key| {
         let token = key.sign(&claims(&json!({})));
-        world.caller_at("jwt").only_bearer(&token)
+        world.client_at("jwt").only_bearer(&token)
     };
-    let (by_old, by_new) = (caller(&old), caller(&new));
+    let (by_old, by_new) = (client(&old), client(&new));
     let mut kept = by_old.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     assert_eq!(by_new.get(URL).await.status, 401);
@@ -315,19 +333,19 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
 
 /// Listener that accepts all three, and sends the client's identity to the upstream.
 fn telling(build: &Build, jwt: Jwt) -> Listener {
-    let callers = ClientAuth {
+    let clients = ClientAuth {
         tokens: Some(build.tokens()),
         ..ClientAuth::default()
     };
-    let mut front = jwts(jwt, callers);
-    front.callers.own_ca = true;
-    front.identity_headers = told();
-    front
+    let mut listener = jwts(jwt, clients);
+    listener.client_auth.own_ca = true;
+    listener.identity_headers = told();
+    listener
 }
 
 /// Adds the identity fields that a client would have an upstream believe.
-fn lying(caller: Caller) -> Caller {
-    caller
+fn lying(client: Client) -> Client {
+    client
         .field("x-remote-user", "root")
         .field("X_Remote_User", "root")
         .field("x-remote-group", "admins")
@@ -338,20 +356,20 @@ fn lying(caller: Caller) -> Caller {
 }
 
 #[tokio::test]
-async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_credential() {
+async fn an_app_is_told_who_calls_and_no_client_can_lie_to_it_nor_does_it_see_a_credential() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
     let opaque = build.token("bob");
-    let front = telling(&build, issuer.jwt(build.folder()));
-    let world = build.front(front).start().await;
+    let listener = telling(&build, issuer.jwt(build.folder()));
+    let world = build.listener(listener).start().await;
     let app = App::http(script).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = key.sign(&claims(&json!({})));
-    let at = || lying(world.caller_at("jwt"));
-    let own = |name: &str| world.caller_leaf(name);
+    let at = || lying(world.client_at("jwt"));
+    let own = |name: &str| world.client_leaf(name);
     let certified = at().certificate(&own("alice"));
-    for (caller, credential, user, groups) in [
+    for (client, credential, user, groups) in [
         (
             at().only_bearer(&token),
             &token,
@@ -359,7 +377,7 @@ async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_
             vec!["ops", "on%20call"],
         ),
         (at().only_bearer(&opaque), &opaque, "bob", vec![]),
-        // What a caller with a certificate says besides is not looked at, and stays here all the same.
+        // What a client with a certificate says besides is not looked at, and stays here all the same.
         (
             certified.bearer("besides"),
             &"besides".to_owned(),
@@ -379,10 +397,10 @@ async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_
             );
             assert!(!text.contains("root") && !text.contains("admins"), "{text}");
         };
-        assert_eq!(caller.get(URL).await.text(), "it");
+        assert_eq!(client.get(URL).await.text(), "it");
         assert_told("a request").await;
 
-        let mut wire = caller.wire("edge-1", &["http/1.1"]).await.unwrap();
+        let mut wire = client.wire("edge-1", &["http/1.1"]).await.unwrap();
         let upgrade = format!(
             "GET /socket HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {credential}\r\n\
              X-Remote-User: root\r\nX_Remote_Group: admins\r\nX-Remote-Extra-Scopes: admins\r\nConnection: Upgrade, X-Remote-User\r\n\
@@ -402,11 +420,11 @@ async fn trailers_do_not_tell_an_app_who_calls() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
-    let front = Listener {
+    let listener = Listener {
         identity_headers: told(),
         ..jwts(issuer.jwt(build.folder()), ClientAuth::default())
     };
-    let world = build.front(front).start().await;
+    let world = build.listener(listener).start().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let app = listener.local_addr().unwrap();
     let _edge = world.edge("edge-1").port(9100, app).join().await;
@@ -417,24 +435,24 @@ async fn trailers_do_not_tell_an_app_who_calls() {
          X-Remote-User: root\r\nX_Remote_User: root\r\nX-Remote-Group: admins\r\nX-Remote-Uid: 0\r\n\
          X-Forwarded-For: 192.0.2.1\r\nX-Sum: 7\r\n\r\n"
     );
-    let caller = world.caller_at("jwt").nobody();
-    let (answer, seen) = tokio::join!(caller.raw("edge-1", request), one_chunked_request(listener));
+    let client = world.client_at("jwt").nobody();
+    let (answer, seen) = tokio::join!(client.raw("edge-1", request), one_chunked_request(listener));
     assert_eq!(answer.status, 200, "{answer}");
     let (_, trailers) = seen.split_once("\r\n0\r\n").unwrap();
     assert_eq!(trailers.to_lowercase(), "x-sum: 7\r\n\r\n");
 }
 
 #[tokio::test]
-async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
+async fn a_connect_listener_takes_a_jwt_as_it_takes_a_token() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
     let connect = Listener {
-        kind: ListenerProtocol::Connect,
+        protocol: ListenerProtocol::Connect,
         ..jwts(issuer.jwt(build.folder()), ClientAuth::default())
     };
     let bytes = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100);
-    let world = build.front(connect).front(bytes).start().await;
+    let world = build.listener(connect).listener(bytes).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = key.sign(&claims(&json!({})));
@@ -442,8 +460,8 @@ async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
         (token.as_str(), "200 "),
         ("a.b.c", "401 jwt: it does not read"),
     ] {
-        let caller = world.caller_at("jwt").nobody();
-        let mut wire = caller.wire("gateway.test", &[]).await.unwrap();
+        let client = world.client_at("jwt").nobody();
+        let mut wire = client.wire("gateway.test", &[]).await.unwrap();
         let head = format!(
             "CONNECT edge-1:9100 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
         );
@@ -451,6 +469,6 @@ async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
         assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
     }
     let post = Request::post(URL).body(whole("")).unwrap();
-    let wrong = world.caller_at("jwt").only_bearer(&token).send(post).await;
+    let wrong = world.client_at("jwt").only_bearer(&token).send(post).await;
     assert_eq!(wrong.status, 405);
 }

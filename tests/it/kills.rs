@@ -46,7 +46,7 @@ const ORDERS: &[Order] = &[
         again: &["cwj1."],
     },
     Order {
-        line: "edge revoke edge-1 --reason stolen",
+        line: "node revoke edge-1 --reason stolen",
         before: &["ca init"],
         again: &["edge-1 is revoked"],
     },
@@ -188,7 +188,7 @@ async fn a_restore_that_is_killed_at_any_write_has_restored_all_or_nothing() {
     // What is there now differs from the backup in each of its parts.
     order("token create --node edge-2", &template).await;
     order("ca rotate prepare", &template).await;
-    order("edge revoke edge-1 --reason stolen", &template).await;
+    order("node revoke edge-1 --reason stolen", &template).await;
     let restores = format!("ca restore {}", file.display());
     let whole = async |data: &Path| {
         let store = Store::open(data, OpenMode::Existing).unwrap();

@@ -6,7 +6,7 @@ use crate::{
     road::Road,
     world::{
         app::{App, answer},
-        caller::{Wire, exchange, read_to_end},
+        client::{Wire, exchange, read_to_end},
         until,
     },
 };
@@ -24,12 +24,12 @@ const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000
 
 /// Tests clients whose sockets are not read, so that the system does not report when they leave.
 #[tokio::test]
-async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
+async fn a_client_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let mut taken = Vec::new();
-    for front in ["https", "connect"] {
-        let mut wire = match front {
+    for listener in ["https", "connect"] {
+        let mut wire = match listener {
             "https" => road.tls().await,
             _ => road.connect("edge-1:9100").await,
         };
@@ -37,13 +37,13 @@ async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go()
         taken.push(deaf.accept().await.unwrap());
         break_off(wire.get_ref().0);
     }
-    for front in ["plain", "bytes"] {
-        let mut wire = road.tcp(front).await;
+    for listener in ["plain", "bytes"] {
+        let mut wire = road.tcp(listener).await;
         fill(&mut wire).await;
         taken.push(deaf.accept().await.unwrap());
         break_off(&wire);
     }
-    until("all callers are let go", async || {
+    until("all clients are let go", async || {
         let metrics = road.metrics().await;
         metrics.sum("open_streams", &[]) == 0 && metrics.sum("open_connections", &[]) == 0
     })
@@ -75,7 +75,7 @@ async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
         .enumerate()
     {
         let end = end.as_ref().map(Vec::len).map_err(std::io::Error::kind);
-        assert_eq!(end, Err(ErrorKind::ConnectionReset), "caller {number}");
+        assert_eq!(end, Err(ErrorKind::ConnectionReset), "client {number}");
     }
     until("each stream is recorded", async || {
         road.log().records().len() == 4

@@ -5,7 +5,7 @@ use crate::{
     world::{
         World,
         app::{App, answer, answer::pattern},
-        caller::exchange,
+        client::exchange,
         link::Link,
         until,
     },
@@ -56,7 +56,7 @@ async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stal
     let app = app(&whole).await;
     let (road, _link) = road(&app, DELAY).await;
     let began = Instant::now();
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
     assert!(began.elapsed() >= 2 * DELAY, "the link is not far");
 
     let mut stalled = road.tcp("plain").await;
@@ -66,7 +66,7 @@ async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stal
     )
     .await;
     let download = async {
-        let answer = road.caller().get(&format!("{URL}download")).await;
+        let answer = road.client().get(&format!("{URL}download")).await;
         assert!(answer.body == *whole);
     };
     let upload = async {
@@ -79,7 +79,7 @@ async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stal
     };
     let small = join_all((0..64).map(|_| async {
         for _ in 0..5 {
-            assert_eq!(road.caller().get(URL).await.text(), "well");
+            assert_eq!(road.client().get(URL).await.text(), "well");
         }
     }));
     let all = async { tokio::join!(download, upload, small) };
@@ -108,19 +108,19 @@ async fn a_link_that_stutters_loses_nothing() {
         }
         over.store(true, Relaxed);
     };
-    let callers = join_all((0..16).map(|_| async {
+    let clients = join_all((0..16).map(|_| async {
         let mut served = 0;
         while !over.load(Relaxed) {
-            let answer = road.caller().get(&format!("{URL}download")).await;
+            let answer = road.client().get(&format!("{URL}download")).await;
             assert!(answer.status == 200 && answer.body == *whole);
             served += 1;
         }
         served
     }));
-    let both = async { tokio::join!(stutter, callers) };
+    let both = async { tokio::join!(stutter, clients) };
     let ((), served) = timeout(PATIENCE, both)
         .await
-        .expect("a caller waits for ever");
+        .expect("a client waits for ever");
     assert!(served.iter().all(|served| *served > 0), "{served:?}");
     assert_eq!(road.tunnels().await[0], first);
     road.until_idle().await;
@@ -139,18 +139,18 @@ async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
             let mut wire = road.tcp("plain").await;
             exchange(&mut wire, get).await;
             link.cut();
-            crate::world::caller::read_to_end(&mut wire).await
+            crate::world::client::read_to_end(&mut wire).await
         };
         let ended = timeout(PATIENCE, waiting)
             .await
-            .expect("a caller waits for ever");
+            .expect("a client waits for ever");
         assert!(ended.is_err(), "a body that was cut off ended in order");
         until("another tunnel is there", async || {
             let now = road.tunnels().await;
             !now.is_empty() && now.iter().all(|id| !before.contains(id))
         })
         .await;
-        let answer = road.caller().get(&format!("{URL}download")).await;
+        let answer = road.client().get(&format!("{URL}download")).await;
         assert!(answer.body == *whole);
     }
     road.until_idle().await;
@@ -178,7 +178,7 @@ async fn an_edge_that_begins_on_a_silent_link_is_there_when_the_link_is() {
         link.restore();
         world.until_tunnels("edge-1", 1).await;
         assert_eq!(
-            world.caller().get("https://edge-1:9100/").await.text(),
+            world.client().get("https://edge-1:9100/").await.text(),
             "well"
         );
     }

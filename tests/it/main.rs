@@ -6,8 +6,8 @@
 
 mod world;
 
+mod api_cache;
 mod proxied;
-mod readers;
 mod redirect;
 mod routing;
 mod sites;

@@ -18,14 +18,14 @@ fn shell(line: &str, folder: &Path) -> Causeway {
 const COMMANDS: &[&str] = &[
     "--help",
     "ca init --data-dir data",
-    "ca caller --name ann --data-dir data --out .",
+    "client certificate --name ann --data-dir data --out .",
     "bootstrap --node edge-9 --data-dir data --out out",
     "token create --node edge-1 --data-dir data",
     "token list --data-dir data",
     "token list --data-dir data -o json",
-    "edge add edge-2 --data-dir data",
-    "edge pins --data-dir data",
-    "caller token --name ann --file callers",
+    "node add edge-2 --data-dir data",
+    "node pins --data-dir data",
+    "client token --name ann --file clients",
     "config schema gateway",
     "reference edge",
     "completions bash",
@@ -100,7 +100,7 @@ async fn a_gateway_whose_log_cannot_be_written_serves_and_says_so_in_its_metrics
     let script = "exec \"$0\" \"$@\" 2>/dev/full";
     let second = program("sh").args(["-c", script, binary()]);
     let second = second.args(
-        "gateway --tunnel-listen 127.0.0.1:0 --fronts [] --admin-listen 127.0.0.1:0".split(' '),
+        "gateway --tunnel-listen 127.0.0.1:0 --listeners [] --admin-listen 127.0.0.1:0".split(' '),
     );
     let data = site.path("second");
     causeway("ca init")
@@ -160,17 +160,21 @@ async fn check_config_refuses_what_would_not_start_or_do_what_it_says() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
     write("empty.pem", "");
-    let front = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100, ";
+    let listener =
+        "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100, ";
     for (name, text) in [
         (
             "certificate",
-            format!("{front}certificate: {{ chain: empty.pem, key: empty.pem }} }}]"),
+            format!("{listener}certificate: {{ chain: empty.pem, key: empty.pem }} }}]"),
         ),
         (
             "client_ca",
-            format!("{front}callers: {{ client_ca: [empty.pem] }} }}]"),
+            format!("{listener}client_auth: {{ client_ca: [empty.pem] }} }}]"),
         ),
-        ("app", "apps: { 10250: { ca: empty.pem } }".to_owned()),
+        (
+            "app",
+            "upstream_tls: { 10250: { ca: empty.pem } }".to_owned(),
+        ),
         (
             "identity",
             "tunnel: { identity: { chain: empty.pem, key: empty.pem, client_ca: [empty.pem] } }"
@@ -274,7 +278,7 @@ async fn errors_for_which_a_process_ends_are_json_where_its_log_is() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(
         folder.path().join("faults.yaml"),
-        "log: { format: json }\ncores: no\nfront: []\n",
+        "log: { format: json }\nworkers: no\nfronts: []\n",
     )
     .unwrap();
     for (line, code, messages) in [
@@ -291,7 +295,7 @@ async fn errors_for_which_a_process_ends_are_json_where_its_log_is() {
         (
             "gateway --config faults.yaml",
             2,
-            vec!["faults.yaml:2:8: cores", "faults.yaml:3:1: front"],
+            vec!["faults.yaml:2:10: workers", "faults.yaml:3:1: fronts"],
         ),
     ] {
         let run = causeway(line)
@@ -320,7 +324,7 @@ async fn errors_for_which_a_process_ends_are_json_where_its_log_is() {
     // People read this one.
     let check = causeway("gateway --config faults.yaml --check-config");
     let said = check.within(folder.path()).run().await.with_code(2).stderr;
-    assert!(said.starts_with("faults.yaml:2:8: "), "{said}");
+    assert!(said.starts_with("faults.yaml:2:10: "), "{said}");
 }
 
 #[tokio::test]
@@ -403,7 +407,7 @@ async fn a_second_gateway_needs_nothing_but_the_ca_and_the_ticket_secret_of_the_
     let place = |name: &str| folder.path().join(name);
     fs::create_dir(place("second")).unwrap();
     fs::copy(place("first/ca.json"), place("second/ca.json")).unwrap();
-    let line = "gateway --data-dir second --tunnel-listen 127.0.0.1:0 --fronts [] --admin-listen 127.0.0.1:0";
+    let line = "gateway --data-dir second --tunnel-listen 127.0.0.1:0 --listeners [] --admin-listen 127.0.0.1:0";
     let mut gateway = causeway(line).within(folder.path()).start();
     gateway.said("gateway ready").await;
     gateway.stop().await.ok();

@@ -5,7 +5,7 @@
 
 use crate::world::{
     app::{App, answer},
-    caller::{Answer, CallError, whole},
+    client::{Answer, CallError, whole},
     netns::{HUB, Host, NEED, Street},
     process::{Causeway, Process, Site},
     tool::{full, need},
@@ -118,7 +118,7 @@ impl<'a> Scene<'a> {
     }
 
     /// A client in the middle of a request, who gets to know when it has failed.
-    async fn caller(&self, traffic: Traffic, callers: &mut JoinSet<()>) {
+    async fn client(&self, traffic: Traffic, clients: &mut JoinSet<()>) {
         let path = match traffic {
             Traffic::Idle => "GET /silent",
             Traffic::Download => "GET /endless",
@@ -132,7 +132,7 @@ impl<'a> Scene<'a> {
                 wire.write_all(format!("{head}\r\n").as_bytes())
                     .await
                     .unwrap();
-                callers.spawn(async move {
+                clients.spawn(async move {
                     let mut buffer = vec![0; 64 << 10];
                     let mut told = Vec::new();
                     while let Ok(length @ 1..) = wire.read(&mut buffer).await {
@@ -148,7 +148,7 @@ impl<'a> Scene<'a> {
             Traffic::Upload => {
                 let head = format!("{head}Content-Length: 1000000000000\r\n\r\n");
                 wire.write_all(head.as_bytes()).await.unwrap();
-                callers.spawn(async move {
+                clients.spawn(async move {
                     let bytes = vec![b'x'; 64 << 10];
                     while wire.write_all(&bytes).await.is_ok() {}
                 });
@@ -158,7 +158,7 @@ impl<'a> Scene<'a> {
 }
 
 /// Both ends and the clients know of a cut in time.
-async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
+async fn known(scene: &Scene<'_>, clients: &mut JoinSet<()>, cut: Instant) {
     let gone = format!("{} disconnected", scene.node);
     let gateway = async {
         scene.site.gateway.wrote(&gone, 1, SOON).await;
@@ -168,21 +168,24 @@ async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
         scene.edge.wrote("tunnel ended", 1, SOON).await;
         cut.elapsed()
     };
-    let callers = async {
-        while let Some(ended) = callers.join_next().await {
+    let clients = async {
+        while let Some(ended) = clients.join_next().await {
             ended.unwrap();
         }
         cut.elapsed()
     };
-    let known = tokio::join!(gateway, edge, callers);
+    let known = tokio::join!(gateway, edge, clients);
     say(&format!(
-        "{}: gateway, edge and callers knew after {known:?}",
+        "{}: gateway, edge and clients knew after {known:?}",
         scene.node
     ));
     let late = KNOWN + BUSY;
     assert!(!full() || known.0 <= late && known.1 <= late && known.2 <= late);
     let told = scene.ask().await.unwrap();
-    assert_eq!((told.status, told.reason()), (503, "node_away".to_owned()));
+    assert_eq!(
+        (told.status, told.reason()),
+        (503, "node_not_connected".to_owned())
+    );
 }
 
 async fn back_in_time(scene: &Scene<'_>, bound: Duration) {
@@ -222,12 +225,12 @@ async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
     let idle = Scene::on(&street, &site, "idle").await;
     let download = Scene::on(&street, &site, "download").await;
     let upload = Scene::on(&street, &site, "upload").await;
-    let mut callers = [JoinSet::new(), JoinSet::new(), JoinSet::new()];
+    let mut clients = [JoinSet::new(), JoinSet::new(), JoinSet::new()];
     let scenes = [&idle, &download, &upload];
     let traffics = [Traffic::Idle, Traffic::Download, Traffic::Upload];
-    for ((scene, traffic), callers) in scenes.iter().zip(traffics).zip(&mut callers) {
-        scene.caller(Traffic::Idle, callers).await;
-        scene.caller(traffic, callers).await;
+    for ((scene, traffic), clients) in scenes.iter().zip(traffics).zip(&mut clients) {
+        scene.client(Traffic::Idle, clients).await;
+        scene.client(traffic, clients).await;
     }
     until("bulk passes both ways", async || {
         let (down, up) = (site.node("download").await, site.node("upload").await);
@@ -238,7 +241,7 @@ async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
         scene.host.cut();
     }
     let cut = Instant::now();
-    let [first, second, third] = &mut callers;
+    let [first, second, third] = &mut clients;
     tokio::join!(
         known(&idle, first, cut),
         known(&download, second, cut),
@@ -329,16 +332,16 @@ async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
     let app = app.await;
     let site = Site::open_to_all("127.0.0.1:0").await;
     let edge = site.join("edge-1", app.port()).await;
-    let (caller, silent) = (site.nobody(), format!("{URL}silent"));
+    let (client, silent) = (site.nobody(), format!("{URL}silent"));
     let held = async {
-        let answer = caller.get(&silent).await;
+        let answer = client.get(&silent).await;
         (answer, Instant::now())
     };
     let killing = async {
         app.head().await;
         edge.kill().await;
         let killed = Instant::now();
-        let answer = caller.get(URL).await;
+        let answer = client.get(URL).await;
         (answer, killed, killed.elapsed())
     };
     let ((held, ended), (next, killed, asked)) = tokio::join!(held, killing);

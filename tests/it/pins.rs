@@ -6,7 +6,7 @@ use crate::{
         World,
         app::App,
         authority::Authority,
-        caller::assert_problem,
+        client::assert_problem,
         edge::Edge,
         process::{Ended, OPEN, Site, causeway},
         until,
@@ -87,7 +87,7 @@ fn pinned() -> config::UpstreamTls {
 
 async fn world() -> World {
     let build = World::build();
-    let build = build.config(|config| drop(config.apps.insert(KUBELET, pinned())));
+    let build = build.config(|config| drop(config.upstream_tls.insert(KUBELET, pinned())));
     build.start().await
 }
 
@@ -100,7 +100,7 @@ async fn edge(world: &World, app: &App) -> Edge {
 
 /// `causeway edge` with these words, beside the gateway of this directory.
 async fn order(line: &str, data: &Path) -> Ended {
-    let order = causeway("edge").args(line.split_whitespace());
+    let order = causeway("node").args(line.split_whitespace());
     order.flag("--data-dir", data).run().await
 }
 
@@ -129,31 +129,31 @@ async fn the_key_that_an_app_had_first_is_the_only_one_that_is_believed_across_r
         let mut world = world().await;
         let edge = edge(&world, &app).await;
         assert_eq!(noted(&world), None);
-        assert_eq!(world.caller().get(ONCE).await.text(), "once");
+        assert_eq!(world.client().get(ONCE).await.text(), "once");
         assert_eq!(noted(&world).unwrap().key, key(&first));
-        assert_eq!(world.caller().get(ONCE).await.text(), "once");
+        assert_eq!(world.client().get(ONCE).await.text(), "once");
         assert_eq!(app.requests(), 2);
 
         world.kill_gateway().await;
         world.start_gateway().await;
         world.until_tunnels("edge-1", 1).await;
         shows.now(1);
-        let refused = world.caller().get(URL).await;
+        let refused = world.client().get(URL).await;
         for says in [
             &format!(
                 "port 10250 of edge-1 has another key than it had: SHA-256 {}",
                 key(&second)
             ),
             &format!("it is known by {}", key(&first)),
-            "`causeway edge unpin edge-1 10250`",
+            "`causeway node unpin edge-1 10250`",
         ] {
-            assert_problem(&refused, 502, "target_changed", says);
+            assert_problem(&refused, 502, "target_key_changed", says);
         }
         assert_eq!(app.requests(), 2, "it was not asked");
         let metrics = world.metrics().await;
-        assert_eq!(metrics.outcomes("https", "target_changed"), 1);
+        assert_eq!(metrics.outcomes("https", "target_key_changed"), 1);
         shows.now(0);
-        assert_eq!(world.caller().get(URL).await.text(), "well");
+        assert_eq!(world.client().get(URL).await.text(), "well");
         drop(edge);
     }
 }
@@ -172,16 +172,16 @@ async fn a_key_that_is_shown_and_not_held_is_not_noted() {
         let app = App::https(shows.serve(version), by_path).await;
         let world = world().await;
         let _edge = edge(&world, &app).await;
-        let answer = world.caller().get(URL).await;
+        let answer = world.client().get(URL).await;
         assert_problem(&answer, 502, "target_broken", "port 10250 of edge-1");
         assert_eq!((noted(&world), app.requests()), (None, 0));
         shows.now(1);
-        assert_eq!(world.caller().get(URL).await.text(), "well");
+        assert_eq!(world.client().get(URL).await.text(), "well");
         assert_eq!(noted(&world).unwrap().key, key(&theirs));
         // Known by now, it is believed no more than before.
         shows.now(0);
-        assert_eq!(world.caller().get(ONCE).await.text(), "once");
-        let answer = world.caller().get(URL).await;
+        assert_eq!(world.client().get(ONCE).await.text(), "once");
+        let answer = world.client().get(URL).await;
         assert_problem(&answer, 502, "target_broken", "port 10250 of edge-1");
     }
 }
@@ -202,8 +202,8 @@ async fn of_two_keys_that_are_met_at_once_one_is_believed() {
     // An upgrade waits for nobody.
     let upgrade =
         "GET /refused HTTP/1.1\r\nHost: edge-1:10250\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";
-    let caller = world.caller();
-    let asking = join(caller.get(URL), caller.raw("edge-1", upgrade));
+    let client = world.client();
+    let asking = join(client.get(URL), client.raw("edge-1", upgrade));
     let met = async {
         until("both handshakes are done", async || app.connections() == 2).await;
         assert_eq!(app.requests(), 0);
@@ -219,7 +219,12 @@ async fn of_two_keys_that_are_met_at_once_one_is_believed() {
         );
         &plain
     };
-    assert_problem(refused, 502, "target_changed", "edge unpin edge-1 10250");
+    assert_problem(
+        refused,
+        502,
+        "target_key_changed",
+        "node unpin edge-1 10250",
+    );
     let known = noted(&world).unwrap().key;
     assert!([key(&first), key(&second)].contains(&known));
     assert!(refused.text().contains(&format!("it is known by {known}")));
@@ -235,13 +240,13 @@ async fn an_app_whose_key_the_disk_does_not_take_is_not_asked() {
     let place = world.folder().join("gateway/pins.json");
     fs::create_dir_all(place.join("in-the-way")).unwrap();
     for _ in 0..2 {
-        let answer = world.caller().get(URL).await;
+        let answer = world.client().get(URL).await;
         let says = "is met for the first time, and its key cannot be noted";
         assert_problem(&answer, 503, "undecided", says);
     }
     assert_eq!(app.requests(), 0);
     fs::remove_dir_all(&place).unwrap();
-    assert_eq!(world.caller().get(URL).await.text(), "well");
+    assert_eq!(world.client().get(URL).await.text(), "well");
     assert_eq!(noted(&world).unwrap().key, key(&leaf));
 }
 
@@ -252,8 +257,8 @@ async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node()
     let shows = Shows::of(&[&first, &second], false);
     let app = App::https(shows.serve(&TLS13), by_path).await;
     // What is kept is a core's.
-    let one = format!("{OPEN}\ncores: 1\napps: {{ 9100: {{ pin: true }} }}");
-    let site = Site::with_fronts(&one).await;
+    let one = format!("{OPEN}\nworkers: 1\nupstream_tls: {{ 9100: {{ pin: true }} }}");
+    let site = Site::with_listeners(&one).await;
     let ports = format!(
         "{{9100: {{target: \"127.0.0.1:{}\", scheme: tcp}}}}",
         app.port()
@@ -269,13 +274,13 @@ async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node()
     let data = site.data();
     let order = async |line: &str| order(line, &data).await;
     let none = order("pins").await.ok().stdout;
-    assert!(none.contains("no app is known by its key"), "{none}");
+    assert!(none.contains("no pinned keys"), "{none}");
     order("unpin edge-1 9100")
         .await
-        .failed(&["no key of port 9100 of edge-1", "causeway edge pins"]);
+        .failed(&["no key of port 9100 of edge-1", "causeway node pins"]);
 
-    let caller = site.nobody();
-    let get = async || caller.get("http://edge-1:9100/").await;
+    let client = site.nobody();
+    let get = async || client.get("http://edge-1:9100/").await;
     assert_eq!(get().await.text(), "well");
     let listed = order("pins").await.ok().stdout;
     let row = format!("edge-1  9100  {}", key(&first));
@@ -287,14 +292,14 @@ async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node()
     shows.now(1);
     assert_eq!((get().await.status, app.connections()), (200, 1));
     let said = order("unpin edge-1 9100").await.ok().stdout;
-    assert_eq!(said, "by which key edge-1 is known at 9100 is forgotten\n");
+    assert_eq!(said, "the pinned key of edge-1 at port 9100 is removed\n");
     assert_eq!((get().await.status, app.connections()), (200, 2));
     let known = order("pins").await.ok().stdout;
     assert!(known.contains(&key(&second).to_string()), "{known}");
 
     order("revoke edge-1 --reason stolen").await.ok();
     let none = order("pins").await.ok().stdout;
-    assert!(none.contains("no app is known"), "{none}");
+    assert!(none.contains("no pinned keys"), "{none}");
     edge.kill().await;
     order("allow edge-1").await.ok();
     let mut edge = joining().start();
@@ -308,5 +313,5 @@ async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node()
     let said = order("remove edge-1").await.ok().stdout;
     assert!(said.contains("no gateway runs in"), "{said}");
     let none = order("pins").await.ok().stdout;
-    assert!(none.contains("no app is known"), "{none}");
+    assert!(none.contains("no pinned keys"), "{none}");
 }

@@ -3,8 +3,8 @@
 use crate::world::{
     GATEWAY_NAME, World,
     app::App,
-    caller::{Answer, Caller, assert_problem},
-    gateway::front,
+    client::{Answer, Client, assert_problem},
+    gateway::listener,
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
@@ -40,7 +40,7 @@ async fn world() -> World {
     let api = Listener {
         errors: ErrorFormat::Kubernetes,
         port: Some(10250),
-        ..front("api", ListenerProtocol::Https)
+        ..listener("api", ListenerProtocol::Https)
     };
     let open = Listener {
         anonymous: true,
@@ -50,10 +50,10 @@ async fn world() -> World {
         name: "open".into(),
         ..open
     };
-    let build = World::build().pods(Known).front(api).front(open);
-    let build = build.front(Listener {
+    let build = World::build().pods(Known).listener(api).listener(open);
+    let build = build.listener(Listener {
         port: Some(10250),
-        ..front("others", ListenerProtocol::Https)
+        ..listener("others", ListenerProtocol::Https)
     });
     let bound = Duration::from_millis(300);
     let build = build.config(|config| config.timeouts.authorize = bound);
@@ -61,14 +61,14 @@ async fn world() -> World {
 }
 
 /// As kube-apiserver asks: no name in the handshake, and its own Host.
-fn apiserver(world: &World, front: &str) -> Caller {
-    let caller = world.caller_at(front).sni(GATEWAY_NAME);
-    caller.host("10.97.0.1:6443")
+fn apiserver(world: &World, listener: &str) -> Client {
+    let client = world.client_at(listener).sni(GATEWAY_NAME);
+    client.host("10.97.0.1:6443")
 }
 
-async fn ask(world: &World, front: &str, path: &str) -> Answer {
+async fn ask(world: &World, listener: &str, path: &str) -> Answer {
     let url = format!("https://gateway{path}");
-    apiserver(world, front).get(&url).await
+    apiserver(world, listener).get(&url).await
 }
 
 #[tokio::test]
@@ -116,7 +116,7 @@ async fn a_pod_that_is_nowhere_is_502_with_the_sentence_and_in_time() {
 }
 
 #[tokio::test]
-async fn nobody_is_told_of_pods_but_known_callers_at_fronts_for_kube_apiservers() {
+async fn nobody_is_told_of_pods_but_known_clients_at_listeners_for_kube_apiservers() {
     let world = world().await;
     let app = App::saying("one").await;
     let _edge = world.edge("edge-1").port(10250, app.address()).join().await;

@@ -3,8 +3,8 @@
 use crate::world::{
     GATEWAY_NAME, LIFE, World,
     app::App,
-    caller::{assert_problem, exchange, whole},
-    gateway::{anonymous, front, loopback},
+    client::{assert_problem, exchange, whole},
+    gateway::{anonymous, listener, loopback},
 };
 use causeway_certs::{Ca, NodeName, OpenMode, Store, install_provider};
 use causeway_config::Specified;
@@ -39,8 +39,8 @@ async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    for caller in [world.caller(), world.caller().http2()] {
-        let mut connection = caller.connect("edge-1").await.unwrap();
+    for client in [world.client(), world.client().http2()] {
+        let mut connection = client.connect("edge-1").await.unwrap();
         let answer = connection.get("https://edge-1:9100/metrics").await.unwrap();
         assert_eq!(answer.text(), "it");
         assert_eq!(decided(&world), "reading");
@@ -78,7 +78,7 @@ async fn rules_that_are_replaced_hold_for_the_next_stream_of_an_open_connection(
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut connection = world.caller().http2().connect("edge-1").await.unwrap();
+    let mut connection = world.client().http2().connect("edge-1").await.unwrap();
     let url = "https://edge-1:9100/";
     assert_eq!(connection.get(url).await.unwrap().status, 200);
     rules.replace(Some(compiled(&json!([]))));
@@ -105,9 +105,9 @@ async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_sa
             config.labels.insert("tier".into(), "gold".into());
         });
     let _liar = edge.join().await;
-    let caller = world.caller();
-    assert_eq!(caller.get("https://edge-1:9100/").await.status, 200);
-    assert_eq!(caller.get("https://edge-2:9100/").await.status, 403);
+    let client = world.client();
+    assert_eq!(client.get("https://edge-1:9100/").await.status, 200);
+    assert_eq!(client.get("https://edge-2:9100/").await.status, 403);
     assert_eq!(
         world.node("edge-1").await["confirmed_labels"]["tier"],
         "gold"
@@ -135,36 +135,36 @@ async fn labels_of_a_token_hold_on_when_the_cluster_has_a_node_of_that_name() {
         };
         let node = NodeName::parse("edge-1").unwrap();
         world.nodes().cluster([(node, member)].into());
-        let answer = world.caller().get("https://edge-1:9100/exec/a").await;
+        let answer = world.client().get("https://edge-1:9100/exec/a").await;
         assert_problem(&answer, 403, "forbidden", "does not let tester");
         assert_eq!(decided(&world), "no shells on gold");
-        let answer = world.caller().get("https://edge-1:9100/metrics").await;
+        let answer = world.client().get("https://edge-1:9100/metrics").await;
         assert_eq!(answer.status, 200);
     }
 }
 
 #[tokio::test]
-async fn callers_are_told_apart_by_network_certificate_and_being_known() {
+async fn clients_are_told_apart_by_network_certificate_and_being_known() {
     let rules = json!([
         { "who": { "users": ["system:anonymous"], "networks": ["127.0.0.2"] }, "then": "allow" },
-        { "who": { "spiffe": ["spiffe://world.test/caller/test*"] }, "then": "allow" },
+        { "who": { "spiffe": ["spiffe://world.test/client/test*"] }, "then": "allow" },
     ]);
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let world = build
-        .front(anonymous("open", ListenerProtocol::Https))
+        .listener(anonymous("open", ListenerProtocol::Https))
         .start()
         .await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let url = "https://edge-1:9100/";
-    assert_eq!(world.caller().get(url).await.status, 200);
-    let nobody = world.caller_at("open").nobody();
+    assert_eq!(world.client().get(url).await.status, 200);
+    let nobody = world.client_at("open").nobody();
     assert_eq!(nobody.clone().from("127.0.0.2").get(url).await.status, 200);
     assert_eq!(nobody.from("127.0.0.3").get(url).await.status, 403);
-    let other = world.caller_leaf("other");
+    let other = world.client_leaf("other");
     assert_eq!(
-        world.caller().certificate(&other).get(url).await.status,
+        world.client().certificate(&other).get(url).await.status,
         403
     );
 }
@@ -178,7 +178,7 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let world = build
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::saying("it").await;
@@ -187,7 +187,7 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
     for (node, status) in [("edge-1", "403"), ("edge-2", "200")] {
         let head = format!("CONNECT {node}:9100 HTTP/1.1\r\nHost: {node}:9100\r\n\r\n");
         let mut wire = world
-            .caller_at("connect")
+            .client_at("connect")
             .wire(GATEWAY_NAME, &[])
             .await
             .unwrap();
@@ -210,7 +210,7 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
     let mut config = Config {
         data_dir: folder.path().to_owned(),
         policy: Specified::from(PathBuf::from("policy.yaml")),
-        fronts: Vec::new(),
+        listeners: Vec::new(),
         ..Config::default()
     };
     config.tunnel.listen = loopback();
@@ -223,10 +223,10 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
 }
 
 #[tokio::test]
-async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
+async fn another_ca_that_a_listener_takes_gives_no_names_of_our_own_domain() {
     let rules = json!([
         { "who": { "spiffe": ["spiffe://world.test/*"] }, "then": "deny" },
-        { "who": { "spiffe": ["spiffe://partner.test/caller/ann"] }, "then": "allow" },
+        { "who": { "spiffe": ["spiffe://partner.test/client/ann"] }, "then": "allow" },
     ]);
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
@@ -235,25 +235,25 @@ async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
     let file = build.folder().join("partners.pem");
     std::fs::write(&file, cas.iter().map(Ca::root_pem).collect::<String>()).unwrap();
     let theirs = Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             client_ca: vec![file],
             ..ClientAuth::default()
         },
-        ..front("theirs", ListenerProtocol::Https)
+        ..listener("theirs", ListenerProtocol::Https)
     };
-    let world = build.front(theirs).start().await;
+    let world = build.listener(theirs).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let url = "https://edge-1:9100/";
     let mut by = Vec::new();
     for ca in &cas {
-        let leaf = ca.issue_caller("ann", &[], LIFE).unwrap();
-        let caller = world.caller_at("theirs").certificate(&leaf);
-        by.push((caller.get(url).await.status, decided(&world)));
+        let leaf = ca.issue_client("ann", &[], LIFE).unwrap();
+        let client = world.client_at("theirs").certificate(&leaf);
+        by.push((client.get(url).await.status, decided(&world)));
     }
     // Not the rule of our own domain: it has no say there.
     assert_eq!(by, [(403, Value::Null), (200, json!("rules[1]"))]);
-    let own = world.caller_at("theirs").get(url).await.status;
+    let own = world.client_at("theirs").get(url).await.status;
     assert_eq!((own, decided(&world)), (403, json!("rules[0]")));
 }
 
@@ -262,22 +262,22 @@ async fn upgrades_and_tokens_on_a_kept_connection_are_decided_like_all_else() {
     let build = World::build();
     let (ann, bob) = (build.token("ann"), build.token("bob"));
     let tokens = Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             tokens: Some(build.tokens()),
             ..ClientAuth::default()
         },
-        ..front("tokens", ListenerProtocol::Https)
+        ..listener("tokens", ListenerProtocol::Https)
     };
     let rules = json!([
         { "what": { "streams": ["upgrade"] }, "then": "deny" },
         { "who": { "users": ["ann"] }, "then": "allow" },
     ]);
     let rules = PolicyWriter::new(Some(compiled(&rules)));
-    let world = build.front(tokens).policy(rules.reader()).start().await;
+    let world = build.listener(tokens).policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let caller = world.caller_at("tokens").nobody();
-    let mut connection = caller.connect("edge-1").await.unwrap();
+    let client = world.client_at("tokens").nobody();
+    let mut connection = client.connect("edge-1").await.unwrap();
     let request = |token: &str| {
         let request = Request::get("https://edge-1:9100/");
         request.header("authorization", format!("Bearer {token}"))

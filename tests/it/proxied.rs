@@ -45,12 +45,12 @@ fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
 }
 
 /// Returns the response to these bytes, or nothing if the connection is cut.
-async fn said(front: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
+async fn said(listener: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
     let socket = TcpSocket::new_v4().unwrap();
     socket
         .bind(SocketAddr::from((Ipv4Addr::from(from), 0)))
         .unwrap();
-    let mut stream: TcpStream = socket.connect(front).await.unwrap();
+    let mut stream: TcpStream = socket.connect(listener).await.unwrap();
     stream.write_all(bytes).await.unwrap();
     let (mut said, mut piece) = (String::new(), [0; 4096]);
     let reading = async {
@@ -71,40 +71,40 @@ async fn a_trusted_proxys_header_says_who_calls_and_where_to_and_nobody_elses_do
     let app = App::http(|_| answer::ok("here")).await;
     assert_eq!(loopback().ip(), Ipv4Addr::LOCALHOST);
     let build = World::build();
-    let build = build.front(believing("bytes", ListenerProtocol::Tcp));
+    let build = build.listener(believing("bytes", ListenerProtocol::Tcp));
     let world = build
-        .front(believing("web", ListenerProtocol::Http))
+        .listener(believing("web", ListenerProtocol::Http))
         .start()
         .await;
     let plan = world.edge("edge-1").port(9100, app.address());
     let _edge = plan.address("10.0.0.11").join().await;
-    let (bytes, web) = (world.front("bytes"), world.front("web"));
-    let caller = [192, 0, 2, 7];
+    let (bytes, web) = (world.listener("bytes"), world.listener("web"));
+    let client = [192, 0, 2, 7];
     let with = |from, to, port| [&header(from, to, port)[..], GET].concat();
 
-    // Node and port are the destination's: a tcp front has nothing else to go by.
-    let answer = said(bytes, PROXY, &with(caller, [10, 0, 0, 11], 9100)).await;
+    // Node and port are the destination's: a tcp listener has nothing else to go by.
+    let answer = said(bytes, PROXY, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(answer.ends_with("here"), "{answer}");
-    let answer = said(web, PROXY, &with(caller, [10, 0, 0, 99], 1)).await;
+    let answer = said(web, PROXY, &with(client, [10, 0, 0, 99], 1)).await;
     assert!(answer.ends_with("here"), "{answer}");
     for record in world.log().records() {
         assert_eq!(record["peer"], "192.0.2.7:4000", "{record}");
-        assert_eq!(record["caller"], "192.0.2.7", "{record}");
+        assert_eq!(record["client"], "192.0.2.7", "{record}");
     }
-    // It is the caller who is judged, not the proxy.
+    // It is the client who is judged, not the proxy.
     let answer = said(web, PROXY, &with([198, 51, 100, 1], [10, 0, 0, 11], 9100)).await;
     assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
 
-    // The proxy itself is nobody's caller: without a header, or with an old one, it is cut off.
+    // The proxy itself is nobody's client: without a header, or with an old one, it is cut off.
     let old = [&b"PROXY TCP4 192.0.2.7 10.0.0.11 4000 9100\r\n"[..], GET].concat();
     for sent in [GET, &old] {
-        for front in [bytes, web] {
-            assert_eq!(said(front, PROXY, sent).await, "");
+        for listener in [bytes, web] {
+            assert_eq!(said(listener, PROXY, sent).await, "");
         }
     }
     // Who is no proxy is served without, and a header of theirs is no HTTP.
     let answer = said(web, ELSEWHERE, GET).await;
     assert!(answer.ends_with("here"), "{answer}");
-    let answer = said(web, ELSEWHERE, &with(caller, [10, 0, 0, 11], 9100)).await;
+    let answer = said(web, ELSEWHERE, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(!answer.contains("here"), "{answer}");
 }

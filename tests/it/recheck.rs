@@ -5,8 +5,8 @@ use crate::{
     world::{
         GATEWAY_NAME, LIFE, PATIENCE, World,
         app::{App, End, Head, Script, answer},
-        caller::{Caller, Wire, assert_problem, exchange, read},
-        gateway::{anonymous, front},
+        client::{Client, Wire, assert_problem, exchange, read},
+        gateway::{anonymous, listener},
         issuer::{Issuer, Key, claims, now},
         until,
     },
@@ -50,12 +50,12 @@ pub(crate) fn app_of(head: &Head) -> Script {
 }
 
 /// Opens a session through an upgrade, with further `fields`.
-pub(crate) async fn session(caller: &Caller, fields: &str) -> impl Wire + use<> {
-    session_at(caller, "edge-1", fields).await
+pub(crate) async fn session(client: &Client, fields: &str) -> impl Wire + use<> {
+    session_at(client, "edge-1", fields).await
 }
 
-async fn session_at(caller: &Caller, node: &str, fields: &str) -> impl Wire + use<> {
-    let mut wire = caller.tls_stream(node, &["http/1.1"]).await.unwrap();
+async fn session_at(client: &Client, node: &str, fields: &str) -> impl Wire + use<> {
+    let mut wire = client.tls_stream(node, &["http/1.1"]).await.unwrap();
     let upgrade = UPGRADE.replace("edge-1", node);
     let head = exchange(&mut wire, &format!("{upgrade}{fields}\r\n")).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
@@ -109,12 +109,12 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
     let world = World::build().policy(rules.reader()).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let denied = world.caller();
-    let other = world.caller().certificate(&world.caller_leaf("other"));
+    let denied = world.client();
+    let other = world.client().certificate(&world.client_leaf("other"));
     let (mut first, mut stays) = (session(&denied, "").await, session(&other, "").await);
     let mut download = denied.clone().http2().connect("edge-1").await.unwrap();
     let request = hyper::Request::get("https://edge-1:9100/endless");
-    let request = request.body(crate::world::caller::whole("")).unwrap();
+    let request = request.body(crate::world::client::whole("")).unwrap();
     let body = download.open(request).await.unwrap().into_body();
     echoes(&mut first).await;
     rules.replace(Some(compiled(&json!([
@@ -127,7 +127,7 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
     echoes(&mut stays).await;
     let record = refused(&world, "forbidden").await;
     assert_eq!(
-        (&record["caller"], &record["rule"]),
+        (&record["client"], &record["rule"]),
         (&json!("tester"), &json!("rules[0]"))
     );
     // Rules that allow it still end nothing.
@@ -137,7 +137,7 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
         &json!([{ "who": { "groups": ["system:authenticated"] }, "then": "allow" }]),
     )));
     until("the rules were looked at", async || {
-        world.caller().get(URL).await.status == 200
+        world.client().get(URL).await.status == 200
     })
     .await;
     echoes(&mut again).await;
@@ -151,13 +151,13 @@ async fn a_client_that_reads_nothing_loses_its_download_as_well() {
     let world = World::build().policy(rules.reader()).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let caller = world.caller();
-    let mut http1 = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+    let client = world.client();
+    let mut http1 = client.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let request = "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     http1.write_all(request.as_bytes()).await.unwrap();
-    let mut http2 = caller.clone().http2().connect("edge-1").await.unwrap();
+    let mut http2 = client.clone().http2().connect("edge-1").await.unwrap();
     let request = hyper::Request::get("https://edge-1:9100/endless");
-    let request = request.body(crate::world::caller::whole("")).unwrap();
+    let request = request.body(crate::world::client::whole("")).unwrap();
     let unread = http2.open(request).await.unwrap();
     until("both stand still", async || {
         world.metrics().await.sum("stalled_streams", &[]) == 2
@@ -176,18 +176,18 @@ async fn sessions_over_connect_and_tcp_end_as_well() {
         port: Some(22),
         ..anonymous("bytes", ListenerProtocol::Tcp)
     };
-    let build = World::build().policy(rules.reader()).front(tcp);
+    let build = World::build().policy(rules.reader()).listener(tcp);
     let world = build
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let app = App::tcp(Script::new().echo()).await;
     let _edge = world.edge("edge-1").port(22, app.address()).join().await;
-    let mut bytes = tokio::net::TcpStream::connect(world.front("bytes"))
+    let mut bytes = tokio::net::TcpStream::connect(world.listener("bytes"))
         .await
         .unwrap();
     echoes(&mut bytes).await;
-    let connect = world.caller_at("connect");
+    let connect = world.client_at("connect");
     let mut through = connect.tls_stream("edge-1", &[]).await.unwrap();
     let head = exchange(
         &mut through,
@@ -207,11 +207,11 @@ fn of_another_ca(world: &std::path::Path, ca: &Ca) -> Listener {
     let file = world.join("clients.pem");
     std::fs::write(&file, ca.root_pem()).unwrap();
     Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             client_ca: vec![file],
             ..ClientAuth::default()
         },
-        ..front("clients", ListenerProtocol::Https)
+        ..listener("clients", ListenerProtocol::Https)
     }
 }
 
@@ -225,21 +225,21 @@ async fn a_certificate_that_is_revoked_ends_its_sessions_and_begins_nothing_new(
     let build = World::build();
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let listener = of_another_ca(build.folder(), &ca);
-    let mut world = build.front(listener).start().await;
+    let mut world = build.listener(listener).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let leaves = ["ann", "bob"].map(|name| ca.issue_caller(name, &[], LIFE).unwrap());
-    let [ann, bob] = [0, 1].map(|index| world.caller_at("clients").certificate(&leaves[index]));
+    let leaves = ["ann", "bob"].map(|name| ca.issue_client(name, &[], LIFE).unwrap());
+    let [ann, bob] = [0, 1].map(|index| world.client_at("clients").certificate(&leaves[index]));
     let (mut revoked, mut stays) = (session(&ann, "").await, session(&bob, "").await);
     let mut kept = ann.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let listed = serial(&leaves[0]);
     let changed = world.reload(|config| {
         let listener = config
-            .fronts
+            .listeners
             .iter_mut()
-            .find(|front| front.name == "clients");
-        listener.unwrap().callers.revoked = vec![listed];
+            .find(|listener| listener.name == "clients");
+        listener.unwrap().client_auth.revoked = vec![listed];
     });
     changed.unwrap();
     is_reset(&mut revoked).await;
@@ -258,15 +258,15 @@ async fn a_certificate_that_is_revoked_ends_its_sessions_and_begins_nothing_new(
     std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
     let changed = world.reload(|config| {
         let listener = config
-            .fronts
+            .listeners
             .iter_mut()
-            .find(|front| front.name == "clients");
+            .find(|listener| listener.name == "clients");
         listener.unwrap().listen = "127.0.0.2:0"
             .parse::<std::net::SocketAddr>()
             .unwrap()
             .into();
     });
-    assert_eq!(changed.unwrap().fronts.opened, ["clients"]);
+    assert_eq!(changed.unwrap().listeners.opened, ["clients"]);
     is_reset(&mut stays).await;
 }
 
@@ -280,14 +280,14 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
         disconnect_expired: false,
         ..ends.clone()
     };
-    let world = build.front(ends).front(keeps).start().await;
+    let world = build.listener(ends).listener(keeps).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     // Time is the subject: long enough for a slow machine to begin both sessions.
     let leaf = ca
-        .issue_caller("ann", &[], Duration::from_secs(10))
+        .issue_client("ann", &[], Duration::from_secs(10))
         .unwrap();
-    let [ends, keeps] = ["clients", "keeps"].map(|name| world.caller_at(name).certificate(&leaf));
+    let [ends, keeps] = ["clients", "keeps"].map(|name| world.client_at(name).certificate(&leaf));
     let (mut ended, mut kept) = (session(&ends, "").await, session(&keeps, "").await);
     let mut connection = ends.connect("edge-1").await.unwrap();
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
@@ -305,12 +305,16 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
 
 /// The listener `clients` of this configuration.
 fn clients(config: &mut Config) -> &mut Listener {
-    let mut fronts = config.fronts.iter_mut();
-    fronts.find(|front| front.name == "clients").unwrap()
+    let mut listeners = config.listeners.iter_mut();
+    listeners
+        .find(|listener| listener.name == "clients")
+        .unwrap()
 }
 
 fn without_clients(config: &mut Config) {
-    config.fronts.retain(|front| front.name != "clients");
+    config
+        .listeners
+        .retain(|listener| listener.name != "clients");
 }
 
 #[tokio::test]
@@ -321,10 +325,10 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     let listener = of_another_ca(build.folder(), &ca);
     let token = build.token("dan");
     let clients = Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             own_ca: true,
             tokens: Some(build.tokens()),
-            ..listener.callers.clone()
+            ..listener.client_auth.clone()
         },
         ..listener.clone()
     };
@@ -333,20 +337,20 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
         name: "beside".to_owned(),
         ..listener
     };
-    let mut world = build.front(clients).front(beside).start().await;
+    let mut world = build.listener(clients).listener(beside).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let leaves = ["ann", "bob", "cid"].map(|name| ca.issue_caller(name, &[], LIFE).unwrap());
-    let at = |leaf: &LeafCertificate| world.caller_at("clients").certificate(leaf);
+    let leaves = ["ann", "bob", "cid"].map(|name| ca.issue_client(name, &[], LIFE).unwrap());
+    let at = |leaf: &LeafCertificate| world.client_at("clients").certificate(leaf);
     let mut ann = session(&at(&leaves[0]), "").await;
     let mut bob = session(&at(&leaves[1]), "").await;
     let mut cid = session(&at(&leaves[2]), "").await;
-    let mut dan = session(&world.caller_at("clients").nobody(), &bearer(&token)).await;
+    let mut dan = session(&world.client_at("clients").nobody(), &bearer(&token)).await;
     world.reload(without_clients).unwrap();
     echoes(&mut ann).await;
     // Another policy.
     rules.replace(Some(compiled(&json!([
-        { "who": { "spiffe": ["spiffe://others.test/caller/ann"] }, "then": "deny" },
+        { "who": { "spiffe": ["spiffe://others.test/client/ann"] }, "then": "deny" },
         { "then": "allow" },
     ]))));
     is_reset(&mut ann).await;
@@ -354,10 +358,10 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     let listed = serial(&leaves[1]);
     let revoked = world.reload(|config| {
         let beside = config
-            .fronts
+            .listeners
             .iter_mut()
-            .find(|front| front.name == "beside");
-        beside.unwrap().callers.revoked = vec![listed];
+            .find(|listener| listener.name == "beside");
+        beside.unwrap().client_auth.revoked = vec![listed];
     });
     revoked.unwrap();
     is_reset(&mut bob).await;
@@ -366,7 +370,7 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     echoes(&mut dan).await;
     let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
     std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
-    std::fs::write(world.folder().join("callers"), "# none\n").unwrap();
+    std::fs::write(world.folder().join("clients"), "# none\n").unwrap();
     world.reload(|_| {}).unwrap();
     is_reset(&mut cid).await;
     is_reset(&mut dan).await;
@@ -375,7 +379,7 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
 
 #[tokio::test]
 async fn a_root_that_is_retired_ends_the_sessions_of_a_listener_that_was_removed() {
-    let build = World::build().front(front("clients", ListenerProtocol::Https));
+    let build = World::build().listener(listener("clients", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = app().await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -399,14 +403,14 @@ async fn a_root_that_is_retired_ends_the_sessions_of_a_listener_that_was_removed
         now.as_array().is_some_and(|all| all.len() == 1) && now[0]["id"] != before
     })
     .await;
-    let by_old = world.caller_leaf("eve");
-    let mut eve = session(&world.caller_at("clients").certificate(&by_old), "").await;
+    let by_old = world.client_leaf("eve");
+    let mut eve = session(&world.client_at("clients").certificate(&by_old), "").await;
     world.reload(without_clients).unwrap();
     echoes(&mut eve).await;
     step(&mut world, Ca::retire);
     is_reset(&mut eve).await;
     let record = refused(&world, "unauthenticated").await;
-    assert_eq!(record["caller"], "eve");
+    assert_eq!(record["client"], "eve");
 }
 
 fn bearer(token: &str) -> String {
@@ -418,21 +422,23 @@ async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
     let build = World::build();
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let listener = of_another_ca(build.folder(), &ca);
-    let mut world = build.front(listener.clone()).start().await;
+    let mut world = build.listener(listener.clone()).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let leaf = ca.issue_caller("ann", &[], LIFE).unwrap();
-    let mut ann = session(&world.caller_at("clients").certificate(&leaf), "").await;
+    let leaf = ca.issue_client("ann", &[], LIFE).unwrap();
+    let mut ann = session(&world.client_at("clients").certificate(&leaf), "").await;
     world.reload(without_clients).unwrap();
-    world.reload(|config| config.fronts.push(listener)).unwrap();
+    world
+        .reload(|config| config.listeners.push(listener))
+        .unwrap();
     echoes(&mut ann).await;
     let listed = serial(&leaf);
-    let revoked = world.reload(|config| clients(config).callers.revoked = vec![listed]);
+    let revoked = world.reload(|config| clients(config).client_auth.revoked = vec![listed]);
     revoked.unwrap();
     is_reset(&mut ann).await;
     // Removed and revoked elsewhere in one go.
-    let other = ca.issue_caller("bob", &[], LIFE).unwrap();
-    let mut bob = session(&world.caller_at("clients").certificate(&other), "").await;
+    let other = ca.issue_client("bob", &[], LIFE).unwrap();
+    let mut bob = session(&world.client_at("clients").certificate(&other), "").await;
     let revoked = world.reload(|config| {
         let beside = clients(config);
         beside.name = "beside".to_owned();
@@ -440,9 +446,9 @@ async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
             .parse::<std::net::SocketAddr>()
             .unwrap()
             .into();
-        beside.callers.revoked = vec![serial(&other)];
+        beside.client_auth.revoked = vec![serial(&other)];
     });
-    assert_eq!(revoked.unwrap().fronts.closed, ["clients"]);
+    assert_eq!(revoked.unwrap().listeners.closed, ["clients"]);
     is_reset(&mut bob).await;
 }
 
@@ -450,15 +456,15 @@ async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
 async fn sessions_that_were_dialled_from_here_end_with_their_network() {
     let networks = |list: &[&str]| list.iter().map(|net| net.parse().unwrap()).collect();
     let dialling = Listener {
-        direct: networks(&["127.0.0.1/32", "127.0.0.2/32"]),
+        direct_networks: networks(&["127.0.0.1/32", "127.0.0.2/32"]),
         ..anonymous("connect", ListenerProtocol::Connect)
     };
-    let mut world = World::build().front(dialling).start().await;
+    let mut world = World::build().listener(dialling).start().await;
     let script = || Script::new().echo();
     let (first, second) = (App::tcp(script()).await, App::tcp(script()).await);
     let connect = async |target: String| {
-        let caller = world.caller_at("connect");
-        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let client = world.client_at("connect");
+        let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
         let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
         let answer = exchange(&mut wire, head).await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
@@ -469,9 +475,9 @@ async fn sessions_that_were_dialled_from_here_end_with_their_network() {
     let proxy = async |list: &[&str], world: &mut World| {
         let list = networks(list);
         let changed = world.reload(|config| {
-            let mut fronts = config.fronts.iter_mut();
-            let front = fronts.find(|front| front.name == "connect");
-            front.unwrap().direct = list;
+            let mut listeners = config.listeners.iter_mut();
+            let listener = listeners.find(|listener| listener.name == "connect");
+            listener.unwrap().direct_networks = list;
         });
         changed.unwrap();
     };
@@ -515,7 +521,7 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     cluster(&[("tier", "gold")]);
     let mut sessions = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3"] {
-        sessions.push(session_at(&world.caller(), node, "").await);
+        sessions.push(session_at(&world.client(), node, "").await);
     }
     let change = |node: &str, change: &dyn Fn(&mut Node)| {
         let name = NodeName::parse(node).unwrap();
@@ -545,17 +551,17 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
 fn jwts(jwt: Jwt, disconnect_expired: bool) -> Listener {
     Listener {
         disconnect_expired,
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             own_ca: false,
             jwt: vec![jwt],
             ..ClientAuth::default()
         },
-        ..front("clients", ListenerProtocol::Https)
+        ..listener("clients", ListenerProtocol::Https)
     }
 }
 
 async fn jwt_session(world: &World, token: &str) -> impl Wire + use<> {
-    session(&world.caller_at("clients").nobody(), &bearer(token)).await
+    session(&world.client_at("clients").nobody(), &bearer(token)).await
 }
 
 #[tokio::test]
@@ -566,21 +572,21 @@ async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_whe
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let build = build.policy(rules.reader());
     let before = here.jwt(&build.folder().join("before"));
-    let mut world = build.front(jwts(before, true)).start().await;
+    let mut world = build.listener(jwts(before, true)).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = first.sign(&claims(&json!({})));
     let mut wire = jwt_session(&world, &token).await;
     let bob = first.sign(&claims(&json!({ "sub": "bob" })));
     let mut denied = jwt_session(&world, &bob).await;
-    let mut beside = session(&world.caller(), "").await;
+    let mut beside = session(&world.client(), "").await;
     // Its keys are to be had elsewhere now, and are not.
     let mut away = Issuer::silent(&second);
     let elsewhere = away.jwt(&world.folder().join("elsewhere"));
-    let moved = world.reload(|config| clients(config).callers.jwt = vec![elsewhere]);
+    let moved = world.reload(|config| clients(config).client_auth.jwt = vec![elsewhere]);
     moved.unwrap();
     let answer = world
-        .caller_at("clients")
+        .client_at("clients")
         .only_bearer(&token)
         .get(URL)
         .await;
@@ -612,7 +618,7 @@ async fn a_jwt_that_has_expired_ends_by_everything_but_that_where_the_listener_s
     let issuer = Issuer::start(&key);
     let build = World::build().policy(rules.reader());
     let jwt = issuer.jwt(build.folder());
-    let mut world = build.front(jwts(jwt, false)).start().await;
+    let mut world = build.listener(jwts(jwt, false)).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     // A minute beyond its end is two clocks' business.
@@ -622,7 +628,7 @@ async fn a_jwt_that_has_expired_ends_by_everything_but_that_where_the_listener_s
     let mut bob_wire = jwt_session(&world, &bob).await;
     until("both have expired", async || {
         world
-            .caller_at("clients")
+            .client_at("clients")
             .only_bearer(&bob)
             .get(URL)
             .await
@@ -653,7 +659,7 @@ async fn a_jwt_that_has_expired_ends_by_everything_but_that_where_the_listener_s
         ..issuer.jwt(world.folder())
     };
     world
-        .reload(|config| clients(config).callers.jwt = vec![other])
+        .reload(|config| clients(config).client_auth.jwt = vec![other])
         .unwrap();
     is_reset(&mut bob_wire).await;
 }
@@ -701,7 +707,7 @@ async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
     let world = build.start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut wire = session(&world.caller(), "").await;
+    let mut wire = session(&world.client(), "").await;
     slow.changes.store(1, SeqCst);
     until("it is being checked", async || {
         slow.waiting.load(SeqCst) == 1
@@ -720,21 +726,21 @@ async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
 
 #[tokio::test]
 async fn an_edge_whose_owner_allows_less_ends_what_that_was_and_says_so() {
-    let build = World::build().front(front("connect", ListenerProtocol::Connect));
+    let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
     let world = build.start().await;
     let (app, silent) = (app().await, App::http(|_| answer::silence()).await);
     let bytes = App::tcp(Script::new().echo()).await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let edge = edge.port(9101, silent.address());
     let mut edge = edge.port(22, bytes.address()).join().await;
-    let caller = world.caller();
-    let mut upgraded = session(&caller, "").await;
-    let mut http2 = caller.clone().http2().connect("edge-1").await.unwrap();
+    let client = world.client();
+    let mut upgraded = session(&client, "").await;
+    let mut http2 = client.clone().http2().connect("edge-1").await.unwrap();
     let request = hyper::Request::get("https://edge-1:9100/endless");
-    let request = request.body(crate::world::caller::whole("")).unwrap();
+    let request = request.body(crate::world::client::whole("")).unwrap();
     let download = http2.open(request).await.unwrap().into_body();
     let mut through = world
-        .caller_at("connect")
+        .client_at("connect")
         .tls_stream("edge-1", &[])
         .await
         .unwrap();
@@ -742,7 +748,7 @@ async fn an_edge_whose_owner_allows_less_ends_what_that_was_and_says_so() {
     let head = exchange(&mut through, connect).await;
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     let mut unanswered = tokio::task::JoinSet::new();
-    unanswered.spawn(async move { caller.get("https://edge-1:9101/").await });
+    unanswered.spawn(async move { client.get("https://edge-1:9101/").await });
     silent.head().await;
     // Upgrades alone.
     edge.reload(|config| config.allow.upgrades = false);

@@ -5,7 +5,7 @@ use crate::{
     road::{Road, URL},
     world::{
         app::{End, Script},
-        caller::{Answer, Body, Caller, Connection, assert_problem, whole},
+        client::{Answer, Body, Client, Connection, assert_problem, whole},
         until,
     },
 };
@@ -34,12 +34,12 @@ pub(crate) fn unending() -> (Body, CancellationToken) {
 }
 
 pub(crate) async fn open(
-    caller: &Caller,
+    client: &Client,
     method: &str,
     path: &str,
     body: Body,
 ) -> (Connection, Response<Incoming>) {
-    let mut connection = caller.connect("edge-1").await.unwrap();
+    let mut connection = client.connect("edge-1").await.unwrap();
     let request = Request::builder()
         .method(method)
         .uri(format!("{URL}{path}"));
@@ -61,19 +61,19 @@ impl Streams {
     /// `waits`) for each client.
     pub(crate) async fn open(road: &Road, answered: &str, waits: &str) -> Self {
         let mut streams = Self::default();
-        for caller in [road.caller(), road.http2()] {
+        for client in [road.client(), road.http2()] {
             let (body, dropped) = unending();
-            let (connection, answer) = open(&caller, "POST", answered, body).await;
+            let (connection, answer) = open(&client, "POST", answered, body).await;
             let answer = answer.into_body().collect().await.unwrap();
             assert_eq!(answer.to_bytes(), "well");
             streams.uploads.push((connection, dropped));
-            let download = open(&caller, "GET", "endless", whole("")).await;
+            let download = open(&client, "GET", "endless", whole("")).await;
             streams.downloads.push(download);
-            let unread = open(&caller, "GET", "endless", whole("")).await;
+            let unread = open(&client, "GET", "endless", whole("")).await;
             streams.unread.push(unread);
             let (body, _) = unending();
             let request = Request::post(format!("{URL}{waits}")).body(body).unwrap();
-            let unanswered = async move { caller.send(request).await };
+            let unanswered = async move { client.send(request).await };
             streams.unanswered.spawn(unanswered);
         }
         streams
@@ -113,9 +113,9 @@ async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
         _ => app_of(head),
     })
     .await;
-    let other = road.caller().certificate(&road.caller_leaf("other"));
+    let other = road.client().certificate(&road.client_leaf("other"));
     let mut stays = session(&other, "").await;
-    let mut ended = session(&road.caller(), "").await;
+    let mut ended = session(&road.client(), "").await;
     let mut streams = Streams::open(&road, "early", "").await;
     until("all are open", async || {
         road.metrics().await.sum("open_streams", &[]) == 10

@@ -6,7 +6,7 @@ use crate::{
     world::{
         World,
         app::{App, Gate, answer, answer::pattern},
-        caller::{Wire, exchange, read, read_head, whole},
+        client::{Wire, exchange, read, read_head, whole},
         until,
     },
 };
@@ -22,7 +22,7 @@ const GET: &str = "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const EXEC: &str =
     "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
 
-fn request(path: &str) -> Request<crate::world::caller::Body> {
+fn request(path: &str) -> Request<crate::world::client::Body> {
     Request::get(format!("{URL}{path}"))
         .body(whole(""))
         .unwrap()
@@ -141,14 +141,14 @@ async fn a_target_that_breaks_off_and_a_tunnel_that_is_lost_are_recorded_as_such
 async fn what_is_whole_is_recorded_without_a_reason() {
     let app = App::http(by_path).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
+    for client in [road.client(), road.http2()] {
         for (method, path) in [
             ("GET", ""),
             ("HEAD", "head"),
             ("GET", "until-close"),
             ("GET", "large"),
         ] {
-            let answer = caller.ask(method, &format!("{URL}{path}"), "").await;
+            let answer = client.ask(method, &format!("{URL}{path}"), "").await;
             assert_eq!(answer.status, 200, "{answer}");
         }
     }

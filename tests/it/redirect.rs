@@ -36,10 +36,10 @@ use tokio_util::sync::CancellationToken;
 const SOON: Duration = Duration::from_secs(1);
 
 const CONFIGURATION: &str = r#"
-fronts:
-  - { name: nodes, kind: https, listen: "[::]:0", port: 9100, original_destination: true, anonymous: true }
-  - { name: bytes, kind: tcp, listen: "[::]:0", original_destination: true, anonymous: true }
-redirect: { fronts: [nodes], ports: { 9200: bytes } }
+listeners:
+  - { name: nodes, protocol: https, listen: "[::]:0", port: 9100, original_destination: true, anonymous: true }
+  - { name: bytes, protocol: tcp, listen: "[::]:0", original_destination: true, anonymous: true }
+redirect: { listeners: [nodes], ports: { 9200: bytes } }
 timeouts: { drain: 1s }
 "#;
 
@@ -55,7 +55,7 @@ impl Scene {
     async fn new() -> Self {
         let street = Street::new();
         street.opens_up();
-        let site = Site::with_fronts(CONFIGURATION).await;
+        let site = Site::with_listeners(CONFIGURATION).await;
         let mut scene = Self {
             street,
             site,
@@ -114,7 +114,7 @@ impl Scene {
     }
 
     async fn edge(&self, line: &str) {
-        let order = causeway(&format!("edge {line}"));
+        let order = causeway(&format!("node {line}"));
         order.flag("--data-dir", self.site.data()).run().await.ok();
     }
 }
@@ -165,7 +165,7 @@ async fn saying(listener: TcpListener, body: &str) {
 }
 
 #[tokio::test]
-async fn what_is_no_edge_nodes_or_has_no_front_is_left_alone() {
+async fn what_is_no_edge_nodes_or_has_no_listener_is_left_alone() {
     need!(NEED, "curl");
     let mut scene = Scene::new().await;
     {
@@ -180,7 +180,7 @@ async fn what_is_no_edge_nodes_or_has_no_front_is_left_alone() {
         for address in ["10.0.0.11", "10.0.0.50"] {
             cloud.has(address.parse().unwrap());
         }
-        // Of nobody, of a host that is no node, and of a node at a port without a front.
+        // Of nobody, of a host that is no node, and of a node at a port without a listener.
         for address in ["10.0.0.50", &cloud.address().to_string(), "10.0.0.11"] {
             let url = format!("http://{address}:{port}/");
             assert_eq!(scene.curl(&url, None).await.ok().text(), "itself", "{url}");
@@ -311,7 +311,7 @@ async fn nobody_flushes_the_rules_and_they_go_with_the_gateway_however_it_ends()
 }
 
 #[tokio::test]
-async fn a_reload_leads_other_ports_to_fronts_and_those_that_are_gone_nowhere() {
+async fn a_reload_leads_other_ports_to_listeners_and_those_that_are_gone_nowhere() {
     need!(NEED, "curl");
     let scene = Scene::new().await;
     let file = scene.site.path("gateway.yaml");
@@ -332,7 +332,7 @@ async fn a_reload_leads_other_ports_to_fronts_and_those_that_are_gone_nowhere() 
 async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so() {
     need!(NEED);
     let _street = Street::new();
-    let site = Site::with_fronts(CONFIGURATION).await;
+    let site = Site::with_listeners(CONFIGURATION).await;
     let configuration = site.path("gateway.yaml");
     let nodes = NodesWriter::default();
     let ports = watch::Sender::default().subscribe();
@@ -488,7 +488,7 @@ async fn pods_of_edge_nodes_are_reached_by_their_addresses_where_both_sides_say_
     street.opens_up();
     let cluster = Cluster::at(HUB).await;
     let configuration = format!(
-        "fronts: [{{ name: pods, kind: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
+        "listeners: [{{ name: pods, protocol: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
          redirect: {{ pods: pods }}\n\
          kubernetes: {{ kubeconfig: {}, pod_networks: [10.244.0.0/16, \"fd01::/48\"] }}\n",
         cluster.kubeconfig().display()

@@ -315,7 +315,7 @@ impl Row {
     /// The command that helps.
     fn helps(&self) -> &'static str {
         if self.state == Revoked {
-            "causeway edge allow"
+            "causeway node allow"
         } else {
             CREATE
         }

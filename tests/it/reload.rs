@@ -3,9 +3,9 @@
 use crate::world::{
     World,
     app::{App, Gate, answer},
-    caller::{Place, Wire, whole},
+    client::{Place, Wire, whole},
     frames::{END_HEADERS, END_STREAM, HEADERS, PREFACE, fields, frame, next, send, settings},
-    gateway::{anonymous, front},
+    gateway::{anonymous, listener},
     process::{OPEN, Site, causeway},
     until,
 };
@@ -31,46 +31,47 @@ fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> ListenerDiff
 }
 
 #[tokio::test]
-async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_their_connections() {
-    let build = World::build().front(anonymous("goes", ListenerProtocol::Https));
+async fn a_listener_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_their_connections()
+{
+    let build = World::build().listener(anonymous("goes", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut kept = world.caller().connect("edge-1").await.unwrap();
+    let mut kept = world.client().connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().text(), "it");
-    let gone = world.front("goes");
-    assert_eq!(world.caller_at("goes").nobody().get(URL).await.status, 200);
+    let gone = world.listener("goes");
+    assert_eq!(world.client_at("goes").nobody().get(URL).await.status, 200);
 
     let changed = world.reload(|config| {
-        config.fronts.retain(|front| front.name != "goes");
+        config.listeners.retain(|listener| listener.name != "goes");
         config
-            .fronts
+            .listeners
             .push(anonymous("comes", ListenerProtocol::Https));
     });
     let changed = changed.unwrap();
-    assert_eq!(changed.fronts, turnover(&["comes"], &[], &["goes"]));
-    assert_eq!(changed.to_string(), "fronts: opened comes; closed goes");
-    assert_eq!(world.caller_at("comes").nobody().get(URL).await.status, 200);
+    assert_eq!(changed.listeners, turnover(&["comes"], &[], &["goes"]));
+    assert_eq!(changed.to_string(), "listeners: opened comes; closed goes");
+    assert_eq!(world.client_at("comes").nobody().get(URL).await.status, 200);
     let answer = kept.get(URL).await.unwrap();
     assert_eq!(answer.text(), "it", "the same connection");
-    until("nobody listens where the front was", async || {
+    until("nobody listens where the listener was", async || {
         TcpStream::connect(gone).await.is_err()
     })
     .await;
     let again = world.reload(|_| {}).unwrap();
-    assert_eq!(again.fronts, ListenerDiff::default());
-    assert_eq!(again.to_string(), "all fronts as they were");
+    assert_eq!(again.listeners, ListenerDiff::default());
+    assert_eq!(again.to_string(), "listeners unchanged");
 }
 
 /// A listener that takes the tokens of a file alone.
 fn by_tokens(tokens: &Path) -> Listener {
     Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             own_ca: false,
             tokens: Some(tokens.to_owned()),
             ..ClientAuth::default()
         },
-        ..front("tokens", ListenerProtocol::Https)
+        ..listener("tokens", ListenerProtocol::Https)
     }
 }
 
@@ -86,7 +87,7 @@ async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those
     let both = fs::read_to_string(&tokens).unwrap();
     let without_old = only_stays + both.strip_prefix(&before).unwrap();
     fs::write(&tokens, &before).unwrap();
-    let mut world = build.front(by_tokens(&tokens)).start().await;
+    let mut world = build.listener(by_tokens(&tokens)).start().await;
     // One for each download: the script of one that is cut waits on.
     let gates: [Gate; 4] = std::array::from_fn(|_| Gate::new());
     let held = gates.clone();
@@ -99,11 +100,11 @@ async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those
     for http2 in [false, true] {
         fs::write(&tokens, &before).unwrap();
         world.reload(|_| {}).unwrap();
-        let caller = |token: &str| world.caller_at("tokens").nobody().bearer(token);
-        let (with_old, with_new) = (caller(&old), caller(&new));
+        let client = |token: &str| world.client_at("tokens").nobody().bearer(token);
+        let (with_old, with_new) = (client(&old), client(&new));
         let with_old = if http2 { with_old.http2() } else { with_old };
         assert_eq!(with_new.get(URL).await.status, 401);
-        let with_stays = caller(&stays);
+        let with_stays = client(&stays);
         let with_stays = if http2 {
             with_stays.http2()
         } else {
@@ -124,7 +125,7 @@ async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those
 
         fs::write(&tokens, &without_old).unwrap();
         let changed = world.reload(|_| {}).unwrap();
-        assert_eq!(changed.fronts, turnover(&[], &["tokens"], &[]));
+        assert_eq!(changed.listeners, turnover(&[], &["tokens"], &[]));
         assert_eq!(with_old.get(URL).await.status, 401);
         assert_eq!(with_new.get(URL).await.status, 200);
         until(
@@ -147,7 +148,7 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
     let mut world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut kept = world.caller().connect("edge-1").await.unwrap();
+    let mut kept = world.client().connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap();
@@ -157,11 +158,11 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
         ..Listener::new("late", ListenerProtocol::Http, address.into())
     };
     let by_missing = Listener {
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             tokens: Some(missing.clone()),
             ..ClientAuth::default()
         },
-        ..front("late", ListenerProtocol::Https)
+        ..listener("late", ListenerProtocol::Https)
     };
     for (late, word) in [
         (at_taken, address.to_string()),
@@ -169,39 +170,41 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
     ] {
         let refused = world.reload(|config| {
             // Both, or none.
-            config.fronts[0] = anonymous("https", ListenerProtocol::Https);
-            config.fronts.push(late);
+            config.listeners[0] = anonymous("https", ListenerProtocol::Https);
+            config.listeners.push(late);
         });
         let said = refused.unwrap_err().to_string();
         assert!(said.contains("late") && said.contains(&word), "{said}");
         assert_eq!(kept.get(URL).await.unwrap().status, 200);
-        let nobody = world.caller().nobody().get(URL).await;
+        let nobody = world.client().nobody().get(URL).await;
         assert_eq!(nobody.status, 401, "still closed");
     }
     let changed =
-        world.reload(|config| config.fronts[0] = anonymous("https", ListenerProtocol::Https));
+        world.reload(|config| config.listeners[0] = anonymous("https", ListenerProtocol::Https));
     let changed = changed.unwrap();
-    assert_eq!(changed.fronts, turnover(&[], &["https"], &[]));
-    assert_eq!(world.caller().nobody().get(URL).await.status, 200);
+    assert_eq!(changed.listeners, turnover(&[], &["https"], &[]));
+    assert_eq!(world.client().nobody().get(URL).await.status, 200);
 }
 
 #[tokio::test]
-async fn a_caller_that_does_not_hear_its_leave_begins_nothing_new_all_the_same() {
-    let build = World::build().front(anonymous("open", ListenerProtocol::Https));
+async fn a_client_that_does_not_hear_its_leave_begins_nothing_new_all_the_same() {
+    let build = World::build().listener(anonymous("open", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let nobody = world.caller_at("open").nobody().http2();
+    let nobody = world.client_at("open").nobody().http2();
     let mut wire = nobody.wire("edge-1", &["h2"]).await.unwrap();
     // Without a table of fields (SETTINGS_HEADER_TABLE_SIZE) each answer says its status in full.
     let begun = [PREFACE, &settings(&[(1, 0)])].concat();
     send(&mut *wire, &begun).await.unwrap();
     assert_eq!(ask(&mut *wire, 1).await, Some(200));
     let changed = world.reload(|config| {
-        config.fronts.retain(|front| front.name != "open");
-        config.fronts.push(front("open", ListenerProtocol::Https));
+        config.listeners.retain(|listener| listener.name != "open");
+        config
+            .listeners
+            .push(listener("open", ListenerProtocol::Https));
     });
-    assert_eq!(changed.unwrap().fronts, turnover(&[], &["open"], &[]));
+    assert_eq!(changed.unwrap().listeners, turnover(&[], &["open"], &[]));
     // It acknowledges no PING, so that the GOAWAY that says it is over never comes; and goes on asking.
     let mut stream = 1;
     until("it is refused", async || {
@@ -239,7 +242,7 @@ async fn names_that_are_advertised_anew_are_in_the_certificate_and_edges_hear_of
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let tunnel = world.tunnel();
-    let joining = world.caller().nobody().at(Place::Tls(tunnel));
+    let joining = world.client().nobody().at(Place::Tls(tunnel));
     assert!(joining.tls_stream("new.test", &["h2"]).await.is_err());
     let new = format!("new.test:{}", tunnel.port());
     let changed = world.reload(|config| config.tunnel.advertise = vec![new.clone()]);
@@ -249,18 +252,18 @@ async fn names_that_are_advertised_anew_are_in_the_certificate_and_edges_hear_of
         edge.status().gateways.contains(&new)
     })
     .await;
-    assert_eq!(world.caller().get(URL).await.status, 200);
+    assert_eq!(world.client().get(URL).await.status, 200);
 }
 
 #[tokio::test]
 async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_refused_with_its_line()
  {
     let app = App::saying("it").await;
-    let mut site = Site::with_fronts(OPEN).await;
+    let mut site = Site::with_listeners(OPEN).await;
     let _edge = site.join("edge-1", app.port()).await;
-    let caller = site.nobody();
+    let client = site.nobody();
     let url = "http://edge-1:9100/";
-    assert_eq!(caller.get(url).await.status, 200);
+    assert_eq!(client.get(url).await.status, 200);
     let (file, rules) = (site.path("gateway.yaml"), site.path("policy.yaml"));
     let before = fs::read_to_string(&file).unwrap();
     let with_policy = format!("{before}policy: {}\n", rules.display());
@@ -268,7 +271,7 @@ async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_r
     let ask = || causeway("reload").flag("--data-dir", &data).run();
     let becomes = async |status: u16| {
         until("the rules are taken up", async || {
-            caller.get(url).await.status == status
+            client.get(url).await.status == status
         })
         .await;
     };
@@ -293,19 +296,19 @@ async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_r
         "{said}"
     );
     site.gateway.said("the configuration is refused").await;
-    assert_eq!(caller.get(url).await.status, 403, "the old rules hold");
+    assert_eq!(client.get(url).await.status, 403, "the old rules hold");
     let metrics = site.metrics().await;
     assert_eq!(metrics.sum("last_reload_successful", &[]), 0);
 
     fs::write(&rules, "rules: [{ then: allow }]\n").unwrap();
     let said = ask().await.ok().stdout;
     // Whoever of the two came first, the watcher or the command, has said it.
-    assert!(said.ends_with("all fronts as they were\n"), "{said}");
-    let taken_up = format!("policy: 1 rule of {}; all fronts", rules.display());
+    assert!(said.ends_with("listeners unchanged\n"), "{said}");
+    let taken_up = format!("policy: 1 rule of {}; listeners unchanged", rules.display());
     site.gateway
         .wrote(&taken_up, 1, crate::world::PATIENCE)
         .await;
-    assert_eq!(caller.get(url).await.status, 200);
+    assert_eq!(client.get(url).await.status, 200);
     assert_eq!(site.metrics().await.sum("last_reload_successful", &[]), 1);
 
     what_is_about_to_be_written_and_what_waits(&site, &before).await;
@@ -313,7 +316,7 @@ async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_r
 
 /// A file that is about to be written opens nothing; and what cannot be taken up is named.
 async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
-    let (file, data, caller) = (site.path("gateway.yaml"), site.data(), site.nobody());
+    let (file, data, client) = (site.path("gateway.yaml"), site.data(), site.nobody());
     let url = "http://edge-1:9100/";
     let ask = || causeway("reload").flag("--data-dir", &data).run();
     fs::write(&file, "").unwrap();
@@ -322,20 +325,23 @@ async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
         said.contains("gateway.yaml:1:1: there is nothing in it"),
         "{said}"
     );
-    assert_eq!(caller.get(url).await.status, 200);
+    assert_eq!(client.get(url).await.status, 200);
 
-    let restart = format!("{before}cores: 7\n");
+    let restart = format!("{before}workers: 7\n");
     fs::write(&file, restart).unwrap();
     let said = ask().await.ok().stdout;
-    assert!(said.contains("waits for the next start: cores"), "{said}");
-    let open = "may do everything on every node; all fronts as they were; waits";
+    assert!(
+        said.contains("takes effect at the next start: workers"),
+        "{said}"
+    );
+    let open = "may do everything on every node; listeners unchanged; takes effect";
     site.gateway.wrote(open, 1, crate::world::PATIENCE).await;
     let times = site.gateway.written().count("why=\"SIGHUP\"");
     site.gateway.signal("HUP").await;
     site.gateway
         .wrote("why=\"SIGHUP\"", times + 1, crate::world::PATIENCE)
         .await;
-    assert_eq!(caller.get(url).await.status, 200);
+    assert_eq!(client.get(url).await.status, 200);
 }
 
 #[tokio::test]
@@ -348,7 +354,7 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
     });
     let first = first.await;
     let second = App::saying("second").await;
-    let site = Site::with_fronts(OPEN).await;
+    let site = Site::with_listeners(OPEN).await;
     let token = site.token("--node edge-1").await;
     let file = site.path("edge.yaml");
     let ports = |app: u16| format!("ports: {{ 9100: {{ target: \"127.0.0.1:{app}\" }} }}\n");
@@ -360,8 +366,8 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
         .flag("--join", token);
     let mut edge = edge.start();
     edge.said("tunnel registered").await;
-    let caller = site.nobody();
-    let mut slow = caller.connect("edge-1").await.unwrap();
+    let client = site.nobody();
+    let mut slow = client.connect("edge-1").await.unwrap();
     let request = Request::get("http://edge-1:9100/slow");
     let request = request.body(whole("")).unwrap();
     gate.open();
@@ -369,7 +375,7 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
 
     fs::write(&file, ports(second.port())).unwrap();
     until("the new app is asked", async || {
-        caller.get("http://edge-1:9100/").await.text() == "second"
+        client.get("http://edge-1:9100/").await.text() == "second"
     })
     .await;
     gate.open();
@@ -381,6 +387,6 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
     let ask = causeway("reload").flag("--data-dir", site.edge_data("edge-1"));
     let said = ask.run().await.with_code(2).stderr;
     assert!(said.contains("edge.yaml:1:"), "{said}");
-    let answer = caller.get("http://edge-1:9100/").await;
+    let answer = client.get("http://edge-1:9100/").await;
     assert_eq!(answer.text(), "second", "the old ports are served");
 }

@@ -42,6 +42,6 @@ async fn an_edge_renews_while_it_serves_and_comes_back_with_the_new_certificate(
     world.kill_gateway().await;
     world.start_gateway().await;
     world.until_tunnels("edge-1", 1).await;
-    let answer = world.caller().get("https://edge-1:8080/").await;
+    let answer = world.client().get("https://edge-1:8080/").await;
     assert_eq!(answer.text(), "here");
 }

@@ -37,7 +37,7 @@ struct Replicas {
 
 /// Has a gateway that does not know the node take up what another one knows, as README says.
 async fn take_up_nodes(site: &Site, other: &Site) {
-    let remove = causeway("edge remove edge-1").flag("--data-dir", site.data());
+    let remove = causeway("node remove edge-1").flag("--data-dir", site.data());
     remove.run().await.ok();
     let status = async || site.nobody().get(URL).await.status;
     assert_eq!(status().await, 404);
@@ -119,8 +119,8 @@ async fn of_gateways_to_which_one_name_leads_one_may_go_and_one_come_and_no_requ
         // A load before the signal, and one behind it.
         shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
-        until("its front is closed", async || {
-            tokio::net::TcpStream::connect(&one.front).await.is_err()
+        until("its listener is closed", async || {
+            tokio::net::TcpStream::connect(&one.listener).await.is_err()
         })
         .await;
         replicas.lead_to(&[2, 3]);

@@ -6,7 +6,7 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, Head, Script, answer},
-        caller::{Answer, assert_problem, exchange, read},
+        client::{Answer, assert_problem, exchange, read},
         gateway::{Build, anonymous},
     },
 };
@@ -21,7 +21,7 @@ const KIB: usize = 1024;
 fn build(judge: &Judge) -> Build {
     let mut kubelets = anonymous("kubelets", ListenerProtocol::Https);
     kubelets.errors = ErrorFormat::Kubernetes;
-    Road::build().front(kubelets).authorizer(judge.clone())
+    Road::build().listener(kubelets).authorizer(judge.clone())
 }
 
 /// A target of this length.
@@ -48,7 +48,7 @@ fn attached(head: &Head) -> Script {
 async fn get(road: &Road, listener: &str, target: &str) -> Answer {
     let request =
         format!("GET {target} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n");
-    road.caller_at(listener).raw("edge-1", request).await
+    road.client_at(listener).raw("edge-1", request).await
 }
 
 /// As kubectl sends a long command line by way of kube-apiserver.
@@ -64,7 +64,7 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
         "POST {target} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n"
     );
     let mut wire = road
-        .caller_at("kubelets")
+        .client_at("kubelets")
         .wire("edge-1", &["http/1.1"])
         .await
         .unwrap();
@@ -76,7 +76,7 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
     drop(wire);
     // A body behind a long target, and another request on the same connection.
     let mut wire = road
-        .caller_at("kubelets")
+        .client_at("kubelets")
         .wire("edge-1", &["http/1.1"])
         .await
         .unwrap();
@@ -149,7 +149,7 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
     );
     assert_eq!(records.len(), 6);
 
-    let mut wire = road.caller_at("plain").wire("edge-1", &[]).await.unwrap();
+    let mut wire = road.client_at("plain").wire("edge-1", &[]).await.unwrap();
     let refused = format!(
         "GET {} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
         target(300 * KIB)
@@ -197,18 +197,18 @@ async fn the_rest_of_a_target_is_checked() {
 
 #[tokio::test]
 async fn a_target_beyond_its_limit_is_414_over_both_versions() {
-    let world = World::build().config(|config| config.limits.uri_bytes = 10_000);
+    let world = World::build().config(|config| config.limits.max_uri_bytes = 10_000);
     let world = world.start().await;
     let app = App::http(attached).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    for caller in [world.caller(), world.caller().http2()] {
-        let caller = caller.sni(GATEWAY_NAME);
+    for client in [world.client(), world.client().http2()] {
+        let client = client.sni(GATEWAY_NAME);
         let ask = async |length| {
             let url = format!("https://edge-1:9100{}", target(length));
-            caller.get(&url).await
+            client.get(&url).await
         };
         assert_eq!(ask(10_000).await.status, 200);
-        let says = "has 10001 bytes, at most 10000 are allowed (limits.uri_bytes";
+        let says = "has 10001 bytes, at most 10000 are allowed (limits.max_uri_bytes";
         assert_problem(&ask(10_001).await, 414, "uri_too_long", says);
     }
 }

@@ -4,7 +4,7 @@ use crate::road::Road;
 use crate::world::{
     World,
     app::{App, Gate, Script, answer},
-    caller::{Wire, assert_problem, exchange, read, read_head, read_to_end},
+    client::{Wire, assert_problem, exchange, read, read_head, read_to_end},
     frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE},
     gateway::{anonymous, fixed},
     until,
@@ -61,7 +61,7 @@ async fn begin_upload(wire: &mut dyn Wire, authority: &str, first: &[u8]) {
 async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
     let (world, _site) = site().await;
     let mut wire = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.1"])
         .await
         .unwrap();
@@ -82,7 +82,7 @@ async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
 #[tokio::test]
 async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
     let (world, _site) = site().await;
-    let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
+    let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
     begin_upload(&mut *wire, "edge-1:9999", &[0; 1000]).await;
     let mut status = 0;
     loop {
@@ -119,7 +119,7 @@ async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
 async fn a_client_that_leaves_within_its_upload_is_not_the_targets_fault() {
     let (world, _site) = site().await;
     let mut wire = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.1"])
         .await
         .unwrap();
@@ -133,7 +133,7 @@ async fn a_client_that_leaves_within_its_upload_is_not_the_targets_fault() {
     let record = recorded(&world, "client_closed").await;
     assert_eq!(record["status"], 499, "{record}");
 
-    let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
+    let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
     begin_upload(&mut *wire, "edge-1:9100", b"some of it").await;
     until("it is on its way", async || {
         world.metrics().await.sum("open_streams", &[]) == 1
@@ -178,7 +178,7 @@ async fn a_head_that_cannot_be_parsed_has_an_answer_and_a_record() {
     ] {
         let before = records(&world, reason).len();
         let mut wire = world
-            .caller()
+            .client()
             .tls_stream("edge-1", &["http/1.1"])
             .await
             .unwrap();
@@ -210,12 +210,12 @@ async fn a_head_that_cannot_be_parsed_has_an_answer_and_a_record() {
 
 #[tokio::test]
 async fn kubectl_reads_that_a_head_is_too_large() {
-    let mut front = anonymous("kubelets", ListenerProtocol::Https);
-    front.errors = ErrorFormat::Kubernetes;
-    front.node = Some("edge-1".to_owned());
-    let world = World::build().front(front).start().await;
+    let mut listener = anonymous("kubelets", ListenerProtocol::Https);
+    listener.errors = ErrorFormat::Kubernetes;
+    listener.node = Some("edge-1".to_owned());
+    let world = World::build().listener(listener).start().await;
     let mut wire = world
-        .caller_at("kubelets")
+        .client_at("kubelets")
         .tls_stream("gateway.test", &["http/1.1"])
         .await
         .unwrap();
@@ -240,7 +240,7 @@ async fn what_alpn_agreed_on_is_what_is_spoken() {
         ("http/1.1", &*preface),
         ("http/1.0", &*preface),
     ] {
-        let mut wire = world.caller().wire("edge-1", &[alpn]).await.unwrap();
+        let mut wire = world.client().wire("edge-1", &[alpn]).await.unwrap();
         wire.write_all(first).await.unwrap();
         let said = read_to_end(&mut wire).await.unwrap_or_default();
         assert!(!said.starts_with(b"HTTP/1.1 200"), "{alpn}");
@@ -250,7 +250,7 @@ async fn what_alpn_agreed_on_is_what_is_spoken() {
         );
     }
     let mut old = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.0"])
         .await
         .unwrap();
@@ -261,7 +261,7 @@ async fn what_alpn_agreed_on_is_what_is_spoken() {
     );
     // Without ALPN the first bytes decide.
     for first in [request.as_bytes(), &*preface] {
-        let mut wire = world.caller().wire("edge-1", &[]).await.unwrap();
+        let mut wire = world.client().wire("edge-1", &[]).await.unwrap();
         wire.write_all(first).await.unwrap();
         let said = read(&mut wire, 9).await;
         assert!(
@@ -274,7 +274,7 @@ async fn what_alpn_agreed_on_is_what_is_spoken() {
 #[tokio::test]
 async fn http_without_tls_is_told_that_tls_is_spoken() {
     let (world, _site) = site().await;
-    let mut tcp = world.caller().tcp_stream().await;
+    let mut tcp = world.client().tcp_stream().await;
     tcp.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n")
         .await
         .unwrap();
@@ -290,13 +290,13 @@ async fn http_without_tls_is_told_that_tls_is_spoken() {
 
 #[tokio::test]
 async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
-    let mut front = fixed("app", ListenerProtocol::Http, "edge-1", 9100);
-    front.anonymous = true;
-    let world = World::build().front(front).start().await;
+    let mut listener = fixed("app", ListenerProtocol::Http, "edge-1", 9100);
+    listener.anonymous = true;
+    let world = World::build().listener(listener).start().await;
     let app =
         App::http(|_| Script::new().write("HTTP/1.1 299 Odd\r\nContent-Length: 0\r\n\r\n")).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    let mut wire = world.caller_at("app").wire("", &[]).await.unwrap();
+    let mut wire = world.client_at("app").wire("", &[]).await.unwrap();
     let answer = exchange(&mut wire, "GET / HTTP/1.1\r\nHost: edge-1:\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 299 \r\n"), "{answer}");
 }
@@ -315,9 +315,9 @@ async fn an_early_answer_of_an_upstream_that_hangs_up_on_an_upload_is_passed() {
 }
 
 async fn hangs_up_on_uploads(world: &World) {
-    for caller in [world.caller(), world.caller().http2()] {
+    for client in [world.client(), world.client().http2()] {
         for _ in 0..10 {
-            let answer = caller
+            let answer = client
                 .ask("POST", "https://edge-1:9100/", vec![b'x'; LARGE])
                 .await;
             assert_eq!((answer.status, &*answer.text()), (413, "too large"));
@@ -331,9 +331,9 @@ async fn a_target_that_is_not_ascii_is_refused_over_both_versions() {
     let (world, _site) = site().await;
     for path in ["/\u{e4}", "/a?q=\u{e4}"] {
         let head = format!("GET {path} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n");
-        let answer = world.caller().raw("edge-1", head).await;
+        let answer = world.client().raw("edge-1", head).await;
         assert_problem(&answer, 400, "malformed", "not ASCII");
-        let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
+        let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
         let list = frames::fields(&[
             (":method", "GET"),
             (":scheme", "https"),
@@ -352,7 +352,7 @@ async fn a_target_that_is_not_ascii_is_refused_over_both_versions() {
         assert_eq!(status, 400, "{path}");
     }
     let head = "GET /%C3%A4 HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
-    assert_eq!(world.caller().raw("edge-1", head).await.status, 200);
+    assert_eq!(world.client().raw("edge-1", head).await.status, 200);
 }
 
 /// Bytes behind an early answer are still the body, and bytes before an answer may end within a head: the gateway's own reading
@@ -376,7 +376,7 @@ async fn only_request_lines_are_read_as_such() {
     let long = format!("GET /?{} HTTP/1.2\r\n\r\n", "x".repeat(100_000));
     for body in ["GET / HTTP/1.2\r\n\r\n", &long] {
         let mut wire = world
-            .caller()
+            .client()
             .tls_stream("edge-1", &["http/1.1"])
             .await
             .unwrap();
@@ -390,7 +390,7 @@ async fn only_request_lines_are_read_as_such() {
         assert!(app.body().await == body.as_bytes(), "{length}");
     }
     let mut wire = world
-        .caller()
+        .client()
         .tls_stream("edge-1", &["http/1.1"])
         .await
         .unwrap();

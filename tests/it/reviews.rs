@@ -6,9 +6,9 @@ use crate::{
         GATEWAY_NAME, World,
         app::{App, Script},
         authority::Authority,
-        caller::{Answer, Caller, assert_problem, exchange},
+        client::{Answer, Client, assert_problem, exchange},
         edge::Edge,
-        gateway::{Build, front},
+        gateway::{Build, listener},
         issuer::{Issuer, Key, claims, now},
         until,
     },
@@ -75,7 +75,7 @@ impl ReviewClient for Api {
             // A JWT of whomever.
             (token, _) if token.starts_with("ey") => "root",
             ("kernel-token", _) => "uid:0",
-            ("own-token", _) => "spiffe://world.test/caller/alice",
+            ("own-token", _) => "spiffe://world.test/client/alice",
             ("slow-token", _) => return std::future::pending().boxed(),
             _ => return async { Ok(None) }.boxed(),
         };
@@ -117,14 +117,14 @@ fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         port: Some(10250),
         subject_access_review: vec![10250],
-        callers: ClientAuth {
+        client_auth: ClientAuth {
             own_ca: false,
             token_review: Some(TokenReview {
                 audiences: vec!["causeway".to_owned()],
             }),
             ..ClientAuth::default()
         },
-        ..front(name, kind)
+        ..listener(name, kind)
     }
 }
 
@@ -132,9 +132,9 @@ fn building() -> (Build, Arc<Cluster>) {
     let cluster = Arc::new(Cluster::default());
     let build = World::build().reviews(Api(cluster.clone()));
     let build = build
-        .front(reviewed("reviewed", ListenerProtocol::Https))
-        .front(reviewed("clear", ListenerProtocol::Http));
-    let build = build.front(Listener {
+        .listener(reviewed("reviewed", ListenerProtocol::Https))
+        .listener(reviewed("clear", ListenerProtocol::Http));
+    let build = build.listener(Listener {
         errors: ErrorFormat::Kubernetes,
         ..reviewed("kubernetes", ListenerProtocol::Https)
     });
@@ -151,17 +151,17 @@ async fn kubelet(world: &World, app: &App) -> Edge {
     edge.port(9100, app.address()).join().await
 }
 
-fn caller(world: &World, token: &str) -> Caller {
-    world.caller_at("reviewed").only_bearer(token)
+fn client(world: &World, token: &str) -> Client {
+    world.client_at("reviewed").only_bearer(token)
 }
 
 async fn get(world: &World, token: &str, path: &str) -> Answer {
     let url = format!("https://edge-1:10250{path}");
-    caller(world, token).get(&url).await
+    client(world, token).get(&url).await
 }
 
 #[tokio::test]
-async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_says() {
+async fn a_token_that_the_cluster_knows_is_a_client_who_may_what_the_cluster_says() {
     let (mut world, cluster) = world().await;
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
@@ -169,7 +169,7 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
     assert_eq!(app.head().await.value("authorization"), None);
     let record = world.log().records().pop().unwrap();
     assert_eq!(
-        (&record["caller"], &record["by"]),
+        (&record["client"], &record["by"]),
         (&json!(PROM), &json!("token_review"))
     );
     let refused = "does not let system:serviceaccount:mon:prom";
@@ -178,32 +178,32 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
         assert_problem(&answer, 403, "forbidden", refused);
     }
     let url = "https://edge-1:10250/metrics";
-    let posted = caller(&world, "prom-token").ask("POST", url, "").await;
+    let posted = client(&world, "prom-token").ask("POST", url, "").await;
     assert_problem(&posted, 403, "forbidden", "create nodes/metrics of edge-1");
     assert_eq!(get(&world, "root-token", "/exec/a/b/c").await.status, 200);
-    let in_words = world.caller_at("kubernetes").only_bearer("prom-token");
+    let in_words = world.client_at("kubernetes").only_bearer("prom-token");
     let answer = in_words.get("https://edge-1:10250/exec/a/web/app").await;
     assert_eq!(answer.status, 502);
     assert!(answer.text().contains(refused), "{answer}");
 
-    // A front that says so passes the token on, and names its holder; other ports are not asked about.
+    // A listener that says so passes the token on, and names its holder; other ports are not asked about.
     let told = world.reload(|config| {
-        let front = config
-            .fronts
+        let listener = config
+            .listeners
             .iter_mut()
-            .find(|front| front.name == "reviewed");
-        let front = front.unwrap();
-        front.forward_authorization = true;
-        front.identity_headers = IdentityHeaders {
+            .find(|listener| listener.name == "reviewed");
+        let listener = listener.unwrap();
+        listener.forward_authorization = true;
+        listener.identity_headers = IdentityHeaders {
             user: Some("X-Remote-User".to_owned()),
             groups: Some("X-Remote-Group".to_owned()),
             ..IdentityHeaders::default()
         };
     });
-    assert_eq!(told.unwrap().fronts.replaced, ["reviewed"]);
+    assert_eq!(told.unwrap().listeners.replaced, ["reviewed"]);
     let (asked, of_access) = (cluster.tokens.load(SeqCst), cluster.accesses.load(SeqCst));
     let url = "https://edge-1:9100/exec";
-    assert_eq!(caller(&world, "prom-token").get(url).await.status, 200);
+    assert_eq!(client(&world, "prom-token").get(url).await.status, 200);
     assert_eq!(cluster.tokens.load(SeqCst), asked, "what is known stays so");
     assert_eq!(cluster.accesses.load(SeqCst), of_access);
     for _ in 1..app.requests() - 1 {
@@ -220,14 +220,14 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
 
 /// An address at no edge may be that of any node's kubelet, and is judged as such.
 #[tokio::test]
-async fn what_a_front_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_nobody_else() {
+async fn what_a_listener_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_nobody_else() {
     let cluster = Arc::new(Cluster::default());
     let app = App::tcp(Script::new().echo()).await;
     let port = app.port();
     let build = World::build().reviews(Api(cluster.clone()));
-    let build = build.front(Listener {
+    let build = build.listener(Listener {
         port: None,
-        direct: vec!["127.0.0.0/8".parse().unwrap()],
+        direct_networks: vec!["127.0.0.0/8".parse().unwrap()],
         subject_access_review: vec![port],
         ..reviewed("direct", ListenerProtocol::Connect)
     });
@@ -236,8 +236,8 @@ async fn what_a_front_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_
         let head = format!(
             "CONNECT {host}:{port} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
         );
-        let caller = world.caller_at("direct").nobody();
-        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let client = world.client_at("direct").nobody();
+        let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
         exchange(&mut wire, head).await
     };
     for host in ["127.0.0.1", "localhost"] {
@@ -277,7 +277,7 @@ async fn a_token_that_the_cluster_does_not_know_or_that_names_others_is_401() {
         let challenge = "Bearer realm=\"causeway\", error=\"invalid_token\"";
         assert_eq!(answer.field("www-authenticate"), challenge);
     }
-    let nobody = world.caller_at("reviewed").nobody();
+    let nobody = world.client_at("reviewed").nobody();
     let answer = nobody.get("https://edge-1:10250/metrics").await;
     assert_problem(&answer, 401, "unauthenticated", "takes a bearer token");
     assert_eq!(cluster.accesses.load(SeqCst), 0);
@@ -291,13 +291,13 @@ async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_aske
     let (build, cluster) = building();
     let opaque = build.token("bob");
     let all = reviewed("reviewed", ListenerProtocol::Https);
-    let callers = ClientAuth {
+    let clients = ClientAuth {
         tokens: Some(build.tokens()),
         jwt: vec![issuer.jwt(build.folder())],
-        ..all.callers.clone()
+        ..all.client_auth.clone()
     };
-    let build = build.front(Listener {
-        callers,
+    let build = build.listener(Listener {
+        client_auth: clients,
         subject_access_review: Vec::new(),
         ..all
     });
@@ -333,12 +333,12 @@ async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_aske
 }
 
 #[tokio::test]
-async fn of_a_thousand_callers_the_cluster_is_asked_once() {
+async fn of_a_thousand_clients_the_cluster_is_asked_once() {
     let (world, cluster) = world().await;
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
-    let caller = world.caller_at("clear").nobody().bearer("prom-token");
-    let asked = (0..1_000).map(|_| caller.get("http://edge-1:10250/metrics"));
+    let client = world.client_at("clear").nobody().bearer("prom-token");
+    let asked = (0..1_000).map(|_| client.get("http://edge-1:10250/metrics"));
     let answers = join_all(asked).await;
     assert!(answers.iter().all(|answer| answer.status == 200));
     assert_eq!(cluster.tokens.load(SeqCst), 1);
@@ -375,7 +375,7 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
     let says = "whether you may do this was not decided";
     assert_problem(&answer, 503, "undecided", says);
     let log = world.log().text();
-    assert!(log.contains("callers cannot be reviewed"), "{log}");
+    assert!(log.contains("clients cannot be reviewed"), "{log}");
     assert!(log.contains("connection refused"), "{log}");
     assert_eq!(app.requests(), 2);
     cluster.away.store(false, SeqCst);
@@ -383,7 +383,7 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
         get(&world, "root-token", "/metrics").await.status == 200
     })
     .await;
-    assert!(world.log().text().contains("callers are reviewed again"));
+    assert!(world.log().text().contains("clients are reviewed again"));
 }
 
 #[tokio::test]
@@ -399,7 +399,7 @@ async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connect
     let world = build.start().await;
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
-    let mut kept = caller(&world, "prom-token")
+    let mut kept = client(&world, "prom-token")
         .connect("edge-1")
         .await
         .unwrap();
@@ -414,10 +414,10 @@ async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connect
 #[tokio::test]
 async fn no_spelling_of_a_path_gets_more_than_all_of_a_kubelet_would() {
     let (build, _) = building();
-    let build = build.front(Listener {
+    let build = build.listener(Listener {
         port: Some(10250),
         subject_access_review: vec![10250],
-        ..front("certificates", ListenerProtocol::Https)
+        ..listener("certificates", ListenerProtocol::Https)
     });
     let world = build.start().await;
     let app = App::saying("it").await;
@@ -435,16 +435,16 @@ async fn no_spelling_of_a_path_gets_more_than_all_of_a_kubelet_would() {
     ] {
         let request =
             |bearer: &str| format!("GET {path} HTTP/1.1\r\nHost: edge-1:10250\r\n{bearer}\r\n");
-        let reads_metrics = world.caller_at("reviewed").nobody();
+        let reads_metrics = world.client_at("reviewed").nobody();
         let bearer = "Authorization: Bearer prom-token\r\n";
         let answer = reads_metrics.raw("edge-1", request(bearer)).await;
         assert_problem(&answer, 403, "forbidden", "get nodes/proxy of edge-1");
         // Whom the cluster lets do all that has no name of its own.
-        let all = world.caller_at("certificates");
+        let all = world.client_at("certificates");
         let answer = all.raw("edge-1", request("")).await;
         assert_eq!(answer.status, 200, "{path}: {answer}");
     }
-    let all = world.caller_at("certificates");
+    let all = world.client_at("certificates");
     let answer = all.get("https://edge-1:10250/metrics").await;
     assert_problem(&answer, 403, "forbidden", "get nodes/metrics");
     assert_eq!(app.requests(), 9);
@@ -461,8 +461,8 @@ async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
     let (build, cluster) = building();
     let build = build
         .policy(policy.reader())
-        .front(reviewed("connect", ListenerProtocol::Connect));
-    let build = build.front(Listener {
+        .listener(reviewed("connect", ListenerProtocol::Connect));
+    let build = build.listener(Listener {
         anonymous: true,
         ..reviewed("open", ListenerProtocol::Https)
     });
@@ -481,10 +481,10 @@ async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
              Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
         )
     };
-    let nobody = world.caller_at("reviewed").nobody();
+    let nobody = world.client_at("reviewed").nobody();
     let answer = nobody.raw("edge-1", upgrade("prom-token")).await;
     assert_eq!(answer.status, 403, "{answer}");
-    let open = world.caller_at("open").nobody();
+    let open = world.client_at("open").nobody();
     let answer = open.get("https://edge-1:10250/healthz").await;
     assert_eq!(answer.status, 200, "{answer}");
     let answer = open.get("https://edge-1:10250/metrics").await;
@@ -492,10 +492,10 @@ async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
     let connect = |token: &str| {
         format!("CONNECT edge-1:10250 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n")
     };
-    let caller = world.caller_at("connect").nobody();
-    let answer = caller.raw("gateway.test", connect("prom-token")).await;
+    let client = world.client_at("connect").nobody();
+    let answer = client.raw("gateway.test", connect("prom-token")).await;
     assert_eq!(answer.status, 403, "{answer}");
-    let answer = caller.raw("gateway.test", connect("root-token")).await;
+    let answer = client.raw("gateway.test", connect("root-token")).await;
     assert_eq!(answer.status, 200, "{answer}");
 }
 
@@ -505,8 +505,8 @@ async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
     let client = authority.client("gateway");
     let (build, _) = building();
     let app_files = crate::apps::asked(build.folder(), &authority, Some(&client));
-    let build = build.config(|config| drop(config.apps.insert(10250, app_files)));
-    let build = build.front(Listener {
+    let build = build.config(|config| drop(config.upstream_tls.insert(10250, app_files)));
+    let build = build.listener(Listener {
         forward_authorization: true,
         ..reviewed("reviewed", ListenerProtocol::Https)
     });
@@ -521,18 +521,18 @@ async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
 }
 
 #[tokio::test]
-async fn a_front_that_asks_needs_somebody_who_answers() {
+async fn a_listener_that_asks_needs_somebody_who_answers() {
     let mut world = World::start().await;
     let refused = world.reload(|config| {
         config
-            .fronts
+            .listeners
             .push(reviewed("reviewed", ListenerProtocol::Https));
     });
     let Err(BindError::Name(why)) = refused else {
         panic!("{refused:?}");
     };
     assert!(
-        why.contains("front \"reviewed\" asks a cluster's API"),
+        why.contains("listener \"reviewed\" asks a cluster's API"),
         "{why}"
     );
 }
@@ -549,7 +549,7 @@ async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so
         });
     });
     let mut world = build
-        .front(Listener {
+        .listener(Listener {
             disconnect_expired: false,
             ..reviewed("keeps", ListenerProtocol::Https)
         })
@@ -560,15 +560,15 @@ async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so
     // Time is the subject: long enough for a slow machine to begin both sessions.
     let key = Key::new("cluster");
     let token = key.sign(&claims(&json!({ "exp": now() + 8 })));
-    let opened = async |front: &str, token: &str| {
+    let opened = async |listener: &str, token: &str| {
         let fields = format!("Authorization: Bearer {token}\r\n");
-        session(&world.caller_at(front).nobody(), &fields).await
+        session(&world.client_at(listener).nobody(), &fields).await
     };
     let mut ends = opened("reviewed", &token).await;
     let mut keeps = opened("keeps", &token).await;
     let mut withdrawn = opened("keeps", "root-token").await;
     is_reset(&mut ends).await;
-    let answer = world.caller_at("keeps").only_bearer(&token);
+    let answer = world.client_at("keeps").only_bearer(&token);
     let answer = answer.get("https://edge-1:9100/").await;
     assert_problem(&answer, 401, "unauthenticated", "token_review: ");
     // Another reason to look at all of them.
@@ -578,9 +578,9 @@ async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so
     echoes(&mut keeps).await;
     // The API was never asked about these audiences.
     let change = |config: &mut config::Config| {
-        let mut fronts = config.fronts.iter_mut();
-        let front = fronts.find(|front| front.name == "keeps").unwrap();
-        let review = front.callers.token_review.as_mut().unwrap();
+        let mut listeners = config.listeners.iter_mut();
+        let listener = listeners.find(|listener| listener.name == "keeps").unwrap();
+        let review = listener.client_auth.token_review.as_mut().unwrap();
         review.audiences = vec!["others".to_owned()];
     };
     world.reload(change).unwrap();

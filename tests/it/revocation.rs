@@ -20,20 +20,20 @@ const URL: &str = "http://edge-1:9100/";
 #[tokio::test]
 async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allowed_again() {
     let app = App::saying("it").await;
-    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let site = Site::with_listeners(crate::world::process::OPEN).await;
     let mut edge = site.join("edge-1", app.port()).await;
     let _other = site.join("edge-2", app.port()).await;
-    let caller = site.nobody();
-    assert_eq!(caller.get(URL).await.status, 200);
+    let client = site.nobody();
+    assert_eq!(client.get(URL).await.status, 200);
     let order = |line: &str| {
-        let order = causeway("edge").args(line.split_whitespace());
+        let order = causeway("node").args(line.split_whitespace());
         order.flag("--data-dir", site.data()).run()
     };
 
     let said = order("revoke edge-1 --reason stolen").await.ok().stdout;
     assert_eq!(said, "edge-1 is revoked\n");
-    assert_eq!(caller.get(URL).await.status, 503, "its tunnels have ended");
-    assert_eq!(caller.get("http://edge-2:9100/").await.status, 200);
+    assert_eq!(client.get(URL).await.status, 503, "its tunnels have ended");
+    assert_eq!(client.get("http://edge-2:9100/").await.status, 200);
     edge.said("node edge-1 is revoked: stolen").await;
     edge.kill().await;
     let row = |site: &Site| {
@@ -61,32 +61,29 @@ async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allo
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     edge.run()
         .await
-        .failed(&["revoked: stolen", "causeway edge allow edge-1"]);
+        .failed(&["revoked: stolen", "causeway node allow edge-1"]);
 
-    let allow = causeway("edge allow edge-1").flag("--data-dir", site.data());
-    assert_eq!(allow.run().await.ok().stdout, "edge-1 is allowed again\n");
+    let allow = causeway("node allow edge-1").flag("--data-dir", site.data());
+    assert_eq!(allow.run().await.ok().stdout, "edge-1 is admitted again\n");
     // The token is not spent by having been refused.
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = edge.start();
     edge.said("tunnel registered").await;
     assert_eq!(site.nobody().get(URL).await.status, 200);
 
-    let remove = causeway("edge remove edge-1").flag("--data-dir", site.data());
+    let remove = causeway("node remove edge-1").flag("--data-dir", site.data());
     remove.run().await.ok();
     assert_ne!(site.nobody().get(URL).await.status, 200);
     edge.said("not enrolled at this gateway").await;
-    let again = causeway("edge remove edge-1").flag("--data-dir", site.data());
-    again
-        .run()
-        .await
-        .failed(&["edge-1 is not known here", "edge-2"]);
+    let again = causeway("node remove edge-1").flag("--data-dir", site.data());
+    again.run().await.failed(&["no node edge-1", "edge-2"]);
 }
 
 /// Every user of the machine can connect to the admin listener, and hold its connections by heads that never end.
 #[tokio::test]
 async fn a_full_admin_listener_holds_up_no_command() {
     let app = App::saying("it").await;
-    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let site = Site::with_listeners(crate::world::process::OPEN).await;
     let mut edge = site.join("edge-1", app.port()).await;
     let noted = |data: PathBuf| fs::read_to_string(data.join("run-admin")).unwrap();
     let mut held = Vec::new();
@@ -104,7 +101,7 @@ async fn a_full_admin_listener_holds_up_no_command() {
     for line in ["health", "status"] {
         of(line, site.edge_data("edge-1")).await.ok();
     }
-    let revoked = of("edge revoke edge-1 --reason stolen", site.data()).await;
+    let revoked = of("node revoke edge-1 --reason stolen", site.data()).await;
     assert_eq!(revoked.ok().stdout, "edge-1 is revoked\n");
     assert_eq!(site.nobody().get(URL).await.status, 503);
     edge.said("node edge-1 is revoked: stolen").await;
@@ -132,9 +129,9 @@ async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_let
         trouble.is_some_and(|trouble| trouble.what.contains(says))
     })
     .await;
-    let caller = world.caller();
-    assert_eq!(caller.get(URL).await.status, 503);
-    assert_eq!(caller.get("http://edge-2:9100/").await.status, 200);
+    let client = world.client();
+    assert_eq!(client.get(URL).await.status, 503);
+    assert_eq!(client.get("http://edge-2:9100/").await.status, 200);
     assert_eq!(world.node("edge-1").await["state"], "revoked");
     // It comes back neither by a new process nor, where it was never here, by a token.
     edge.stop().await;
@@ -151,13 +148,13 @@ async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_let
     assert!(changed.unwrap().revoked);
     edge.stop().await;
     edge.start().await.unwrap();
-    until("it is back", async || caller.get(URL).await.status == 200).await;
+    until("it is back", async || client.get(URL).await.status == 200).await;
 }
 
 #[tokio::test]
 async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
     let app = App::saying("it").await;
-    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let site = Site::with_listeners(crate::world::process::OPEN).await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let (place, stolen) = (site.edge_data("edge-1"), site.edge_data("thief"));
     let made = std::fs::metadata(place.join("edge.json")).unwrap();
@@ -182,7 +179,7 @@ async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
 #[tokio::test]
 async fn a_token_for_several_joins_new_nodes_until_it_is_used_up_or_taken_back() {
     let app = App::saying("it").await;
-    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let site = Site::with_listeners(crate::world::process::OPEN).await;
     let token = site.token("--node site-7-* --uses 2 --pool seven").await;
     let joins = |node: &str| {
         let edge = site.edge(node, app.port()).flag("--join", &token);

@@ -7,7 +7,7 @@ use crate::world::{
     GATEWAY_NAME, World,
     app::{App, Head, Script},
     authority::Authority,
-    caller::{Caller, Wire, exchange},
+    client::{Client, Wire, exchange},
     edge::Edge,
     gateway::{Build, anonymous, fixed},
     tool::Tool,
@@ -59,7 +59,7 @@ impl Road {
             ca: Some(ca),
             ..config::UpstreamTls::default()
         };
-        let build = build.config(|config| drop(config.apps.insert(9100, ours)));
+        let build = build.config(|config| drop(config.upstream_tls.insert(9100, ours)));
         let road = Box::pin(Self::along(build, Protocol::Tcp, app.address())).await;
         (app, road)
     }
@@ -69,13 +69,13 @@ impl Road {
         let build = World::build();
         let unix = ListenAddr::Unix(build.folder().join("connect.sock"));
         build
-            .front(anonymous("plain", ListenerProtocol::Http))
-            .front(Listener {
+            .listener(anonymous("plain", ListenerProtocol::Http))
+            .listener(Listener {
                 anonymous: true,
                 ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100)
             })
-            .front(anonymous("connect", ListenerProtocol::Connect))
-            .front(Listener::new("unix", ListenerProtocol::Connect, unix))
+            .listener(anonymous("connect", ListenerProtocol::Connect))
+            .listener(Listener::new("unix", ListenerProtocol::Connect, unix))
     }
 
     /// Over those listeners.
@@ -104,19 +104,19 @@ impl Road {
 
     /// TLS to `https` for bytes of HTTP/1.1.
     pub(crate) async fn tls(&self) -> TlsStream<TcpStream> {
-        let opened = self.caller().tls_stream("edge-1", &["http/1.1"]).await;
+        let opened = self.client().tls_stream("edge-1", &["http/1.1"]).await;
         opened.unwrap()
     }
 
     /// TCP to a listener that speaks no TLS.
-    pub(crate) async fn tcp(&self, front: &str) -> TcpStream {
-        self.caller_at(front).tcp_stream().await
+    pub(crate) async fn tcp(&self, listener: &str) -> TcpStream {
+        self.client_at(listener).tcp_stream().await
     }
 
     /// A CONNECT to this target that was answered, through TLS.
     pub(crate) async fn connect(&self, target: &str) -> TlsStream<TcpStream> {
-        let caller = self.caller_at("connect");
-        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let client = self.client_at("connect");
+        let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
         let head = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         let answer = exchange(&mut wire, head).await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
@@ -133,8 +133,8 @@ impl Road {
     }
 
     /// A client who speaks HTTP/2.
-    pub(crate) fn http2(&self) -> Caller {
-        self.caller().http2()
+    pub(crate) fn http2(&self) -> Client {
+        self.client().http2()
     }
 
     /// The ids of the node's tunnels, the eldest first.
@@ -152,11 +152,11 @@ impl Road {
 
     /// A script of `clients` that calls `https` with a certificate.
     pub(crate) fn python(&self, script: &str) -> Tool {
-        let leaf = self.caller_leaf("python");
+        let leaf = self.client_leaf("python");
         let certificate = self.write(&leaf.chain_pem());
         let key = self.write(leaf.key_pem().expose());
         Tool::python(script)
-            .args(["--address", &self.front("https").to_string()])
+            .args(["--address", &self.listener("https").to_string()])
             .args(["--ca".into(), self.root_path()])
             .args(["--cert".into(), certificate])
             .args(["--key".into(), key])

@@ -5,8 +5,8 @@
 use crate::world::{
     GATEWAY_NAME, World,
     app::{App, Script},
-    caller::{assert_problem, exchange, read},
-    gateway::{anonymous, fixed, front},
+    client::{assert_problem, exchange, read},
+    gateway::{anonymous, fixed, listener},
 };
 use causeway_certs::NodeName;
 use causeway_edge::config::Protocol;
@@ -21,9 +21,9 @@ async fn the_sni_names_the_node() {
     let (one, two) = (App::saying("one").await, App::saying("two").await);
     let _one = world.edge("edge-1").port(9100, one.address()).join().await;
     let _two = world.edge("edge-2").port(9100, two.address()).join().await;
-    for caller in [world.caller(), world.caller().http2()] {
-        assert_eq!(caller.get("https://edge-1:9100/").await.text(), "one");
-        assert_eq!(caller.get("https://edge-2:9100/").await.text(), "two");
+    for client in [world.client(), world.client().http2()] {
+        assert_eq!(client.get("https://edge-1:9100/").await.text(), "one");
+        assert_eq!(client.get("https://edge-2:9100/").await.text(), "two");
     }
 }
 
@@ -34,10 +34,10 @@ async fn a_host_that_names_no_node_passes_untouched() {
     let _edge = world.edge("edge-1").port(10250, app.address()).join().await;
     // What kube-apiserver says, in its own writing: no port of it is the node's.
     for host in ["Kubernetes.Default.svc:443", "10.96.0.1", "[fd00::1]:9100"] {
-        let caller = world.caller().sni("edge-1").host(host);
-        assert_eq!(caller.get("https://edge-1/").await.text(), "it", "{host}");
+        let client = world.client().sni("edge-1").host(host);
+        assert_eq!(client.get("https://edge-1/").await.text(), "it", "{host}");
         assert_eq!(app.head().await.value("host").unwrap(), host);
-        assert_eq!(caller.http2().get("https://edge-1/").await.text(), "it");
+        assert_eq!(client.http2().get("https://edge-1/").await.text(), "it");
         assert_eq!(app.head().await.value("host").unwrap(), host);
     }
 }
@@ -48,8 +48,8 @@ async fn an_sni_and_a_host_of_two_nodes_are_refused() {
     let (one, two) = (App::saying("one").await, App::saying("two").await);
     let _one = world.edge("edge-1").port(9100, one.address()).join().await;
     let _two = world.edge("edge-2").port(9100, two.address()).join().await;
-    for caller in [world.caller(), world.caller().http2()] {
-        let answer = caller.sni("edge-1").get("https://edge-2:9100/").await;
+    for client in [world.client(), world.client().http2()] {
+        let answer = client.sni("edge-1").get("https://edge-2:9100/").await;
         assert_problem(
             &answer,
             421,
@@ -65,26 +65,26 @@ async fn an_sni_that_names_no_node_leaves_it_to_the_host() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    for caller in [
-        world.caller().sni(GATEWAY_NAME),
-        world.caller().sni("127.0.0.1"),
+    for client in [
+        world.client().sni(GATEWAY_NAME),
+        world.client().sni("127.0.0.1"),
     ] {
-        assert_eq!(caller.get("https://edge-1:9100/").await.text(), "it");
+        assert_eq!(client.get("https://edge-1:9100/").await.text(), "it");
         assert_eq!(
-            caller.http2().get("https://EDGE-1:9100/").await.text(),
+            client.http2().get("https://EDGE-1:9100/").await.text(),
             "it"
         );
     }
 }
 
 #[tokio::test]
-async fn a_front_may_stand_for_one_node() {
+async fn a_listener_may_stand_for_one_node() {
     let plain = Listener {
         anonymous: true,
         ..fixed("plain", ListenerProtocol::Http, "edge-1", 9100)
     };
     let bytes = fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22);
-    let world = World::build().front(plain).front(bytes).start().await;
+    let world = World::build().listener(plain).listener(bytes).start().await;
     let app = App::saying("it").await;
     let echo = App::tcp(Script::new().echo()).await;
     let edge = world.edge("edge-1").port(9100, app.address());
@@ -92,15 +92,15 @@ async fn a_front_may_stand_for_one_node() {
     let _other = world.edge("edge-2").port(9100, app.address()).join().await;
 
     let answer = world
-        .caller_at("plain")
+        .client_at("plain")
         .get("http://whoever.example/")
         .await;
     assert_eq!(answer.text(), "it");
     assert_eq!(app.head().await.value("host").unwrap(), "whoever.example");
-    let answer = world.caller_at("plain").get("http://edge-2:9100/").await;
-    assert_problem(&answer, 421, "misdirected", "this front names edge-1");
+    let answer = world.client_at("plain").get("http://edge-2:9100/").await;
+    assert_problem(&answer, 421, "misdirected", "this listener names edge-1");
     let mut wire = world
-        .caller_at("bytes")
+        .client_at("bytes")
         .tls_stream(GATEWAY_NAME, &[])
         .await
         .unwrap();
@@ -113,7 +113,7 @@ async fn a_front_may_stand_for_one_node() {
 #[tokio::test]
 async fn the_host_names_the_node_by_name_or_by_a_confirmed_address() {
     let world = World::build()
-        .front(anonymous("plain", ListenerProtocol::Http))
+        .listener(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let app = App::saying("it").await;
@@ -123,7 +123,7 @@ async fn the_host_names_the_node_by_name_or_by_a_confirmed_address() {
         .config(|config| config.addresses = vec!["10.9.9.9".parse().unwrap()])
         .join()
         .await;
-    let caller = world.caller_at("plain");
+    let client = world.client_at("plain");
     for host in [
         "edge-1:9100",
         "EDGE-1:9100",
@@ -131,19 +131,19 @@ async fn the_host_names_the_node_by_name_or_by_a_confirmed_address() {
         "[fd00::7]:9100",
     ] {
         assert_eq!(
-            caller.get(&format!("http://{host}/")).await.text(),
+            client.get(&format!("http://{host}/")).await.text(),
             "it",
             "{host}"
         );
     }
-    let claimed = caller.get("http://10.9.9.9:9100/").await;
+    let claimed = client.get("http://10.9.9.9:9100/").await;
     assert_problem(&claimed, 404, "node_unknown", "10.9.9.9");
 }
 
 #[tokio::test]
 async fn an_address_of_two_nodes_names_neither() {
     let world = World::build()
-        .front(anonymous("plain", ListenerProtocol::Http))
+        .listener(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let app = App::saying("it").await;
@@ -156,7 +156,7 @@ async fn an_address_of_two_nodes_names_neither() {
         drop(edge.join().await);
     }
     let answer = world
-        .caller_at("plain")
+        .client_at("plain")
         .get("http://192.168.0.2:9100/")
         .await;
     assert_problem(
@@ -170,7 +170,7 @@ async fn an_address_of_two_nodes_names_neither() {
 #[tokio::test]
 async fn the_authority_of_a_connect_names_node_and_port() {
     let world = World::build()
-        .front(front("connect", ListenerProtocol::Connect))
+        .listener(listener("connect", ListenerProtocol::Connect))
         .start()
         .await;
     let echo = App::tcp(Script::new().echo()).await;
@@ -179,8 +179,8 @@ async fn the_authority_of_a_connect_names_node_and_port() {
         .port_as(22, Protocol::Tcp, echo.address());
     let _edge = edge.address("10.0.0.7").join().await;
     for authority in ["edge-1:22", "10.0.0.7:22"] {
-        let caller = world.caller_at("connect");
-        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let client = world.client_at("connect");
+        let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
         // kube-apiserver's Host is always this one.
         let head = format!("CONNECT {authority} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nping");
         let answer = exchange(&mut wire, head).await;
@@ -190,34 +190,34 @@ async fn the_authority_of_a_connect_names_node_and_port() {
 }
 
 #[tokio::test]
-async fn the_port_is_the_hosts_if_that_names_the_node_else_the_fronts_own() {
+async fn the_port_is_the_hosts_if_that_names_the_node_else_the_listeners_own() {
     let world = World::build()
-        .front(Listener {
+        .listener(Listener {
             port: Some(9100),
-            ..front("metrics", ListenerProtocol::Https)
+            ..listener("metrics", ListenerProtocol::Https)
         })
-        .front(anonymous("plain", ListenerProtocol::Http))
+        .listener(anonymous("plain", ListenerProtocol::Http))
         .start()
         .await;
     let (kubelet, metrics) = (App::saying("kubelet").await, App::saying("metrics").await);
     let edge = world.edge("edge-1").port(10250, kubelet.address());
     let _edge = edge.port(9100, metrics.address()).join().await;
 
-    let caller = world.caller();
-    assert_eq!(caller.get("https://edge-1/").await.text(), "kubelet");
-    assert_eq!(caller.get("https://edge-1:9100/").await.text(), "metrics");
-    let listens = world.front("https").port();
-    let foreign = caller.host(&format!("{GATEWAY_NAME}:{listens}"));
+    let client = world.client();
+    assert_eq!(client.get("https://edge-1/").await.text(), "kubelet");
+    assert_eq!(client.get("https://edge-1:9100/").await.text(), "metrics");
+    let listens = world.listener("https").port();
+    let foreign = client.host(&format!("{GATEWAY_NAME}:{listens}"));
     assert_eq!(foreign.get("https://edge-1/").await.text(), "kubelet");
-    let caller = world.caller_at("metrics");
-    assert_eq!(caller.get("https://edge-1/").await.text(), "metrics");
-    assert_eq!(caller.get("https://edge-1:10250/").await.text(), "kubelet");
-    let answer = world.caller_at("plain").get("http://edge-1/").await;
+    let client = world.client_at("metrics");
+    assert_eq!(client.get("https://edge-1/").await.text(), "metrics");
+    assert_eq!(client.get("https://edge-1:10250/").await.text(), "kubelet");
+    let answer = world.client_at("plain").get("http://edge-1/").await;
     assert_problem(&answer, 400, "malformed", "no port of edge-1 is named");
 }
 
 #[tokio::test]
-async fn a_caller_cannot_say_the_target_in_our_own_words() {
+async fn a_client_cannot_say_the_target_in_our_own_words() {
     let world = World::start().await;
     let (app, other) = (App::saying("it").await, App::saying("other").await);
     let edge = world.edge("edge-1").port(9100, app.address());
@@ -228,7 +228,7 @@ async fn a_caller_cannot_say_the_target_in_our_own_words() {
         causeway_tunnel::wire::SWITCHED.as_str(),
     ] {
         let mut wire = world
-            .caller()
+            .client()
             .tls_stream("edge-1", &["http/1.1"])
             .await
             .unwrap();
@@ -242,8 +242,8 @@ async fn a_caller_cannot_say_the_target_in_our_own_words() {
 
 #[tokio::test]
 async fn only_routes_known_from_the_host_alone_cross_cores() {
-    let front = anonymous("plain", ListenerProtocol::Http);
-    let world = World::build().front(front).cores(2).start().await;
+    let listener = anonymous("plain", ListenerProtocol::Http);
+    let world = World::build().listener(listener).cores(2).start().await;
     let cores = Workers::start(2).unwrap();
     let core = |node: &str| cores.of(&NodeName::parse(node).unwrap());
     let mut names = (1..).map(|number| format!("edge-{number}"));
@@ -254,11 +254,11 @@ async fn only_routes_known_from_the_host_alone_cross_cores() {
     let _two = world.edge(&two).port(9100, app.address()).join().await;
 
     for node in [&one, &two, &one, &two] {
-        let answer = world.caller().get(&format!("https://{node}:9100/")).await;
+        let answer = world.client().get(&format!("https://{node}:9100/")).await;
         assert_eq!(answer.text(), "it");
     }
     assert_eq!(world.metrics().await.sum("streams_crossed_total", &[]), 0);
-    let mut connection = world.caller_at("plain").connect("").await.unwrap();
+    let mut connection = world.client_at("plain").connect("").await.unwrap();
     for node in [&one, &two] {
         let answer = connection
             .get(&format!("http://{node}:9100/"))

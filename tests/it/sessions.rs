@@ -5,7 +5,7 @@ use crate::{
     world::{
         World,
         app::{App, answer},
-        caller::{Wire, assert_problem, exchange, read},
+        client::{Wire, assert_problem, exchange, read},
         process::{Site, address_after, causeway},
         tool::Tool,
         until,
@@ -107,7 +107,7 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
         road.tunnels().await.len() == 1 && tunnels(&road, 1, "leaving") == 0
     })
     .await;
-    assert_eq!(road.caller().get(URL).await.text(), "here");
+    assert_eq!(road.client().get(URL).await.text(), "here");
 }
 
 /// The state of the node, as the gateway shows it.
@@ -137,8 +137,8 @@ async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
     let mut first = session(&road).await;
     road.edge.drain();
     until_state(&road, "draining").await;
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(caller.get(URL).await.text(), "here");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(client.get(URL).await.text(), "here");
     }
     let mut connect = road.connect("edge-1:9100").await;
     let answer = exchange(&mut connect, "GET / HTTP/1.1\r\nHost: app\r\n\r\n").await;
@@ -147,7 +147,7 @@ async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
     echoes(&mut first).await;
     drop((first, connect));
     // A session that began meanwhile counts like one from before.
-    assert_eq!(road.caller().get(URL).await.text(), "here");
+    assert_eq!(road.client().get(URL).await.text(), "here");
     echoes(&mut second).await;
     drop(second);
     road.edge.stop().await;
@@ -167,13 +167,13 @@ async fn the_successor_of_an_edge_that_stops_gets_new_requests_at_once() {
     let successor = World::edge(&road, "edge-1").port(9100, next.address());
     let successor = successor.config(|config| config.data_dir = copy).join();
     let _successor = successor.await;
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(caller.get(URL).await.text(), "next");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(client.get(URL).await.text(), "next");
     }
     echoes(&mut open).await;
     drop(open);
     road.edge.stop().await;
-    assert_eq!(road.caller().get(URL).await.text(), "next");
+    assert_eq!(road.client().get(URL).await.text(), "next");
 }
 
 /// A road over a gateway that drains for an hour, and has requests wait as long for a node.
@@ -195,18 +195,18 @@ async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_o
         road.log().text().contains("listeners stay open")
     })
     .await;
-    for caller in [road.caller(), road.http2()] {
-        assert_eq!(caller.get(URL).await.text(), "here");
+    for client in [road.client(), road.http2()] {
+        assert_eq!(client.get(URL).await.text(), "here");
     }
     let mut second = session(&road).await;
     echoes(&mut first).await;
     drop(first);
-    assert_eq!(road.caller().get(URL).await.text(), "here");
+    assert_eq!(road.client().get(URL).await.text(), "here");
     echoes(&mut second).await;
     drop(second);
     // It ends long before its drain is over, and the edge dials anew by itself.
     road.restart_gateway().await;
-    assert_eq!(road.caller().get(URL).await.text(), "here");
+    assert_eq!(road.client().get(URL).await.text(), "here");
     let mut third = session(&road).await;
     echoes(&mut third).await;
 }
@@ -215,11 +215,11 @@ async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_o
 async fn requests_wait_for_a_node_whose_edge_restarts_and_for_no_other() {
     let app = app().await;
     let mut road = lasting(&app).await;
-    let unknown = road.caller_at("plain").get("http://edge-2:9100/").await;
+    let unknown = road.client_at("plain").get("http://edge-2:9100/").await;
     assert_eq!(unknown.status, 404);
     road.edge.kill().await;
-    let callers = [road.caller(), road.http2()];
-    let asking = join_all(callers.iter().map(|caller| caller.get(URL)));
+    let clients = [road.client(), road.http2()];
+    let asking = join_all(clients.iter().map(|client| client.get(URL)));
     let (answers, started) = tokio::join!(asking, async {
         until("the gateway has noticed", async || {
             road.node("edge-1").await["state"] == "away"
@@ -246,12 +246,12 @@ async fn edges_that_are_updated_one_by_one_cost_no_request() {
     );
     let mut asking = JoinSet::new();
     for number in 0..3 {
-        let caller = road.caller_at("plain");
+        let client = road.client_at("plain");
         let (stop, answered) = (stop.clone(), answered.clone());
         asking.spawn(async move {
             let url = format!("http://edge-{}:9100/", number + 1);
             while !stop.is_cancelled() {
-                let answer = caller.get(&url).await;
+                let answer = client.get(&url).await;
                 assert_eq!((answer.status, answer.text().as_str()), (200, "here"));
                 answered[number].fetch_add(1, Ordering::Relaxed);
             }
@@ -291,8 +291,13 @@ async fn requests_wait_no_longer_than_configured() {
     let build = build.config(|config| config.timeouts.reconnect = Duration::from_millis(100));
     let mut road = Road::along(build, Protocol::Http, app.address()).await;
     road.edge.stop().await;
-    let answer = road.caller().get(URL).await;
-    assert_problem(&answer, 503, "node_away", "edge-1 is not connected since");
+    let answer = road.client().get(URL).await;
+    assert_problem(
+        &answer,
+        503,
+        "node_not_connected",
+        "edge-1 is not connected since",
+    );
 }
 
 /// As a service manager restarts it: SIGTERM, the end, a new process.
@@ -301,14 +306,14 @@ async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_op
     let app = app().await;
     let mut site = Site::open_to_all("127.0.0.1:0").await;
     let _edge = site.join("edge-1", app.port()).await;
-    let caller = site.nobody();
-    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let client = site.nobody();
+    let mut open = client.wire("edge-1", &[]).await.unwrap();
     let head = exchange(&mut open, UPGRADE).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     read(&mut open, 5).await;
     site.gateway.signal("TERM").await;
     site.gateway.said("listeners stay open").await;
-    assert_eq!(caller.get("http://edge-1:9100/").await.text(), "here");
+    assert_eq!(client.get("http://edge-1:9100/").await.text(), "here");
     echoes(&mut open).await;
     drop(open);
     let site = site.start_again().await;
@@ -324,8 +329,8 @@ async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_p
     let written = first.written();
     let runs = written.line(|line| line.contains("edge runs"));
     let admin = address_after(runs.unwrap(), "admin=");
-    let caller = site.nobody();
-    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let client = site.nobody();
+    let mut open = client.wire("edge-1", &[]).await.unwrap();
     let head = exchange(&mut open, UPGRADE).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     read(&mut open, 5).await;
@@ -343,11 +348,11 @@ async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_p
         .await;
     second.said("tunnel registered").await;
     let url = "http://edge-1:9100/";
-    assert_eq!(caller.get(url).await.text(), "next");
+    assert_eq!(client.get(url).await.text(), "next");
     echoes(&mut open).await;
     drop(open);
     first.ended().await.ok();
-    assert_eq!(caller.get(url).await.text(), "next");
+    assert_eq!(client.get(url).await.text(), "next");
     let health = causeway("health").flag("--data-dir", site.edge_data("edge-1"));
     health.run().await.ok();
 }

@@ -55,7 +55,7 @@ impl Cloud {
         let service = json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web", "namespace": "shop" }, "spec": { "clusterIP": "10.96.0.7" } });
         fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
         write(objects.path(), STATE, 1);
-        let readers = format!("readers: {{ manifests: {} }}", objects.path().display());
+        let readers = format!("api_cache: {{ manifests: {} }}", objects.path().display());
         let site = Site::listening(&format!("{HUB}:0"), &format!("{OPEN}\n{readers}")).await;
         Self {
             objects,
@@ -190,7 +190,7 @@ impl<'a> Node<'a> {
         let host = street.host();
         let at = format!("{}:10271", switch.takes(&host));
         let site = format!("{{ listen: \"{at}\", addresses: [\"{at}\"] }}");
-        let reader = format!("{{ site: {site}, save_every: 100ms }}");
+        let reader = format!("{{ members: {site}, save_every: 100ms }}");
         let node = Self {
             name: name.to_owned(),
             host,
@@ -215,7 +215,7 @@ impl<'a> Node<'a> {
 
     async fn start(&self, cloud: &Cloud, flags: &[&str]) {
         let edge = cloud.site.edge_of(self.host.causeway(), &self.name, 1);
-        let edge = edge.flag("--reader", &self.reader).args(flags);
+        let edge = edge.flag("--api-cache", &self.reader).args(flags);
         let mut edge = edge.start();
         edge.said("programs on this node can read").await;
         let admin = address_after(&edge.said("edge runs").await, "admin=");
@@ -280,7 +280,7 @@ impl<'a> Node<'a> {
     /// Returns the status of the edge's API cache.
     async fn status(&self) -> Value {
         let status = self.get(self.admin.get(), "/status").await.unwrap();
-        status["reader"].clone()
+        status["api_cache"].clone()
     }
 
     /// Whether its disk has this state.
@@ -433,7 +433,8 @@ impl<'a> Sites<'a> {
         }
         until("only leaders read at the gateway", async || {
             let metrics = self.cloud.site.metrics().await;
-            metrics.sum("pool_readers", &[]) == 2 && metrics.sum("pool_leaders", &[]) == 2
+            metrics.sum("api_cache_connections", &[]) == 2
+                && metrics.sum("api_cache_leaders", &[]) == 2
         })
         .await;
         let leaders: Vec<_> = self.cloud.leaders().await.into_values().collect();
@@ -451,7 +452,7 @@ impl<'a> Sites<'a> {
         self.cloud.change();
         self.show("one uplink is cut", self.nodes()).await;
         let metrics = self.cloud.site.metrics().await;
-        assert_eq!(metrics.sum("pool_readers", &[]), 2);
+        assert_eq!(metrics.sum("api_cache_connections", &[]), 2);
     }
 
     /// Cuts the leaders' as well; others lead in time, and in the end each node has a way by those.

@@ -140,7 +140,7 @@ impl Ground {
             (None, status) => seen.first == First::Status(status.unwrap_or(200)),
         };
         if !first {
-            say("the caller saw", seen);
+            say("the client saw", seen);
         }
         if expect.closes == seen.after {
             say("behind it", seen);

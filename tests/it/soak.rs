@@ -30,8 +30,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-const FRONT: &str =
-    "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
+const LISTENER: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 const SHORT: Duration = Duration::from_secs(8);
 /// No single exchange takes longer, at a node that stays.
 const PATIENCE: Duration = Duration::from_mins(5);
@@ -53,7 +52,7 @@ struct Tally {
 
 #[derive(Clone)]
 struct Load {
-    front: String,
+    listener: String,
     whole: Arc<Vec<u8>>,
     tally: Arc<Tally>,
     until: Instant,
@@ -75,13 +74,13 @@ async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
     })
     .await;
     app.forget().await;
-    let site = Site::with_fronts(FRONT).await;
+    let site = Site::with_listeners(LISTENER).await;
     let mut edges = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
         edges.push(site.join(node, app.port()).await);
     }
     let load = Load {
-        front: site.front.clone(),
+        listener: site.listener.clone(),
         whole,
         tally: Arc::default(),
         until: Instant::now() + lasts,
@@ -90,7 +89,7 @@ async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
     let mut workers = load.work();
     let samples = disturb(&load, &site, &mut edges, &app).await;
     while let Some(ended) = workers.join_next().await {
-        ended.expect("a node that stays has failed a caller");
+        ended.expect("a node that stays has failed a client");
     }
     report(&load.tally, lasts, &samples);
     assert!(load.tally.requests.load(Relaxed) > 100);
@@ -102,7 +101,7 @@ async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
         let metrics = site.metrics().await;
         metrics.sum("open_streams", &[]) == 0
             && metrics.sum("open_connections", &[]) == 0
-            && metrics.sum("unread_bytes", &[]) == 0
+            && metrics.sum("buffered_bytes", &[]) == 0
             && metrics.sum("tunnels", &[]) >= 4
     })
     .await;
@@ -146,7 +145,7 @@ impl Load {
     }
 
     async fn exchange(&self, node: &str, kind: Kind) -> io::Result<()> {
-        let mut wire = TcpStream::connect(&self.front).await?;
+        let mut wire = TcpStream::connect(&self.listener).await?;
         wire.set_nodelay(true)?;
         let tally = &self.tally;
         match kind {

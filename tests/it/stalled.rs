@@ -7,7 +7,7 @@ use crate::{
             App,
             answer::{self, pattern},
         },
-        caller::{Body, Wire, assert_problem, exchange, read, read_head},
+        client::{Body, Wire, assert_problem, exchange, read, read_head},
         frames,
         tool::full,
         until,
@@ -65,18 +65,18 @@ async fn serving(whole: &Arc<Vec<u8>>) -> App {
 
 /// Small requests and a whole download, beside whatever else there is.
 async fn others_are_served(road: &Road, whole: &[u8]) {
-    let callers = join_all((0..64).map(|_| async {
+    let clients = join_all((0..64).map(|_| async {
         for _ in 0..5 {
-            let answer = road.caller().get(URL).await;
+            let answer = road.client().get(URL).await;
             assert_eq!((answer.status, answer.text().as_str()), (200, "well"));
         }
     }));
     let download = async {
-        let answer = road.caller().get(&format!("{URL}download")).await;
+        let answer = road.client().get(&format!("{URL}download")).await;
         assert!(answer.body == whole, "the download is not what was sent");
     };
     let all = timeout(Duration::from_mins(5), async {
-        tokio::join!(callers, download)
+        tokio::join!(clients, download)
     });
     all.await.expect("others wait for those who stall");
 }
@@ -95,7 +95,7 @@ async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
         stalled.push(wire);
     }
     others_are_served(&road, &whole).await;
-    let unread = usize::try_from(road.metrics().await.sum("unread_bytes", &[])).unwrap();
+    let unread = usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
     // Bulk has brought a second tunnel, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     assert!(
@@ -110,7 +110,7 @@ async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
     drop(stalled);
     until("nothing of it stays", async || {
         let metrics = road.metrics().await;
-        metrics.sum("open_streams", &[]) == 0 && metrics.sum("unread_bytes", &[]) == 0
+        metrics.sum("open_streams", &[]) == 0 && metrics.sum("buffered_bytes", &[]) == 0
     })
     .await;
     assert_eq!(
@@ -189,7 +189,7 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
 }
 
 #[tokio::test]
-async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went() {
+async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_client_went() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let build = Road::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
     let road = Road::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
@@ -208,25 +208,25 @@ async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went
 }
 
 #[tokio::test]
-async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
+async fn where_clients_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
     let app = serving(&Arc::default()).await;
-    let build = Road::build().config(|config| config.limits.unread = FLOOR / 2);
+    let build = Road::build().config(|config| config.limits.buffered_bytes = FLOOR / 2);
     let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut stalled: TcpStream = road.tcp("plain").await;
     exchange(&mut stalled, get("/endless")).await;
     // What is unread goes up and down until the systems' buffers are full as well.
-    until("new callers are refused", async || {
-        let answer = road.caller().get(URL).await;
+    until("new clients are refused", async || {
+        let answer = road.client().get(URL).await;
         let refused = answer.status == 503;
         if refused {
-            assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
+            assert_problem(&answer, 503, "limit_reached", "(limits.buffered_bytes)");
         }
         refused
     })
     .await;
     drop(stalled);
-    until("callers are served again", async || {
-        road.caller().get(URL).await.status == 200
+    until("clients are served again", async || {
+        road.client().get(URL).await.status == 200
     })
     .await;
 }
@@ -235,12 +235,12 @@ async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over
 async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_connection_pass() {
     let app = App::saying("well").await;
     let deaf = deaf();
-    let build = Road::build().config(|config| config.limits.unread = 4 * MIB);
+    let build = Road::build().config(|config| config.limits.buffered_bytes = 4 * MIB);
     let world = build.start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let edge = edge.port(9101, deaf.local_addr().unwrap()).join().await;
     let road = Road::of(world, edge);
-    let unread = async || road.metrics().await.sum("unread_bytes", &[]);
+    let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
 
     let mut connection = road.http2().connect("edge-1").await.unwrap();
     let mut stalled: Vec<_> = (0..6).map(|_| connection.hold(endless())).collect();
@@ -261,7 +261,7 @@ async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_conne
         let answer = connection.get(URL).await.unwrap();
         let refused = answer.status != 200;
         if refused {
-            assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
+            assert_problem(&answer, 503, "limit_reached", "(limits.buffered_bytes)");
         }
         refused
     })
@@ -280,12 +280,12 @@ async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_conne
 async fn uploads_over_http1_that_stall_count_for_what_the_gateway_has_read_of_them() {
     let deaf = deaf();
     let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
-    let unread = async || road.metrics().await.sum("unread_bytes", &[]);
+    let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
     let mut wire = road.tcp("plain").await;
     fill(&mut wire).await;
     until("what was read counts", async || unread().await > 0).await;
     assert!(unread().await <= 2 * 128 * 1024, "{}", unread().await);
-    // Its caller alone could go unheard, behind bytes of its own that nobody reads.
+    // Its client alone could go unheard, behind bytes of its own that nobody reads.
     drop((wire, deaf));
     until("nothing of it stays", async || unread().await == 0).await;
 }
@@ -370,7 +370,7 @@ async fn stalled_over_http2(window: u32) {
     let count = 4 * usize::try_from(STREAMS).unwrap();
     until("all are open", async || open_streams(&road).await == count).await;
     others_are_served(&road, &whole).await;
-    let unread = async || usize::try_from(road.metrics().await.sum("unread_bytes", &[])).unwrap();
+    let unread = async || usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
     until("they stall", async || unread().await > 4 * MIB).await;
     // Bulk has brought a second tunnel, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
@@ -462,7 +462,7 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
     let mut connection = road.http2().connect("edge-1").await.unwrap();
     let ask = || {
         let request = Request::get(format!("{URL}endless"));
-        request.body(crate::world::caller::whole("")).unwrap()
+        request.body(crate::world::client::whole("")).unwrap()
     };
     let stalled: Vec<_> = (0..200).map(|_| connection.hold(ask())).collect();
     until("no more than the bound stands still", async || {
@@ -476,7 +476,7 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
 }
 
 #[tokio::test]
-async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
+async fn a_client_over_http2_that_reads_nothing_at_all_loses_its_connection() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
@@ -490,10 +490,10 @@ async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
     .await;
     until("its connection ends", async || {
         let metrics = road.metrics().await;
-        metrics.sum("open_connections", &[("front", "plain")]) == 0
+        metrics.sum("open_connections", &[("listener", "plain")]) == 0
     })
     .await;
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
 }
 
 #[tokio::test]
@@ -538,7 +538,7 @@ async fn where_the_kernels_memory_for_tcp_is_short_stalled_streams_are_reset() {
         road.metrics().await.outcomes("plain", "limit_reached") == 4
     })
     .await;
-    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert_eq!(road.client().get(URL).await.text(), "well");
 }
 
 #[tokio::test]
@@ -564,11 +564,11 @@ async fn an_edge_with_all_its_streams_open_refuses_more_with_the_reason() {
     let road = at_edge(app.address(), |config| config.limits.streams = 1).await;
     let mut session = road.tcp("bytes").await;
     goes_on(&mut session).await;
-    let refused = road.caller().get(URL).await;
+    let refused = road.client().get(URL).await;
     assert_problem(&refused, 503, "limit_reached", "(limits.streams)");
     drop(session);
     until("there is a place again", async || {
-        road.caller().get(URL).await.status == 200
+        road.client().get(URL).await.status == 200
     })
     .await;
 }
@@ -634,19 +634,19 @@ async fn thousands_of_stalled_readers_of_large_files_leave_a_node_to_others() {
         let connection = road.http2().connect("edge-1").await.unwrap();
         let ask = || {
             let request = Request::get(format!("{URL}large"));
-            request.body(crate::world::caller::whole("")).unwrap()
+            request.body(crate::world::client::whole("")).unwrap()
         };
         let held: Vec<_> = (0..250).map(|_| connection.hold(ask())).collect();
         connections.push((connection, held));
     }
     for _ in 0..20 {
-        let answer = road.caller().get(URL).await;
+        let answer = road.client().get(URL).await;
         // The edge may have as many streams as it takes, for a moment.
         assert!([200, 503].contains(&answer.status), "{}", answer.status);
         goes_on(&mut session).await;
     }
     until("answers come again", async || {
-        road.caller().get(URL).await.status == 200
+        road.client().get(URL).await.status == 200
     })
     .await;
     assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);

@@ -96,7 +96,7 @@ async fn a_gateway_that_is_not_ready_says_why() {
         "{OPEN}\nkubernetes: {{ kubeconfig: {}, ports: {{ name: listed, http: web }} }}",
         cluster.kubeconfig().display()
     );
-    let site = Site::with_fronts(&text).await;
+    let site = Site::with_listeners(&text).await;
     let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) is not known yet";
     crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }
@@ -128,8 +128,8 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
     ask("--admin 127.0.0.1:1")
         .await
         .failed(&["127.0.0.1:1", "as told", "is the process running?"]);
-    let front = ask(&format!("--admin {}", site.front)).await;
-    front.failed(&[&site.front, "is it the admin address of a gateway?"]);
+    let listener = ask(&format!("--admin {}", site.listener)).await;
+    listener.failed(&[&site.listener, "is it the admin address of a gateway?"]);
 
     // Whoever was killed could not take his address back.
     let data = site.data();

@@ -4,7 +4,7 @@ use crate::{
     road::{Road, URL},
     world::{
         app::{App, End, Gate, Script, answer, answer::pattern},
-        caller::{Body, Wire, exchange, read, read_to_end, whole},
+        client::{Body, Wire, exchange, read, read_to_end, whole},
         tool::{Running, Tool, need},
         until,
     },
@@ -44,7 +44,7 @@ async fn websockets_pass_with_messages_of_all_sizes_and_subprotocol() {
 }
 
 #[tokio::test]
-async fn a_websockets_close_code_reaches_its_caller() {
+async fn a_websockets_close_code_reaches_its_client() {
     need!("python:websockets");
     let (mut app, road) = python("ws_server.py", &[]).await;
     let client = road.python("ws_client.py").args(["--path", "/close/4001"]);
@@ -139,7 +139,7 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
     let folder = build.folder().to_owned();
     let world = build.start().await;
     let name = ListenerName::parse("app.test").unwrap();
-    let leaf = world.ca().mint_front(&[name], Duration::from_mins(10));
+    let leaf = world.ca().mint_listener(&[name], Duration::from_mins(10));
     let leaf = leaf.unwrap();
     let files = [
         world.write(&leaf.chain_pem()),
@@ -163,7 +163,7 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
 async fn grpc(mut app: Running, road: &Road) {
     let verdict = road.python("grpc_client.py").run().await.json();
     assert_eq!(verdict["ok"], true, "{verdict:#}");
-    // One by the caller's deadline, one by its cancel.
+    // One by the client's deadline, one by its cancel.
     for _ in 0..2 {
         let cancelled = event(&mut app, "cancelled").await;
         assert_eq!(cancelled["method"], "Hang");
@@ -172,24 +172,24 @@ async fn grpc(mut app: Running, road: &Road) {
 }
 
 #[tokio::test]
-async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_caller() {
+async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_client() {
     need!("python:h2");
     let (mut app, road) = python_as(Protocol::H2c, "h2c_server.py").await;
-    let caller = road.http2();
-    let answer = caller.get("https://edge-1:9100/trailers").await;
+    let client = road.http2();
+    let answer = client.get("https://edge-1:9100/trailers").await;
     assert_eq!(answer.trailers.unwrap()["x-last"], "after");
     let request = Request::get("https://edge-1:9100/reset")
         .body(whole(""))
         .unwrap();
-    let error = caller.try_send(request).await.err().unwrap();
+    let error = client.try_send(request).await.err().unwrap();
     assert!(causes(error.as_ref()).contains("stream error"), "{error:?}");
     // The connection to the app was one, and is still good.
-    assert_eq!(caller.ask("POST", URL, "again").await.text(), "again");
+    assert_eq!(client.ask("POST", URL, "again").await.text(), "again");
     event(&mut app, "opened").await;
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_ends_a_request_that_has_no_answer_yet() {
+async fn a_client_that_goes_away_ends_a_request_that_has_no_answer_yet() {
     let app = App::http(|_| answer::silence()).await;
     let road = Road::to(&app).await;
     for reset in [false, true] {
@@ -203,7 +203,7 @@ async fn a_caller_that_goes_away_ends_a_request_that_has_no_answer_yet() {
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_ends_an_answer_that_flows_or_rests() {
+async fn a_client_that_goes_away_ends_an_answer_that_flows_or_rests() {
     let gate = Gate::new();
     let script = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
@@ -232,7 +232,7 @@ async fn a_caller_that_goes_away_ends_an_answer_that_flows_or_rests() {
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_in_mid_upload_resets_the_apps_request() {
+async fn a_client_that_goes_away_in_mid_upload_resets_the_apps_request() {
     let app = App::http(|_| Script::new().body()).await;
     let road = Road::to(&app).await;
     for framing in ["Content-Length: 1000", "Transfer-Encoding: chunked"] {
@@ -250,7 +250,7 @@ async fn a_caller_that_goes_away_in_mid_upload_resets_the_apps_request() {
 
 /// The client's bytes stand before an app that does not read: what waits there must not hide the reset.
 #[tokio::test]
-async fn a_caller_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
+async fn a_client_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
     let listener = TcpSocket::new_v4().unwrap();
     listener.set_recv_buffer_size(4 << 10).unwrap();
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
@@ -283,7 +283,7 @@ async fn a_caller_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
 }
 
 #[tokio::test]
-async fn an_http_2_callers_reset_ends_the_apps_request_and_nothing_else() {
+async fn an_http_2_clients_reset_ends_the_apps_request_and_nothing_else() {
     let app = App::http(|head| match head.path().as_str() {
         "/silence" => answer::silence(),
         _ => answer::ok("still here"),
@@ -303,7 +303,7 @@ async fn an_http_2_callers_reset_ends_the_apps_request_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_session_that_its_caller_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
+async fn a_session_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
     let app = App::tcp(Script::new().echo()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
@@ -323,7 +323,7 @@ async fn a_session_that_its_caller_resets_is_reset_at_the_app_and_one_it_ends_is
 }
 
 #[tokio::test]
-async fn an_upgrade_that_its_caller_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
+async fn an_upgrade_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
     let app = App::http(|_| answer::switch("SPDY/3.1", b"hello")).await;
     let road = Road::to(&app).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
@@ -401,7 +401,7 @@ async fn a_clean_end_stays_clean() {
         exchange(&mut wire, "GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await;
         assert_eq!(read_to_end(&mut wire).await.unwrap(), b"all of it");
     }
-    assert_eq!(road.caller().get(URL).await.text(), "all of it");
+    assert_eq!(road.client().get(URL).await.text(), "all of it");
     assert_eq!(road.http2().get(URL).await.text(), "all of it");
     let app = App::tcp(Script::new().write("all of it").read_to_end()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
@@ -467,8 +467,8 @@ async fn an_answer_that_comes_before_the_body_was_read_passes_at_once() {
 async fn an_early_hint_does_not_take_the_answers_place() {
     let app = App::http(|_| answer::after_hints("the answer")).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
-        let answer = caller.get(URL).await;
+    for client in [road.client(), road.http2()] {
+        let answer = client.get(URL).await;
         assert_eq!((answer.status, answer.text().as_str()), (200, "the answer"));
     }
 }
@@ -477,8 +477,8 @@ async fn an_early_hint_does_not_take_the_answers_place() {
 async fn small_chunks_arrive_whole() {
     let app = App::http(|_| answer::small_chunks(1 << 20)).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
-        assert!(caller.get(URL).await.body == pattern(1 << 20));
+    for client in [road.client(), road.http2()] {
+        assert!(client.get(URL).await.body == pattern(1 << 20));
     }
 }
 

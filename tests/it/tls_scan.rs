@@ -7,7 +7,7 @@ use crate::world::{
     GATEWAY_NAME, LIFE, World,
     app::App,
     edge::Edge,
-    gateway::{fixed, front},
+    gateway::{fixed, listener},
     tool::{Ran, Tool, need},
 };
 use causeway_certs::{Ca, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey};
@@ -15,7 +15,7 @@ use causeway_gateway::config::ListenerProtocol;
 use std::{net::SocketAddr, path::PathBuf};
 
 /// Kinds of listener that speak TLS.
-const FRONTS: [&str; 3] = ["https", "connect", "bytes"];
+const LISTENERS: [&str; 3] = ["https", "connect", "bytes"];
 /// OpenSSL's words for everything it has.
 const ALL: &str = "ALL:COMPLEMENTOFALL@SECLEVEL=0";
 /// The same without what is sound today: ephemeral keys, and ciphers that authenticate.
@@ -34,8 +34,8 @@ struct Scan {
 impl Scan {
     async fn new() -> Self {
         let app = App::saying("it").await;
-        let build = World::build().front(front("connect", ListenerProtocol::Connect));
-        let build = build.front(fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100));
+        let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
+        let build = build.listener(fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100));
         let world = build.start().await;
         let edge = world.edge("edge-1").port(9100, app.address()).join().await;
         Self {
@@ -82,8 +82,8 @@ impl Scan {
         text
     }
 
-    fn caller(&self) -> String {
-        let leaf = self.world.caller_leaf("scanner");
+    fn client_files(&self) -> String {
+        let leaf = self.world.client_leaf("scanner");
         self.files(&leaf.chain_pem(), leaf.key_pem().expose())
     }
 
@@ -104,17 +104,17 @@ fn edge_of(ca: &Ca) -> (String, String) {
 }
 
 #[tokio::test]
-async fn fronts_speak_tls_1_2_and_1_3_and_nothing_older() {
+async fn listeners_speak_tls_1_2_and_1_3_and_nothing_older() {
     need!("openssl");
     let scan = Scan::new().await;
-    for name in FRONTS {
-        let to = scan.world.front(name);
+    for name in LISTENERS {
+        let to = scan.world.listener(name);
         for (version, words) in [
             ("-tls1_2", "TLSv1.2, Cipher is"),
             ("-tls1_3", "TLSv1.3, Cipher is"),
         ] {
             let said = scan
-                .agreed(to, &format!("{version} {}", scan.caller()))
+                .agreed(to, &format!("{version} {}", scan.client_files()))
                 .await;
             assert!(said.contains(words), "{name}: {said}");
             assert!(said.contains("Compression: NONE"), "{name}: {said}");
@@ -130,11 +130,11 @@ async fn fronts_speak_tls_1_2_and_1_3_and_nothing_older() {
 }
 
 #[tokio::test]
-async fn no_front_takes_a_weak_suite() {
+async fn no_listener_takes_a_weak_suite() {
     need!("openssl");
     let scan = Scan::new().await;
-    for name in FRONTS {
-        let to = scan.world.front(name);
+    for name in LISTENERS {
+        let to = scan.world.listener(name);
         let alert = scan.alert(to, &format!("-tls1_2 -cipher {WEAK}")).await;
         assert_eq!(alert, "handshake failure", "{name}");
         for suite in [
@@ -152,13 +152,13 @@ async fn no_front_takes_a_weak_suite() {
 }
 
 #[tokio::test]
-async fn no_front_negotiates_anew() {
+async fn no_listener_negotiates_anew() {
     need!("openssl");
     let mut scan = Scan::new().await;
     let mut clients = Vec::new();
-    for name in FRONTS {
-        let line = format!("-tls1_2 {}", scan.caller());
-        let mut running = scan.tool(scan.world.front(name), &line).start();
+    for name in LISTENERS {
+        let line = format!("-tls1_2 {}", scan.client_files());
+        let mut running = scan.tool(scan.world.listener(name), &line).start();
         while !running.line().await.contains("Verify return code: 0") {}
         // To OpenSSL a line that begins so is an order.
         running.send("R\n").await;
@@ -175,7 +175,7 @@ async fn no_front_negotiates_anew() {
 }
 
 #[tokio::test]
-async fn fronts_agree_on_protocols_that_they_serve_or_refuse() {
+async fn listeners_agree_on_protocols_that_they_serve_or_refuse() {
     need!("openssl");
     let scan = Scan::new().await;
     for (name, offered, chosen) in [
@@ -185,7 +185,7 @@ async fn fronts_agree_on_protocols_that_they_serve_or_refuse() {
         ("connect", "http/1.1", "http/1.1"),
     ] {
         let said = scan
-            .agreed(scan.world.front(name), &format!("-alpn {offered}"))
+            .agreed(scan.world.listener(name), &format!("-alpn {offered}"))
             .await;
         assert!(
             said.contains(&format!("ALPN protocol: {chosen}\n")),
@@ -193,7 +193,7 @@ async fn fronts_agree_on_protocols_that_they_serve_or_refuse() {
         );
     }
     for name in ["https", "connect"] {
-        let to = scan.world.front(name);
+        let to = scan.world.listener(name);
         assert!(
             scan.agreed(to, "").await.contains("No ALPN negotiated"),
             "{name}"
@@ -254,7 +254,7 @@ async fn the_tunnel_port_speaks_tls_1_3_with_edges_of_our_own() {
 }
 
 #[tokio::test]
-async fn without_a_certificate_no_front_gives_a_byte_of_service() {
+async fn without_a_certificate_no_listener_gives_a_byte_of_service() {
     need!("openssl");
     let scan = Scan::new().await;
     let get = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
@@ -265,7 +265,7 @@ async fn without_a_certificate_no_front_gives_a_byte_of_service() {
         ("connect", connect, "HTTP/1.1 401"),
         ("bytes", get, ""),
     ] {
-        let ran = scan.client(scan.world.front(name), "-quiet", asks).await;
+        let ran = scan.client(scan.world.listener(name), "-quiet", asks).await;
         let text = ran.text();
         assert!(
             text.starts_with(status) && (!status.is_empty() || text.is_empty()),

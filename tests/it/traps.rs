@@ -23,7 +23,7 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, Gate, Script, answer, answer::pattern},
-        caller::{Wire, exchange, read, read_head, read_to_end},
+        client::{Wire, exchange, read, read_head, read_to_end},
         tool::full,
         until,
     },
@@ -58,7 +58,7 @@ async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
     let app = App::http(move |_| answer::small_chunks(total)).await;
     let road = Road::to(&app).await;
     let before = road.tunnels().await;
-    let answer = road.caller().get(URL).await;
+    let answer = road.client().get(URL).await;
     assert!(
         answer.body == pattern(total),
         "{} bytes came",
@@ -69,7 +69,7 @@ async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
 }
 
 #[tokio::test]
-async fn trap_2_callers_that_hang_up_again_and_again_hurt_nobody_else() {
+async fn trap_2_clients_that_hang_up_again_and_again_hurt_nobody_else() {
     let gate = Gate::new();
     let script = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
@@ -110,14 +110,14 @@ async fn trap_2_callers_that_hang_up_again_and_again_hurt_nobody_else() {
 }
 
 #[tokio::test]
-async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_front() {
+async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_listener() {
     let gate = Gate::new();
     let script = Script::new().write("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello");
     let script = script.until(&gate).reset();
     let app = App::tcp(script).await;
     let road = Road::to(&app).await;
-    for front in ["https", "plain", "bytes", "connect"] {
-        let mut wire: Box<dyn Wire> = match front {
+    for listener in ["https", "plain", "bytes", "connect"] {
+        let mut wire: Box<dyn Wire> = match listener {
             "https" => Box::new(road.tls().await),
             "connect" => Box::new(road.connect("edge-1:9100").await),
             bare => Box::new(road.tcp(bare).await),
@@ -128,7 +128,7 @@ async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_front() {
         assert_eq!(read(&mut wire, 5).await, b"hello");
         gate.open();
         let ended = read_to_end(&mut wire).await.map_err(|error| error.kind());
-        assert_eq!(ended, Err(io::ErrorKind::ConnectionReset), "{front}");
+        assert_eq!(ended, Err(io::ErrorKind::ConnectionReset), "{listener}");
     }
 }
 
@@ -136,8 +136,8 @@ async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_front() {
 async fn trap_4_a_refused_port_is_never_a_200() {
     let app = App::refusing();
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let caller = road.caller_at("connect");
-    let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+    let client = road.client_at("connect");
+    let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     let answer = exchange(&mut wire, head).await;
     // The reason phrase is all that kube-apiserver shows.
@@ -230,7 +230,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
         // Pieces of TCP alone, and of TLS records as well.
         config.max_fragment_size = fragment;
         let tcp = Pieces {
-            tcp: world.caller().tcp_stream().await,
+            tcp: world.client().tcp_stream().await,
             rested: false,
             written: 0,
         };
@@ -251,7 +251,7 @@ async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
     let name = ListenerName::parse("kubelet.test").unwrap();
     let leaf = world
         .ca()
-        .mint_front(&[name], Duration::from_mins(10))
+        .mint_listener(&[name], Duration::from_mins(10))
         .unwrap();
     let key = PrivateKeyDer::from_pem_slice(leaf.key_pem().expose().as_bytes()).unwrap();
     let config = ServerConfig::builder().with_no_client_auth();
@@ -283,8 +283,8 @@ async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
         }
         (wire.get_ref().1.alpn_protocol().map(<[u8]>::to_vec), heads)
     });
-    for caller in [world.caller().http2(), world.caller()] {
-        assert_eq!(caller.get("https://edge-1:10250/pods").await.text(), "it");
+    for client in [world.client().http2(), world.client()] {
+        assert_eq!(client.get("https://edge-1:10250/pods").await.text(), "it");
     }
     let (alpn, heads) = serving.join_next().await.unwrap().unwrap();
     assert_eq!(alpn, None);
@@ -427,7 +427,7 @@ async fn opened(road: &Road) -> Vec<u64> {
 
 /// A client's TLS that offers these protocols.
 fn config(world: &World, alpn: &[&[u8]]) -> ClientConfig {
-    let leaf = world.caller_leaf("pieces");
+    let leaf = world.client_leaf("pieces");
     let key = PrivateKeyDer::from_pem_slice(leaf.key_pem().expose().as_bytes()).unwrap();
     let config = ClientConfig::builder().with_root_certificates(roots(world));
     let mut config = config

@@ -5,7 +5,7 @@ use crate::{
     world::{
         World,
         app::{App, Gate, Head, Script, answer},
-        caller::{Answer, Caller, assert_problem, exchange, read, read_head, read_to_end, whole},
+        client::{Answer, Client, assert_problem, exchange, read, read_head, read_to_end, whole},
         frames,
     },
 };
@@ -17,23 +17,23 @@ use tokio::{io::AsyncWriteExt, net::TcpStream};
 /// gateway itself does.
 async fn over_both_roads(
     choose: impl Fn(&Head) -> Script + Send + Sync + Clone + 'static,
-    check: impl AsyncFn(&App, &Road, &Caller),
+    check: impl AsyncFn(&App, &Road, &Client),
 ) {
     let app = App::http(choose.clone()).await;
     let road = Road::to(&app).await;
-    for caller in [road.caller(), road.http2()] {
-        check(&app, &road, &caller).await;
+    for client in [road.client(), road.http2()] {
+        check(&app, &road, &client).await;
     }
     let (app, road) = Box::pin(Road::secured(choose)).await;
-    for caller in [road.caller(), road.http2()] {
-        check(&app, &road, &caller).await;
+    for client in [road.client(), road.http2()] {
+        check(&app, &road, &client).await;
     }
 }
 
-async fn ask(caller: &Caller, method: &str, path: &str) -> Answer {
+async fn ask(client: &Client, method: &str, path: &str) -> Answer {
     let request = Request::builder().method(method);
     let request = request.uri(format!("https://edge-1:9100{path}"));
-    caller.send(request.body(whole("")).unwrap()).await
+    client.send(request.body(whole("")).unwrap()).await
 }
 
 fn framed(head: &Head) -> Script {
@@ -68,7 +68,7 @@ fn framed(head: &Head) -> Script {
 /// RFC 9112 section 6.3: `Transfer-Encoding` overrides `Content-Length`, and equal lengths are one.
 #[tokio::test]
 async fn answers_of_upstreams_are_framed_anew() {
-    Box::pin(over_both_roads(framed, async |_, _, caller| {
+    Box::pin(over_both_roads(framed, async |_, _, client| {
         for path in [
             "/length-beside-chunks",
             "/list-of-equal-lengths",
@@ -76,7 +76,7 @@ async fn answers_of_upstreams_are_framed_anew() {
             "/long-number",
             "/length-of-an-interim-answer",
         ] {
-            let answer = ask(caller, "GET", path).await;
+            let answer = ask(client, "GET", path).await;
             assert_eq!(
                 (answer.status, answer.text().as_str()),
                 (200, "ok"),
@@ -86,11 +86,11 @@ async fn answers_of_upstreams_are_framed_anew() {
             assert!(lengths < 2, "{path}: {:?}", answer.fields);
         }
         for path in ["/list-of-equal-lengths", "/equal-lengths", "/long-number"] {
-            let answer = ask(caller, "HEAD", path).await;
+            let answer = ask(client, "HEAD", path).await;
             assert_eq!(answer.status, 200, "{path}");
             assert_eq!(answer.field("content-length"), "2", "{path}");
         }
-        let answer = ask(caller, "GET", "/no-content").await;
+        let answer = ask(client, "GET", "/no-content").await;
         assert_eq!((answer.status, answer.field("content-length")), (204, ""));
     }))
     .await;
@@ -98,14 +98,14 @@ async fn answers_of_upstreams_are_framed_anew() {
 
 #[tokio::test]
 async fn lengths_that_differ_are_the_fault_of_the_upstream() {
-    Box::pin(over_both_roads(framed, async |app, _, caller| {
+    Box::pin(over_both_roads(framed, async |app, _, client| {
         for (method, path) in [
             ("GET", "/different-lengths"),
             ("HEAD", "/different-lengths"),
             ("GET", "/no-length"),
             ("HEAD", "/no-length"),
         ] {
-            let answer = ask(caller, method, path).await;
+            let answer = ask(client, method, path).await;
             assert_eq!(answer.status, 502, "{method} {path}");
             let proxy = answer.field("proxy-status");
             let by_edge = format!("{} on edge-1 answered", app.address());
@@ -134,13 +134,13 @@ async fn garbage_and_resets_on_a_reused_connection_are_not_asked_for_again() {
         "/reset" => Script::new().reset(),
         _ => answer::ok("well"),
     };
-    Box::pin(over_both_roads(choose, async |app, road, caller| {
+    Box::pin(over_both_roads(choose, async |app, road, client| {
         for path in ["/garbage", "/half-a-head", "/only-hints", "/reset"] {
-            assert_eq!(ask(caller, "GET", "/well").await.text(), "well");
+            assert_eq!(ask(client, "GET", "/well").await.text(), "well");
             // Its connection rests once the stream is over.
             road.until_idle().await;
             let before = app.requests();
-            let answer = ask(caller, "GET", path).await;
+            let answer = ask(client, "GET", path).await;
             assert_problem(&answer, 502, "target_broken", "edge-1");
             assert_eq!(app.requests(), before + 1, "{path}");
         }
@@ -203,7 +203,7 @@ async fn attaches(app: &App, road: &Road) {
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     drop(wire);
     let refused = ATTACH.replace("/attach", "/attach/refused") + "Content-Length: 3\r\n\r\nxyz";
-    let refused = road.caller().raw("edge-1", refused).await;
+    let refused = road.client().raw("edge-1", refused).await;
     assert_eq!((refused.status, refused.text().as_str()), (409, "not you"));
     road.until_idle().await;
 }
@@ -228,7 +228,7 @@ async fn the_body_of_an_upgrade_may_have_64_kib_without_a_length() {
     let head = exchange(&mut wire, chunked(64 << 10)).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     drop(wire);
-    let answer = road.caller().raw("edge-1", chunked((64 << 10) + 1)).await;
+    let answer = road.client().raw("edge-1", chunked((64 << 10) + 1)).await;
     assert_problem(
         &answer,
         413,
@@ -378,7 +378,7 @@ async fn a_target_that_cannot_be_dialled_is_reported_by_its_cause() {
         (2, 502, "target_unresolved", "dns_error"),
     ] {
         let answer = world
-            .caller()
+            .client()
             .get(&format!("https://edge-1:{number}/"))
             .await;
         assert_problem(&answer, status, reason, "edge-1");
@@ -402,7 +402,7 @@ async fn host_is_the_first_field_of_a_request() {
                 .unwrap_or_default(),
         )
     };
-    Box::pin(over_both_roads(choose, async |_, _, caller| {
+    Box::pin(over_both_roads(choose, async |_, _, client| {
         for (method, body) in [("GET", ""), ("POST", "body")] {
             let request = Request::builder()
                 .method(method)
@@ -410,7 +410,7 @@ async fn host_is_the_first_field_of_a_request() {
                 .header("x-a", "1")
                 .header("cookie", "a=1")
                 .header("x-a", "2");
-            let answer = caller.send(request.body(whole(body)).unwrap()).await;
+            let answer = client.send(request.body(whole(body)).unwrap()).await;
             assert_eq!(answer.text(), "Host: edge-1:9100", "{method}");
         }
     }))
@@ -425,10 +425,10 @@ async fn an_answer_of_http_1_2_is_read_as_one_of_1_1() {
         let text = format!("HTTP/{version} 200 OK\r\nContent-Length: 8\r\n\r\nHTTP/1.2");
         Script::new().body().write(text)
     };
-    Box::pin(over_both_roads(choose, async |_, _, caller| {
+    Box::pin(over_both_roads(choose, async |_, _, client| {
         for _ in 0..2 {
             for version in ["1.2", "1.9"] {
-                let answer = ask(caller, "GET", &format!("/{version}")).await;
+                let answer = ask(client, "GET", &format!("/{version}")).await;
                 assert_eq!(
                     (answer.status, &*answer.text()),
                     (200, "HTTP/1.2"),
@@ -436,7 +436,7 @@ async fn an_answer_of_http_1_2_is_read_as_one_of_1_1() {
                 );
             }
         }
-        let answer = ask(caller, "GET", "/2.0").await;
+        let answer = ask(client, "GET", "/2.0").await;
         assert_problem(&answer, 502, "target_broken", "not HTTP");
     }))
     .await;
@@ -452,14 +452,14 @@ fn with_many_fields(head: &Head) -> Script {
 
 #[tokio::test]
 async fn an_answer_of_too_many_fields_names_the_limit() {
-    Box::pin(over_both_roads(with_many_fields, async |_, _, caller| {
-        assert_eq!(ask(caller, "GET", "/90").await.status, 200);
-        let answer = ask(caller, "GET", "/150").await;
+    Box::pin(over_both_roads(with_many_fields, async |_, _, client| {
+        assert_eq!(ask(client, "GET", "/90").await.status, 200);
+        let answer = ask(client, "GET", "/150").await;
         assert_problem(
             &answer,
             502,
             "target_broken",
-            "more fields than limits.headers",
+            "more fields than limits.max_headers",
         );
     }))
     .await;
@@ -471,12 +471,12 @@ async fn the_limit_of_an_answers_fields_can_be_raised() {
     let app = App::http(with_many_fields).await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let _edge = edge
-        .config(|config| config.limits.headers = 200)
+        .config(|config| config.limits.max_headers = 200)
         .join()
         .await;
-    let caller = world.caller().http2();
-    assert_eq!(ask(&caller, "GET", "/150").await.status, 200);
-    let build = Road::build().config(|config| config.limits.headers = 200);
+    let client = world.client().http2();
+    assert_eq!(ask(&client, "GET", "/150").await.status, 200);
+    let build = Road::build().config(|config| config.limits.max_headers = 200);
     let (_app, road) = Box::pin(Road::secured_by(build, with_many_fields)).await;
     assert_eq!(ask(&road.http2(), "GET", "/150").await.status, 200);
 }

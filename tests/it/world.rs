@@ -6,7 +6,7 @@
 
 pub(crate) mod app;
 pub(crate) mod authority;
-pub(crate) mod caller;
+pub(crate) mod client;
 pub(crate) mod cluster;
 pub(crate) mod edge;
 pub(crate) mod evil;
@@ -21,9 +21,9 @@ pub(crate) mod process;
 pub(crate) mod recorder;
 pub(crate) mod tool;
 
-use caller::{Caller, Place};
 use causeway_certs::{Ca, JoinToken, LeafCertificate, NodeAttributes, NodeName, Store};
 use causeway_gateway::{BindError, Config, ReloadSummary, state::NodesWriter};
+use client::{Client, Place};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -71,27 +71,27 @@ impl World {
     }
 
     /// A client at the `https` listener with a certificate of the world's CA.
-    pub(crate) fn caller(&self) -> Caller {
-        self.caller_at("https")
+    pub(crate) fn client(&self) -> Client {
+        self.client_at("https")
     }
 
     /// The same at another listener.
-    pub(crate) fn caller_at(&self, front: &str) -> Caller {
-        let leaf = self.caller_leaf("tester");
-        Caller::new(self.place(front), self.ca.root(), self.log()).certificate(&leaf)
+    pub(crate) fn client_at(&self, listener: &str) -> Client {
+        let leaf = self.client_leaf("tester");
+        Client::new(self.place(listener), self.ca.root(), self.log()).certificate(&leaf)
     }
 
     /// A client's certificate by the world's CA.
-    pub(crate) fn caller_leaf(&self, name: &str) -> LeafCertificate {
-        self.ca.issue_caller(name, &[], LIFE).unwrap()
+    pub(crate) fn client_leaf(&self, name: &str) -> LeafCertificate {
+        self.ca.issue_client(name, &[], LIFE).unwrap()
     }
 
     /// curl with the world's CA and a client's certificate; every URL leads to the `https` listener.
     pub(crate) fn curl<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Tool {
-        let leaf = self.caller_leaf("curl");
+        let leaf = self.client_leaf("curl");
         let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());
         let certificate = self.write(&both);
-        let to = format!("::{}", self.front("https"));
+        let to = format!("::{}", self.listener("https"));
         Tool::curl()
             .args([Path::new("--cacert"), &self.root_path()])
             .args([Path::new("--cert"), &certificate])
@@ -100,14 +100,14 @@ impl World {
     }
 
     /// The address of a listener.
-    pub(crate) fn front(&self, name: &str) -> SocketAddr {
-        let found = self.gateway().addresses.front(name);
-        found.unwrap_or_else(|| panic!("no front {name:?} with an address"))
+    pub(crate) fn listener(&self, name: &str) -> SocketAddr {
+        let found = self.gateway().addresses.listener(name);
+        found.unwrap_or_else(|| panic!("no listener {name:?} with an address"))
     }
 
     /// Returns the address of a listener for clients.
-    pub(crate) fn place(&self, front: &str) -> Place {
-        self.gateway().place(front)
+    pub(crate) fn place(&self, listener: &str) -> Place {
+        self.gateway().place(listener)
     }
 
     /// The table of nodes, for tests that stand in for a cluster.
@@ -180,8 +180,8 @@ impl World {
     /// Returns the response of the admin listener.
     pub(crate) async fn admin_text(&self, path: &str) -> (u16, String) {
         let admin = self.admin();
-        let caller = Caller::new(Place::Plain(admin), self.ca.root(), self.log());
-        let answer = caller.get(&format!("http://{admin}{path}")).await;
+        let client = Client::new(Place::Plain(admin), self.ca.root(), self.log());
+        let answer = client.get(&format!("http://{admin}{path}")).await;
         (answer.status, answer.text())
     }
 
@@ -269,8 +269,11 @@ impl Metrics {
     }
 
     /// Returns the number of streams of a listener that ended with this result.
-    pub(crate) fn outcomes(&self, front: &str, outcome: &str) -> u64 {
-        self.sum("streams_total", &[("front", front), ("outcome", outcome)])
+    pub(crate) fn outcomes(&self, listener: &str, outcome: &str) -> u64 {
+        self.sum(
+            "streams_total",
+            &[("listener", listener), ("outcome", outcome)],
+        )
     }
 }
 

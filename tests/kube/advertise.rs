@@ -46,7 +46,7 @@ fn gateway(world: &World, folder: &Path) -> Process {
         "data_dir": folder.join("data"),
         "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
-        "fronts": [],
+        "listeners": [],
     });
     let mut config = text.replace(theirs, &world.cluster.account("egress"));
     for (key, value) in ours.as_object().unwrap() {

@@ -346,8 +346,8 @@ fn example(world: &World, folder: &Path) -> Process {
             "edge_certificate_lifetime": "20s",
         },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
-        "fronts": [{
-            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        "listeners": [{
+            "name": "plain", "protocol": "http", "listen": CALLED, "port": 9052, "anonymous": true,
         }],
     });
     let mut config = text("gateway.yaml", &places);
@@ -596,8 +596,8 @@ fn asking(world: &World, folder: &Path, address: &str) -> String {
             },
         },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
-        "fronts": [{
-            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        "listeners": [{
+            "name": "plain", "protocol": "http", "listen": CALLED, "port": 9052, "anonymous": true,
         }],
     })
     .to_string()
@@ -673,9 +673,9 @@ fn a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see() {
         "kubernetes": { "kubeconfig": world.cluster.account("egress") },
         "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
-        "apps": { "10250": { "verify": false, "signer": CLIENTS, "approve": true } },
-        "fronts": [{
-            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        "upstream_tls": { "10250": { "verify": false, "signer": CLIENTS, "approve": true } },
+        "listeners": [{
+            "name": "plain", "protocol": "http", "listen": CALLED, "port": 9052, "anonymous": true,
         }],
     })
     .to_string();
@@ -693,7 +693,7 @@ fn a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see() {
         ask("/readyz").contains("certificatesigningrequests")
     });
     world.cluster.apply_example("kubelet-client/rbac.yaml");
-    until("callers may come", || ask("/readyz") == "ready\n");
+    until("clients may come", || ask("/readyz") == "ready\n");
     until("the certificate is in use", || ends() > 0);
     let file = folder.join("data/app-10250.pem");
     let server = format!("--server https://{CLOUD}:6443 --certificate-authority");

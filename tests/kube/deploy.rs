@@ -79,7 +79,7 @@ const STATE: &str = "state/rbac.yaml";
 /// Each way, with the files of rights by which it is tested besides.
 const WAYS: [(&str, &[&str]); 5] = [
     (
-        "callers",
+        "clients",
         &[
             "egress/rbac.yaml",
             "egress/reviews.yaml",
@@ -211,7 +211,7 @@ fn the_api_server_takes_each_way_without_a_warning() {
 fn gateways_are_restricted_pods_where_their_namespace_says_so() {
     let world = world();
     let of = |way| objects(&world, &kustomized(&world, way));
-    let restricted = of("callers");
+    let restricted = of("clients");
     make(&world, &restricted, &SURROUNDINGS);
     let level = |objects: &[Value]| {
         let labels = &named(objects, "Namespace", "causeway")["metadata"]["labels"];
@@ -341,7 +341,7 @@ fn edges_may_join_by_tokens_all_the_same() {
     fs::create_dir_all(&copy).unwrap();
     let copied = Program::new("cp").args(["-r".into(), file("deploy/."), copy.clone()]);
     copied.run().ok();
-    let overlay = copy.join("overlays/callers");
+    let overlay = copy.join("overlays/clients");
     let change = |name: &str, from: &str, to: &str| {
         let text = fs::read_to_string(overlay.join(name)).unwrap();
         assert!(text.contains(from), "{name}: {text}");

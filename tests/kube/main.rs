@@ -9,6 +9,7 @@
 
 mod addresses;
 mod advertise;
+mod api_cache;
 mod certificates;
 mod deploy;
 mod egress;
@@ -18,7 +19,6 @@ mod hosts;
 mod names;
 mod nodes;
 mod ports;
-mod readers;
 mod reviews;
 mod rows;
 mod scrapes;
@@ -35,7 +35,7 @@ use test_summary::Skipped;
 use world::{Way, assets, cage};
 
 fn main() -> ExitCode {
-    if let Some(ended) = readers::reflector::run() {
+    if let Some(ended) = api_cache::reflector::run() {
         return ended;
     }
     let mut arguments = Arguments::from_args();
@@ -114,7 +114,7 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(certificates::trials())
         .chain(advertise::trials())
         .collect();
-    [smoke::trials(), first, second, readers::trials()]
+    [smoke::trials(), first, second, api_cache::trials()]
 }
 
 /// A test of this name.

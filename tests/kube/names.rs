@@ -202,7 +202,7 @@ fn asked_by_what_they_choose(world: &mut World) {
 /// How many connections to kubelets the gateway has made by this version of HTTP.
 fn connections(version: &str) -> u64 {
     let metrics = Program::new("curl").words("-q -sS http://127.0.0.1:10265/metrics");
-    let name = format!("causeway_gateway_app_connections_total{{http=\"{version}\"}} ");
+    let name = format!("causeway_gateway_upstream_connections_total{{http=\"{version}\"}} ");
     let metrics = metrics.run().ok().text();
     let found = metrics.lines().find_map(|line| line.strip_prefix(&name));
     found.map_or(0, |count| count.parse().unwrap())
@@ -220,7 +220,7 @@ fn known_by_their_keys(world: &mut World) {
     ] {
         kubectl(world, line).ok();
     }
-    let known = |world: &World| world.the_road().orders("edge pins").ok().text();
+    let known = |world: &World| world.the_road().orders("node pins").ok().text();
     let own = world.nodes[0].own_certificate();
     let first = format!("edge-1  10250  {}", key(&own[0]));
     let pins = known(world);
@@ -240,12 +240,12 @@ fn known_by_their_keys(world: &mut World) {
         said.contains("has another key")
     });
     assert!(
-        said.contains("`causeway edge unpin edge-1 10250`"),
+        said.contains("`causeway node unpin edge-1 10250`"),
         "{said}"
     );
     each_says(world, "has another key", &[UPGRADES, REQUESTS].concat());
     assert_eq!(known(world), pins);
-    world.the_road().orders("edge unpin edge-1 10250").ok();
+    world.the_road().orders("node unpin edge-1 10250").ok();
     // A kubelet that has just started does not know its pods yet.
     until("the other key is believed", || {
         kubectl(world, "logs -n a ticker").code == Some(0)

@@ -76,8 +76,8 @@ pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value
         "kubernetes": rules,
         // No edge comes to it.
         "timeouts": { "edges": "0s" },
-        "fronts": [{
-            "name": "it", "kind": "connect",
+        "listeners": [{
+            "name": "it", "protocol": "connect",
             "listen": format!("unix:{}", folder.join("it.sock").display()),
         }],
     });

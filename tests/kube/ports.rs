@@ -168,7 +168,7 @@ impl<'a> Site<'a> {
         let service = self
             .world
             .cluster
-            .get("-n kube-system service causeway-callers");
+            .get("-n kube-system service causeway-clients");
         let service = service.unwrap();
         let ports = service["spec"]["ports"].as_array().unwrap().iter();
         ports
@@ -249,7 +249,7 @@ fn a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it(
     });
 
     let patch = r#"[{"op": "remove", "path": "/spec/ports/1"}]"#;
-    let line = "-n kube-system patch service causeway-callers --type json -p";
+    let line = "-n kube-system patch service causeway-clients --type json -p";
     world.cluster.kubectl(line).args([patch]).run().ok();
     until("what somebody took away is there again", || {
         site.service().len() == 3
@@ -329,7 +329,7 @@ fn an_entry_that_cannot_be_served_is_told_on_the_list_and_the_others_are_served(
 
 /// An app on `edge-1` that loopback does not lead to; by names it speaks TLS, and the API server names nobody without.
 fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, way: Way) {
-    let (port, fronts, key) = match way {
+    let (port, listeners, key) = match way {
         Way::Names(_) => (9443, "{ https: apps }", "https-proxy-ports"),
         Way::Addresses(_) => (9100, "{ http: apps }", "http-proxy-ports"),
         _ => (9100, "{}", "http-proxy-ports"),
@@ -346,7 +346,7 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
     };
     put(world, "");
     let ca = world.cluster.pki.path("ca.pem");
-    let ports = format!("\nkubernetes:\n  ports: {fronts}\n");
+    let ports = format!("\nkubernetes:\n  ports: {listeners}\n");
     // Apps that a gateway asks by TLS itself.
     let apps = format!("\napps:\n  {REFUSING}: {{ ca: {ca} }}\n");
     world.otherwise(way, |text| {
@@ -429,10 +429,10 @@ fn two_lists_for_one_service_leave_each_other_alone() {
         "tunnel": { "listen": "127.0.0.1:11372" }, "admin": { "listen": "127.0.0.1:11375" },
         "kubernetes": {
             "kubeconfig": kubeconfig,
-            "ports": { "name": "other-ports", "http": "plain", "service": "causeway-callers" },
+            "ports": { "name": "other-ports", "http": "plain", "service": "causeway-clients" },
         },
-        "fronts": [{
-            "name": "plain", "kind": "http", "listen": "127.0.0.3:10255", "port": 10255,
+        "listeners": [{
+            "name": "plain", "protocol": "http", "listen": "127.0.0.3:10255", "port": 10255,
             "anonymous": true, "anonymous_ports": [10255],
         }],
     });
@@ -446,7 +446,7 @@ fn two_lists_for_one_service_leave_each_other_alone() {
     };
     until("the Service has what both list", is_both);
     let version = || {
-        let service = world.cluster.get("-n kube-system service causeway-callers");
+        let service = world.cluster.get("-n kube-system service causeway-clients");
         service.unwrap()["metadata"]["resourceVersion"].clone()
     };
     list(&world, "9051, 9052");

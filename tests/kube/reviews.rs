@@ -21,8 +21,8 @@ use crate::{
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial(
-        "reviews::callers_may_at_a_kubelet_what_the_cluster_says",
-        callers_may_at_a_kubelet_what_the_cluster_says,
+        "reviews::clients_may_at_a_kubelet_what_the_cluster_says",
+        clients_may_at_a_kubelet_what_the_cluster_says,
     )]
 }
 
@@ -39,14 +39,14 @@ struct Site {
 }
 
 /// The listeners: of tokens for the API server, in both forms of failures; of tokens for this gateway; of certificates.
-fn front(name: &str, port: u16, more: &Value) -> Value {
-    let mut front = json!({
-        "name": name, "kind": "https", "listen": format!("127.0.0.1:{port}"), "port": 10250,
+fn listener(name: &str, port: u16, more: &Value) -> Value {
+    let mut listener = json!({
+        "name": name, "protocol": "https", "listen": format!("127.0.0.1:{port}"), "port": 10250,
         "subject_access_review": [10250],
     });
-    let own = front.as_object_mut().unwrap();
+    let own = listener.as_object_mut().unwrap();
     own.extend(more.as_object().unwrap().clone());
-    front
+    listener
 }
 
 const API: u16 = 11270;
@@ -62,11 +62,11 @@ impl Site {
         let causeway = || Program::new(BINARY).env("CAUSEWAY_DATA_DIR", &data);
         causeway().words("ca init").run().ok();
         let pki = |name: &str| world.cluster.pki.path(name);
-        let any = json!({ "callers": { "own_ca": false, "token_review": {} } });
-        let words =
-            json!({ "callers": { "own_ca": false, "token_review": {} }, "errors": "kubernetes" });
-        let ours = json!({ "callers": { "own_ca": false, "token_review": { "audiences": ["causeway"] } } });
-        let certificates = json!({ "callers": { "own_ca": false, "client_ca": [pki("ca.pem")] } });
+        let any = json!({ "client_auth": { "own_ca": false, "token_review": {} } });
+        let words = json!({ "client_auth": { "own_ca": false, "token_review": {} }, "errors": "kubernetes" });
+        let ours = json!({ "client_auth": { "own_ca": false, "token_review": { "audiences": ["causeway"] } } });
+        let certificates =
+            json!({ "client_auth": { "own_ca": false, "client_ca": [pki("ca.pem")] } });
         let config = json!({
             "tunnel": { "listen": format!("{CLOUD}:11262") }, "admin": { "listen": "127.0.0.1:11265" },
             "kubernetes": {
@@ -74,12 +74,12 @@ impl Site {
                 "review_allowed_for": format!("{}s", KEPT.as_secs()), "review_refused_for": "1s",
                 "token_allowed_for": format!("{}s", KEPT.as_secs()), "token_refused_for": "1s",
             },
-            "apps": { "10250": {
+            "upstream_tls": { "10250": {
                 "ca": pki("ca.pem"), "certificate": pki("kubelet-client.pem"), "key": pki("kubelet-client.key"),
             } },
-            "fronts": [
-                front("api", API, &any), front("words", WORDS, &words), front("ours", OURS, &ours),
-                front("certificates", CERTIFICATES, &certificates),
+            "listeners": [
+                listener("api", API, &any), listener("words", WORDS, &words), listener("ours", OURS, &ours),
+                listener("certificates", CERTIFICATES, &certificates),
             ],
         });
         let file = folder.join("gateway.yaml");
@@ -114,11 +114,11 @@ impl Site {
 
     /// Returns the response of edge-1's kubelet, or of the gateway before it, at a listener.
     fn ask(&self, port: u16, path: &str, more: &[&str]) -> (u16, String) {
-        let front = SocketAddr::from(([127, 0, 0, 1], port));
+        let listener = SocketAddr::from(([127, 0, 0, 1], port));
         let ran = Program::new("curl")
             .words("-sS --path-as-is -w \\n%{http_code} --cacert")
             .args([&self.ca])
-            .args(["--connect-to", &format!("::{front}")])
+            .args(["--connect-to", &format!("::{listener}")])
             .args(more)
             .args([format!("https://edge-1:10250{path}")])
             .run()
@@ -160,7 +160,7 @@ fn token(world: &World, name: &str, more: &str) -> String {
     made.text().trim().to_owned()
 }
 
-fn callers_may_at_a_kubelet_what_the_cluster_says() {
+fn clients_may_at_a_kubelet_what_the_cluster_says() {
     let world = world();
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": PLACE },

@@ -6,11 +6,11 @@
 //! away.
 
 mod apps;
-mod callers;
+mod clients;
 mod ends;
 mod nobody;
 
-pub(crate) use callers::over_tcp;
+pub(crate) use clients::over_tcp;
 pub(crate) use nobody::by_address;
 
 use std::thread;
@@ -22,7 +22,7 @@ use crate::{
     steps::{self, by},
     world::{
         Way, World,
-        causeway::{Callers, edge_anew},
+        causeway::{Clients, edge_anew},
         process::{Program, Ran, until},
         world,
     },
@@ -65,12 +65,12 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
         by(
             of("an_api_server_that_is_not_known_is_told"),
             way,
-            callers::an_api_server_that_is_not_known_is_told,
+            clients::an_api_server_that_is_not_known_is_told,
         ),
         by(
-            of("a_front_for_connect_tells_whoever_asks_for_more"),
+            of("a_listener_for_connect_tells_whoever_asks_for_more"),
             way,
-            move |world| callers::a_front_for_connect_tells_whoever_asks_for_more(world, way),
+            move |world| clients::a_listener_for_connect_tells_whoever_asks_for_more(world, way),
         ),
     ]
 }
@@ -81,7 +81,7 @@ pub(crate) fn undecided(name: &str, way: Way) -> Trial {
         format!("{name}::that_nobody_can_decide_is_told"),
         move || {
             let mut world = world();
-            world.lets_in(way, Callers::Scrapers);
+            world.lets_in(way, Clients::Scrapers);
             that_nobody_can_decide_is_told(&world);
             Ok(())
         },
@@ -213,7 +213,7 @@ fn a_kubelet_that_does_not_answer_is_told(world: &mut World) {
 
 /// Limits are taken up at a gateway's start.
 fn limits_are_told(world: &mut World, way: Way) {
-    let few = |text: String| text + "\nlimits: { per_caller: 1 }\n";
+    let few = |text: String| text + "\nlimits: { per_client: 1 }\n";
     world.otherwise(way, few);
     let mut open = world
         .cluster
@@ -222,7 +222,7 @@ fn limits_are_told(world: &mut World, way: Way) {
     open.says("edge-1");
     each_says(
         world,
-        "this caller has 1 streams open, which is its limit",
+        "this client has 1 streams open, which is its limit",
         &[UPGRADES, REQUESTS].concat(),
     );
     open.close_input();
@@ -240,7 +240,7 @@ fn a_kubelet_of_another_ca_is_told(world: &mut World) {
     let all = [UPGRADES, REQUESTS].concat();
     each_says(
         world,
-        "shows a certificate that none of the CAs of apps has signed",
+        "shows a certificate that none of the CAs of upstream_tls has signed",
         &all,
     );
     road.gateway_anew(|text| text.replace(&other, &cluster));

@@ -16,7 +16,7 @@ use crate::{
     steps::{self, NODES},
     world::{
         Way, World, assets,
-        causeway::Callers,
+        causeway::Clients,
         cluster::Cluster,
         net::CLOUD,
         process::{PATIENCE, Process, Program, within},
@@ -164,8 +164,8 @@ fn dialled(way: Way) -> &'static str {
 
 fn kubectl_top_shows_nodes_and_pods(way: Way, program: &Path) {
     let mut world = world();
-    world.lets_in(way, Callers::Scrapers);
-    // Whom the front was for goes on there, now that the cluster is asked about all of its callers.
+    world.lets_in(way, Clients::Scrapers);
+    // Whom the listener was for goes on there, now that the cluster is asked about all of its clients.
     steps::logs_and_exec(&mut world);
     let server = MetricsServer::start(&world, way, program);
     server.says("top nodes --no-headers", |said| {
@@ -321,7 +321,7 @@ const JOBS: [&str; 2] = ["edge-cadvisor", "edge-kubelets"];
 
 fn prometheus_scrapes_kubelets_while_it_may(way: Way, program: &Path) {
     let mut world = world();
-    world.lets_in(way, Callers::Scrapers);
+    world.lets_in(way, Clients::Scrapers);
     let prometheus = Prometheus::start(&world, way, program);
     let all = |value| {
         let of = |node| JOBS.map(|job| [node, job, value]);
@@ -349,7 +349,7 @@ fn prometheus_scrapes_kubelets_while_it_may(way: Way, program: &Path) {
     world.cluster.kubectl(delete).run().ok();
     prometheus.knows(("up", "job"), &all("0"));
     for target in items(&asked("targets", "")["data"]["activeTargets"]) {
-        // The front's form of failures is that for kube-apiserver, whose body says the rest.
+        // The listener's form of failures is that for kube-apiserver, whose body says the rest.
         let wanted = "server returned HTTP status 502 Bad Gateway";
         assert_eq!(target["lastError"], wanted, "{target:#}");
     }

@@ -18,7 +18,7 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use causeway::{Callers, Road};
+use causeway::{Clients, Road};
 use cluster::{Cluster, Flags};
 use node::Node;
 
@@ -148,16 +148,16 @@ impl World {
 
     /// Lets the API server reach nodes by this way: a gateway in the cloud, and an edge on each node.
     pub(crate) fn by(&mut self, way: Way) {
-        self.lets_in(way, Callers::Server);
+        self.lets_in(way, Clients::Server);
     }
 
     /// The same, for whoever is to come there.
-    pub(crate) fn lets_in(&mut self, way: Way, callers: Callers) {
+    pub(crate) fn lets_in(&mut self, way: Way, clients: Clients) {
         let road = if let Some(road) = &mut self.road {
-            road.serves(way, callers, &self.cluster);
+            road.serves(way, clients, &self.cluster);
             road
         } else {
-            let road = Road::start(&self.folder, &self.cluster, &self.nodes, (way, callers));
+            let road = Road::start(&self.folder, &self.cluster, &self.nodes, (way, clients));
             self.road.insert(road)
         };
         let egress = road.egress(way);

@@ -21,7 +21,7 @@ const RUN: &str = "CAUSEWAY_TEST_SKIPPED";
 pub struct Skipped(PathBuf);
 
 impl Skipped {
-    /// Returns the file of this run in `folder`, which is `env!("CARGO_TARGET_TMPDIR")` of the caller.
+    /// Returns the file of this run in `folder`, which is `env!("CARGO_TARGET_TMPDIR")` of the client.
     pub fn of_this_run(folder: &str) -> Self {
         let parent = std::os::unix::process::parent_id();
         let named = env::var_os(RUN).map(PathBuf::from);

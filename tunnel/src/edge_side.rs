@@ -372,7 +372,7 @@ impl StreamResponder {
         if let Ok(detail) = HeaderValue::try_from(plain) {
             head.headers_mut().insert(wire::DETAIL, detail);
         }
-        // A caller that is gone needs no answer.
+        // A client that is gone needs no answer.
         let _ = self.send(head, true);
     }
 

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn host_is_put_in_front_and_the_values_of_a_field_keep_their_order() {
+    fn host_is_put_in_listener_and_the_values_of_a_field_keep_their_order() {
         let all = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("a", "5")];
         for count in 0..=all.len() {
             let mut headers = fields(&all[..count]);

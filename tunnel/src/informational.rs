@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn http1_has_them_in_front_of_an_answer_and_never_within_one() {
+    async fn http1_has_them_in_listener_of_an_answer_and_never_within_one() {
         let (near, mut far) = duplex(1 << 10);
         let interims = InformationalResponses::default();
         let mut io = InformationalIo::new(near, interims.clone());

@@ -169,7 +169,7 @@ impl SnapshotDir {
         let head = format!("{MAGIC} {}\n", hash(&packed));
         if (head.len() + packed.len()) as u64 > self.most {
             let said = format!(
-                "the state of {} takes {} bytes, and {} are allowed (reader.save)",
+                "the state of {} takes {} bytes, and {} are allowed (api_cache.save)",
                 store.resource(),
                 packed.len(),
                 self.most
@@ -353,7 +353,7 @@ mod tests {
             .unwrap();
         let small = SnapshotDir::new(folder.path().to_owned(), 100);
         let error = small.write(store).unwrap_err().to_string();
-        assert!(error.contains("reader.save"), "{error}");
+        assert!(error.contains("api_cache.save"), "{error}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         assert!(
             SnapshotDir::new(folder.path().to_owned(), 1 << 20)

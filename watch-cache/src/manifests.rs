@@ -30,7 +30,7 @@ pub enum ManifestError {
     Unnamed,
     /// Clients may not read its kind.
     #[error(
-        "{kind} of {api_version} is none of readers.resources; add its resource there, or take the object away"
+        "{kind} of {api_version} is none of api_cache.resources; add its resource there, or take the object away"
     )]
     NotRead {
         /// Kind that the object states.
@@ -224,7 +224,7 @@ mod tests {
             (json!({ "kind": "Service" }), "apiVersion"),
             (
                 json!({ "kind": "Secret", "apiVersion": "v1", "metadata": { "name": "a" } }),
-                "Secret of v1 is none of readers.resources",
+                "Secret of v1 is none of api_cache.resources",
             ),
             (
                 json!({ "kind": "Service", "apiVersion": "v1", "metadata": {} }),

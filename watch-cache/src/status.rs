@@ -47,7 +47,7 @@ impl ApiStatus {
 
     pub(crate) fn forbidden(what: &str) -> Self {
         let message = format!(
-            "{what} may not be read by this node: `readers.allow` of the gateway says what its pool may read"
+            "{what} may not be read by this node: `api_cache.allow` of the gateway says what its pool may read"
         );
         Self::new(StatusCode::FORBIDDEN, "Forbidden", message)
     }

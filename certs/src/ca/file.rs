@@ -52,9 +52,9 @@ struct RootFile {
 #[serde(deny_unknown_fields)]
 struct IntermediatesFile {
     edges: KeyPairFile,
-    fronts: KeyPairFile,
+    listeners: KeyPairFile,
     replicas: KeyPairFile,
-    callers: KeyPairFile,
+    clients: KeyPairFile,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -132,9 +132,9 @@ impl RootFile {
         let issuers = self.issuers.map(|issuers| {
             let pairs = [
                 issuers.edges,
-                issuers.fronts,
+                issuers.listeners,
                 issuers.replicas,
-                issuers.callers,
+                issuers.clients,
             ];
             pairs.map(read).into_iter().collect::<Result<Vec<_>, _>>()
         });
@@ -185,9 +185,9 @@ impl IntermediatesFile {
         });
         Some(Self {
             edges: pairs.next()?,
-            fronts: pairs.next()?,
+            listeners: pairs.next()?,
             replicas: pairs.next()?,
-            callers: pairs.next()?,
+            clients: pairs.next()?,
         })
     }
 }

@@ -124,7 +124,7 @@ impl ListenerChain {
 
     /// Signs a leaf, with a name or none, and verifies it as a client does that trusts the root only.
     fn verify_leaf(&self, name: Option<&HostName>) -> Result<(), CaError> {
-        let shown = name.map_or_else(|| "causeway front".to_owned(), ToString::to_string);
+        let shown = name.map_or_else(|| "causeway listener".to_owned(), ToString::to_string);
         let profile = LeafProfile {
             common_name: &shown,
             groups: None,
@@ -133,7 +133,7 @@ impl ListenerChain {
             lifetime: Duration::from_mins(1),
         };
         let key = KeyPair::generate()?;
-        let leaf = sign_leaf(&self.signer, IssuerPurpose::Fronts, &key, profile)?;
+        let leaf = sign_leaf(&self.signer, IssuerPurpose::Listeners, &key, profile)?;
         let signer = CaConstraints::read(&self.signer.certificate)?;
         if CaConstraints::read(&leaf)?.issuer.der != signer.subject.der {
             return Err(unusable(format!(

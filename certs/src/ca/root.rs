@@ -240,12 +240,12 @@ pub(super) fn sign_leaf(
     // of issue from their beginning.
     let begins = match purpose {
         IssuerPurpose::Replicas => signer.facts.not_before,
-        IssuerPurpose::Fronts => {
+        IssuerPurpose::Listeners => {
             let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
             let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
             earliest.min(begin())
         }
-        IssuerPurpose::Edges | IssuerPurpose::Callers => begin(),
+        IssuerPurpose::Edges | IssuerPurpose::Clients => begin(),
     };
     let mut params = dated(begins, ends);
     params.distinguished_name = subject(kind.common_name, kind.groups);
@@ -262,8 +262,8 @@ pub(super) fn sign_leaf(
 fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
-        IssuerPurpose::Edges | IssuerPurpose::Callers => vec![ClientAuth],
-        IssuerPurpose::Fronts => vec![ServerAuth],
+        IssuerPurpose::Edges | IssuerPurpose::Clients => vec![ClientAuth],
+        IssuerPurpose::Listeners => vec![ServerAuth],
         IssuerPurpose::Replicas => vec![ServerAuth, ClientAuth],
     }
 }

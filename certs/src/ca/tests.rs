@@ -79,7 +79,7 @@ fn a_root_that_is_none_or_has_another_key_is_refused() {
     assert_eq!(part(&one.root_pem(), two.key_pem().expose()), "key");
     assert_eq!(part(&one.root_pem(), "nonsense"), "key");
     assert_eq!(part("nonsense", one.key_pem().expose()), "certificate");
-    let leaf = one.mint_front(&[], DAY).unwrap();
+    let leaf = one.mint_listener(&[], DAY).unwrap();
     assert_eq!(
         part(&leaf.chain_pem(), leaf.key_pem().expose()),
         "certificate"
@@ -94,34 +94,34 @@ fn each_kind_has_its_purpose_and_its_identity() {
         HostName::parse("::1").unwrap(),
     ];
     let gateway = ca.issue_gateway(&names, DAY).unwrap();
-    let front = ca.mint_front(&names, DAY).unwrap();
-    let caller = ca
-        .issue_caller("ann", &["ops".into(), "dev".into()], DAY)
+    let listener = ca.mint_listener(&names, DAY).unwrap();
+    let client = ca
+        .issue_client("ann", &["ops".into(), "dev".into()], DAY)
         .unwrap();
     let of = |leaf: &LeafCertificate| Identity::of_ours(&leaf.chain()[0], ca.trust_domain());
     assert_eq!(of(&gateway).unwrap(), Identity::Gateway);
     assert!(matches!(
-        of(&front),
+        of(&listener),
         Err(NameError::NotOneIdentity { count: 0 })
     ));
     let groups = vec!["ops".to_owned(), "dev".to_owned()];
     assert_eq!(
-        of(&caller).unwrap(),
-        Identity::Caller {
+        of(&client).unwrap(),
+        Identity::Client {
             name: "ann".into(),
             groups
         }
     );
     let usage = |leaf: &LeafCertificate| (facts(leaf).client_auth, facts(leaf).server_auth);
     assert_eq!(
-        (usage(&gateway), usage(&front), usage(&caller)),
+        (usage(&gateway), usage(&listener), usage(&client)),
         ((false, true), (false, true), (true, false))
     );
     assert_eq!(gateway.chain()[2], *ca.root());
     let signer = |leaf: &LeafCertificate| Certificate::read(&leaf.chain()[1]).unwrap().uris;
-    let signers = [&gateway, &front, &caller].map(signer).concat();
+    let signers = [&gateway, &listener, &client].map(signer).concat();
     let uris =
-        ["replicas", "fronts", "callers"].map(|of| format!("spiffe://td.example/issuer/{of}"));
+        ["replicas", "listeners", "clients"].map(|of| format!("spiffe://td.example/issuer/{of}"));
     assert_eq!(signers, uris);
 }
 
@@ -147,8 +147,8 @@ fn certificates_of_servers_begin_with_the_ca_whatever_signs() {
         for certificate in gateway.chain() {
             assert_eq!(Certificate::read(certificate).unwrap().not_before, begins);
         }
-        let front = ca.mint_front(&names, DAY).unwrap();
-        assert_eq!(facts(&front).not_before, begins);
+        let listener = ca.mint_listener(&names, DAY).unwrap();
+        assert_eq!(facts(&listener).not_before, begins);
         ca = step(ca).unwrap().0;
     }
     assert_eq!(Certificate::read(ca.root()).unwrap().not_before, begins);
@@ -157,8 +157,8 @@ fn certificates_of_servers_begin_with_the_ca_whatever_signs() {
 #[test]
 fn a_listeners_certificate_is_not_longer_valid_than_clients_take() {
     let ca = old_ca(2000 * DAY);
-    let front = facts(&ca.mint_front(&[], 7 * DAY).unwrap());
-    let life = Duration::from_secs(front.not_after - front.not_before);
+    let listener = facts(&ca.mint_listener(&[], 7 * DAY).unwrap());
+    let life = Duration::from_secs(listener.not_after - listener.not_before);
     assert!(life < 825 * DAY && life > 824 * DAY, "{life:?}");
 }
 
@@ -170,8 +170,8 @@ fn a_client_certificate_begins_when_it_is_issued() {
         VerifiedPublicKey::verify(&PrivateKey::generate().unwrap().request().unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let edge = ca.issue_edge(&key, &node, DAY).unwrap().certificate;
-    let caller = facts(&ca.issue_caller("ann", &[], DAY).unwrap());
-    for one in [Certificate::read(&edge).unwrap(), caller] {
+    let client = facts(&ca.issue_client("ann", &[], DAY).unwrap());
+    for one in [Certificate::read(&edge).unwrap(), client] {
         assert!(one.issued_at().abs_diff(now) < 60, "{one:?}");
     }
 }
@@ -180,7 +180,10 @@ fn a_client_certificate_begins_when_it_is_issued() {
 fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
     let ca = ca();
     let now = UnixTime::now().as_secs();
-    let leaf = facts(&ca.mint_front(&[], Duration::from_secs(u64::MAX)).unwrap());
+    let leaf = facts(
+        &ca.mint_listener(&[], Duration::from_secs(u64::MAX))
+            .unwrap(),
+    );
     assert!(leaf.not_before <= now - 3595);
     assert_eq!(
         leaf.not_after,
@@ -200,13 +203,13 @@ fn a_renewal_with_the_same_key_has_another_serial() {
 }
 
 #[test]
-fn a_bad_callers_name_or_group_is_refused() {
+fn a_bad_clients_name_or_group_is_refused() {
     assert!(matches!(
-        ca().issue_caller("a/b", &[], DAY),
+        ca().issue_client("a/b", &[], DAY),
         Err(CaError::Name(_))
     ));
     assert!(matches!(
-        ca().issue_caller("a", &["b,c".into()], DAY),
+        ca().issue_client("a", &["b,c".into()], DAY),
         Err(CaError::Name(_))
     ));
 }
@@ -223,7 +226,7 @@ fn debug_does_not_show_the_key() {
 fn a_root_from_before_purposes_were_kept_apart_signs_as_it_did() {
     let made = ca();
     let old = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
-    let leaf = old.issue_caller("ann", &[], DAY).unwrap();
+    let leaf = old.issue_client("ann", &[], DAY).unwrap();
     assert_eq!(leaf.chain().len(), 1);
     let gateway = old.issue_gateway(&[], DAY).unwrap();
     assert_eq!(gateway.chain()[1..], [old.root().clone()]);
@@ -234,9 +237,9 @@ fn intermediates_that_were_mixed_up_are_refused() {
     let text = serde_json::to_string(&CaFile::of(&ca())).unwrap();
     let mut file: serde_json::Value = serde_json::from_str(&text).unwrap();
     let issuers = file["roots"][0]["issuers"].as_object_mut().unwrap();
-    let (edges, callers) = (issuers["edges"].clone(), issuers["callers"].clone());
-    issuers.insert("edges".into(), callers);
-    issuers.insert("callers".into(), edges);
+    let (edges, clients) = (issuers["edges"].clone(), issuers["clients"].clone());
+    issuers.insert("edges".into(), clients);
+    issuers.insert("clients".into(), edges);
     let file: CaFile = serde_json::from_value(file).unwrap();
     let refused = file.read().unwrap_err().to_string();
     assert!(refused.contains("signs edges"), "{refused}");

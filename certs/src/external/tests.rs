@@ -47,8 +47,8 @@ fn who_it_is_and_of_which_trust_domain_is_read_from_the_certificate() {
         wrong.contains("of gateway") && wrong.contains("/edge/NODE"),
         "{wrong}"
     );
-    let front = ca.mint_front(&[], LIFE).unwrap();
-    let wrong = said(gateway(&front.chain_pem(), front.key_pem().expose()).unwrap_err());
+    let listener = ca.mint_listener(&[], LIFE).unwrap();
+    let wrong = said(gateway(&listener.chain_pem(), listener.key_pem().expose()).unwrap_err());
     assert!(wrong.contains("0 identities"), "{wrong}");
     assert!(said(roots(&chain).unwrap_err()).contains("may not sign"));
     assert!(roots("").is_err());

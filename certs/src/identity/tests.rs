@@ -23,13 +23,13 @@ fn each_uri_names_its_identity() {
         identity(&["https://x", "spiffe://td.example/gateway"]).unwrap(),
         Identity::Gateway
     );
-    let caller = Identity::Caller {
+    let client = Identity::Client {
         name: "ann".into(),
         groups: vec!["a".into(), "b".into()],
     };
     assert_eq!(
-        identity(&["spiffe://td.example/caller/ann"]).unwrap(),
-        caller
+        identity(&["spiffe://td.example/client/ann"]).unwrap(),
+        client
     );
 }
 
@@ -67,8 +67,8 @@ fn what_is_not_of_this_trust_domain_is_unknown() {
         );
     }
     assert!(identity(&["spiffe://td.example/edge/a/b"]).is_err());
-    assert!(identity(&["spiffe://td.example/caller/"]).is_err());
-    assert!(identity(&["spiffe://td.example/caller/a/b"]).is_err());
+    assert!(identity(&["spiffe://td.example/client/"]).is_err());
+    assert!(identity(&["spiffe://td.example/client/a/b"]).is_err());
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn no_other_certificate_of_the_clusters_ca_is_an_edges() {
         assert!(matches!(refused, PeerRejected::Subject { .. }), "{parts:?}");
     }
     let mut named = client(&KUBELET);
-    named.subject_alt_names = vec![SanType::DnsName("front".try_into().unwrap())];
+    named.subject_alt_names = vec![SanType::DnsName("listener".try_into().unwrap())];
     assert!(matches!(
         cluster.node(&named),
         Err(PeerRejected::Subject { .. })
@@ -161,7 +161,7 @@ fn a_request_for_one_of_these_signers_has_that_subject_and_nothing_else() {
         (DnType::OrganizationName, "causeway:edges"),
         (DnType::CommonName, "causeway:edge:edge-1"),
     ]);
-    more.subject_alt_names = vec![SanType::DnsName("front".try_into().unwrap())];
+    more.subject_alt_names = vec![SanType::DnsName("listener".try_into().unwrap())];
     let more = more.serialize_request(&KeyPair::generate().unwrap());
     let refused = VerifiedPublicKey::of_subject(more.unwrap().der(), subject, &node("edge-1"));
     assert!(

@@ -50,10 +50,10 @@ fn a_node_named_by_its_address_becomes_an_address() {
 }
 
 #[test]
-fn a_callers_name_needs_no_quoting() {
-    assert!(check_caller("system:serviceaccount:ns:name").is_ok());
+fn a_clients_name_needs_no_quoting() {
+    assert!(check_client("system:serviceaccount:ns:name").is_ok());
     for bad in ["", "a b", "a,b", "a/b", "a\n", "%41", &"a".repeat(65)] {
-        assert!(check_caller(bad).is_err(), "{bad:?}");
+        assert!(check_client(bad).is_err(), "{bad:?}");
     }
 }
 

@@ -252,7 +252,7 @@ mod tests {
         let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let (ours, other) = (ca(), ca());
         let leaf = |name| {
-            ours.issue_caller(name, &[], Duration::from_hours(1))
+            ours.issue_client(name, &[], Duration::from_hours(1))
                 .unwrap()
         };
         let (ann, bob) = (leaf("ann"), leaf("bob"));
@@ -264,11 +264,11 @@ mod tests {
         };
         let (knows, mut stranger) = (Issuers::of(&ours).unwrap(), Issuers::of(&other).unwrap());
         assert_eq!(passes(&stranger, &ann), None);
-        assert_eq!(passes(&knows, &ann), Some(Some(IssuerPurpose::Callers)));
+        assert_eq!(passes(&knows, &ann), Some(Some(IssuerPurpose::Clients)));
         stranger.seen = knows.seen;
         assert_eq!(
             passes(&stranger, &ann),
-            Some(Some(IssuerPurpose::Callers)),
+            Some(Some(IssuerPurpose::Clients)),
             "it was not asked again"
         );
         assert_eq!(passes(&stranger, &bob), None);
@@ -278,11 +278,11 @@ mod tests {
     fn of_a_client_no_more_certificates_are_looked_at_than_a_chain_has() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let leaf = ca
-            .issue_caller("ann", &[], Duration::from_hours(1))
+            .issue_client("ann", &[], Duration::from_hours(1))
             .unwrap();
         let (own, behind) = leaf.chain().split_first().unwrap();
         let roots = store([ca.root()]).unwrap();
-        let asked = (IssuerPurpose::Callers, true);
+        let asked = (IssuerPurpose::Clients, true);
         let clients = ClientVerifier::new(None, Some(verifier(&roots).unwrap()), asked);
         let with = |count| {
             let behind = vec![behind[0].clone(); count];

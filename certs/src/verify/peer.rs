@@ -27,7 +27,7 @@ pub enum Purpose {
     /// An edge on the tunnel port.
     Edge,
     /// A client of a listener.
-    Caller,
+    Client,
     /// A gateway, as the server that an edge dialled.
     Gateway,
 }
@@ -36,7 +36,7 @@ impl fmt::Display for Purpose {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Edge => "edge",
-            Self::Caller => "caller",
+            Self::Client => "client",
             Self::Gateway => "gateway",
         })
     }
@@ -181,7 +181,7 @@ pub fn verify_peer(
         root = signer.root;
         identity
     } else if signed.by_a_foreign_root(trust)? {
-        // Where one CA makes the certificates of edges and of callers, an edge's is no caller's.
+        // Where one CA makes the certificates of edges and of clients, an edge's is no client's.
         if let Some(found) = Identity::machine(&facts, &trust.domain) {
             let wanted = purpose;
             return Err(PeerRejected::Kind { wanted, found });
@@ -219,7 +219,7 @@ struct SignerInfo {
 impl ChainInProgress<'_> {
     fn by_us(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         match (&trust.issuers, self.purpose) {
-            (Some(issuers), Purpose::Edge | Purpose::Caller) => {
+            (Some(issuers), Purpose::Edge | Purpose::Client) => {
                 let found = issuers.find(self.leaf, self.now);
                 self.judge(found).map(|found| {
                     found.map(|issuer| SignerInfo {
@@ -235,7 +235,7 @@ impl ChainInProgress<'_> {
     /// Returns whether a foreign root has signed the certificate. Only clients may have a foreign certificate.
     fn by_a_foreign_root(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
         match (&trust.foreign, self.purpose) {
-            (Some(foreign), Purpose::Caller) => {
+            (Some(foreign), Purpose::Client) => {
                 let verified = foreign.verify_client_cert(self.leaf, self.issuers, self.now);
                 self.judge(verified).map(|verified| verified.is_some())
             }
@@ -251,7 +251,7 @@ impl ChainInProgress<'_> {
         }
         let usage = match self.purpose {
             Purpose::Gateway => KeyUsage::server_auth(),
-            Purpose::Edge | Purpose::Caller => KeyUsage::client_auth(),
+            Purpose::Edge | Purpose::Client => KeyUsage::client_auth(),
         };
         let invalid = |error: Error| PeerRejected::Invalid(error.to_string());
         let leaf = EndEntityCert::try_from(self.leaf).map_err(invalid)?;
@@ -317,7 +317,7 @@ impl Purpose {
     pub(super) fn issuing(self) -> IssuerPurpose {
         match self {
             Self::Edge => IssuerPurpose::Edges,
-            Self::Caller => IssuerPurpose::Callers,
+            Self::Client => IssuerPurpose::Clients,
             Self::Gateway => IssuerPurpose::Replicas,
         }
     }
@@ -330,19 +330,19 @@ fn check_kind(
     purpose: Purpose,
 ) -> Result<(), PeerRejected> {
     let usage = match purpose {
-        Purpose::Edge | Purpose::Caller => facts.client_auth,
+        Purpose::Edge | Purpose::Client => facts.client_auth,
         Purpose::Gateway => facts.server_auth,
     };
     match (purpose, identity) {
         (Purpose::Edge, Identity::Edge(_))
-        | (Purpose::Caller, Identity::Caller { .. })
+        | (Purpose::Client, Identity::Client { .. })
         | (Purpose::Gateway, Identity::Gateway)
             if usage =>
         {
             Ok(())
         }
         (Purpose::Edge, Identity::Edge(_))
-        | (Purpose::Caller, Identity::Caller { .. })
+        | (Purpose::Client, Identity::Client { .. })
         | (Purpose::Gateway, Identity::Gateway) => {
             Err(PeerRejected::WrongPurpose { wanted: purpose })
         }

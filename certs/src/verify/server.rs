@@ -62,7 +62,7 @@ fn edges(
 }
 
 /// Returns the configuration of a listener: TLS 1.2 and 1.3, client certificates that `trust` accepts, `required` or not.
-pub fn front_server(
+pub fn listener_server(
     leaves: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,
     required: bool,
@@ -75,7 +75,7 @@ pub fn front_server(
         (false, required) => ClientVerifier::new(
             trust.issuers.clone(),
             trust.foreign.clone(),
-            (IssuerPurpose::Callers, required),
+            (IssuerPurpose::Clients, required),
         ),
     };
     let versions = [&version::TLS13, &version::TLS12];

@@ -51,8 +51,8 @@ impl World {
         EdgeIdentity::new(&self.ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
     }
 
-    fn caller(&self) -> LeafCertificate {
-        self.ca.issue_caller("ann", &["ops".into()], HOUR).unwrap()
+    fn client(&self) -> LeafCertificate {
+        self.ca.issue_client("ann", &["ops".into()], HOUR).unwrap()
     }
 
     fn tunnel(&self) -> Arc<ServerConfig> {
@@ -85,15 +85,15 @@ impl World {
     }
 
     /// Returns the trust of a listener that accepts our clients and those of `other`.
-    fn front(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
+    fn listener(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
         let client_roots = vec![other.root().clone()];
-        let front = ListenerClientTrust {
+        let listener = ListenerClientTrust {
             own: true,
             client_roots,
             require: true,
         };
-        let trust = TrustStore::front(&self.ca, &front).unwrap();
-        (front, trust)
+        let trust = TrustStore::listener(&self.ca, &listener).unwrap();
+        (listener, trust)
     }
 }
 
@@ -232,13 +232,13 @@ fn the_tunnel_wants_a_certificate_and_rh2() {
 }
 
 #[test]
-fn an_edge_cannot_pose_as_a_gateway_nor_can_a_front() {
+fn an_edge_cannot_pose_as_a_gateway_nor_can_a_listener() {
     let world = World::new();
-    let front = world
+    let listener = world
         .ca
-        .mint_front(&[ListenerName::parse("gw").unwrap()], HOUR)
+        .mint_listener(&[ListenerName::parse("gw").unwrap()], HOUR)
         .unwrap();
-    for leaf in [world.edge().leaf, world.caller(), front] {
+    for leaf in [world.edge().leaf, world.client(), listener] {
         let server = tunnel_server(leaf.resolver(), &world.trust, &world.tickets).unwrap();
         assert!(dial(&tunnel_client(&world.edge()).unwrap(), &server, "gw").is_err());
     }
@@ -278,8 +278,8 @@ fn a_token_of_another_ca_says_which_two_differ() {
 fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
     let world = World::new();
     let names = [crate::ListenerName::parse("gw").unwrap()];
-    let front = world.ca.mint_front(&names, HOUR).unwrap();
-    let server = join_server(front.resolver(), &world.trust, None).unwrap();
+    let listener = world.ca.mint_listener(&names, HOUR).unwrap();
+    let server = join_server(listener.resolver(), &world.trust, None).unwrap();
     for client in [
         join_client(world.ca.fingerprint()).unwrap(),
         control_client(&world.edge()).unwrap(),
@@ -464,56 +464,57 @@ fn even_with_shared_ticket_keys_the_check_refuses_a_session_without_a_certificat
 }
 
 #[test]
-fn a_front_knows_our_callers_and_foreign_ones_apart() {
+fn a_listener_knows_our_clients_and_foreign_ones_apart() {
     let (world, other) = (World::new(), World::new());
-    let (front, trust) = world.front(&other.ca);
+    let (listener, trust) = world.listener(&other.ca);
     let leaf = world
         .ca
-        .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
-    let server = front_server(leaf.resolver(), &trust, front.require, &[b"http/1.1"]).unwrap();
-    let identity = |caller: &LeafCertificate| {
-        let client = curl(&world.ca, Some(caller), &[b"http/1.1"]);
+    let server =
+        listener_server(leaf.resolver(), &trust, listener.require, &[b"http/1.1"]).unwrap();
+    let identity = |client: &LeafCertificate| {
+        let client = curl(&world.ca, Some(client), &[b"http/1.1"]);
         let (_client, server) = dial(&client, &server, "edge-1").unwrap();
         let chain = server.peer_certificates();
         check_peer(
             chain,
-            Purpose::Caller,
+            Purpose::Client,
             UnixTime::now(),
             &trust,
             &none_revoked,
         )
         .unwrap()
     };
-    let ann = Identity::Caller {
+    let ann = Identity::Client {
         name: "ann".into(),
         groups: vec!["ops".into()],
     };
-    assert_eq!(identity(&world.caller()), ann);
+    assert_eq!(identity(&world.client()), ann);
     let foreign = Identity::Foreign {
         common_name: Some("ann".into()),
         organizations: vec!["ops".into()],
-        uris: vec!["spiffe://td/caller/ann".into()],
+        uris: vec!["spiffe://td/client/ann".into()],
     };
-    assert_eq!(identity(&other.caller()), foreign);
+    assert_eq!(identity(&other.client()), foreign);
     assert!(dial(&curl(&world.ca, None, &[]), &server, "edge-1").is_err());
 }
 
 #[test]
-fn an_edge_is_no_caller_and_a_caller_no_edge() {
+fn an_edge_is_no_client_and_a_client_no_edge() {
     let world = World::new();
-    let (edge, caller, gateway) = (world.edge().leaf, world.caller(), world.gateway());
+    let (edge, client, gateway) = (world.edge().leaf, world.client(), world.gateway());
     let kind = |leaf: &LeafCertificate, purpose| match world.check(leaf.chain(), purpose) {
         Err(PeerRejected::Kind { found, .. }) => found,
         other => panic!("{other:?}"),
     };
-    assert_eq!(kind(&edge, Purpose::Caller), "edge");
-    assert_eq!(kind(&caller, Purpose::Edge), "caller");
+    assert_eq!(kind(&edge, Purpose::Client), "edge");
+    assert_eq!(kind(&client, Purpose::Edge), "client");
     let wrong = |leaf: &LeafCertificate, purpose| world.check(leaf.chain(), purpose).unwrap_err();
     assert_eq!(
-        wrong(&gateway, Purpose::Caller),
+        wrong(&gateway, Purpose::Client),
         PeerRejected::WrongPurpose {
-            wanted: Purpose::Caller
+            wanted: Purpose::Client
         }
     );
     assert_eq!(
@@ -523,16 +524,16 @@ fn an_edge_is_no_caller_and_a_caller_no_edge() {
         }
     );
     let text = world
-        .check(edge.chain(), Purpose::Caller)
+        .check(edge.chain(), Purpose::Client)
         .unwrap_err()
         .to_string();
-    assert_eq!(text, "a certificate of kind edge cannot come as caller");
+    assert_eq!(text, "a certificate of kind edge cannot come as client");
 }
 
 #[test]
 fn a_foreign_ca_cannot_mint_an_edge() {
     let (world, other) = (World::new(), World::new());
-    let (_, trust) = world.front(&other.ca);
+    let (_, trust) = world.listener(&other.ca);
     let check = |leaf: &LeafCertificate, purpose| {
         check_peer(
             Some(leaf.chain()),
@@ -547,11 +548,11 @@ fn a_foreign_ca_cannot_mint_an_edge() {
         check(&edge, Purpose::Edge),
         Err(PeerRejected::UnknownIssuer)
     );
-    // Of the same trust domain it names one of our machines, which no caller is.
+    // Of the same trust domain it names one of our machines, which no client is.
     assert_eq!(
-        check(&edge, Purpose::Caller),
+        check(&edge, Purpose::Client),
         Err(PeerRejected::Kind {
-            wanted: Purpose::Caller,
+            wanted: Purpose::Client,
             found: "edge"
         })
     );
@@ -562,45 +563,45 @@ fn a_foreign_ca_cannot_mint_an_edge() {
 }
 
 #[test]
-fn a_front_that_does_not_trust_our_ca_takes_no_callers_of_it() {
+fn a_listener_that_does_not_trust_our_ca_takes_no_clients_of_it() {
     let (world, other) = (World::new(), World::new());
-    let front = ListenerClientTrust {
+    let listener = ListenerClientTrust {
         client_roots: vec![other.ca.root().clone()],
         ..ListenerClientTrust::default()
     };
-    let trust = TrustStore::front(&world.ca, &front).unwrap();
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
     let check = |leaf: &LeafCertificate| {
         check_peer(
             Some(leaf.chain()),
-            Purpose::Caller,
+            Purpose::Client,
             UnixTime::now(),
             &trust,
             &none_revoked,
         )
     };
-    assert_eq!(check(&world.caller()), Err(PeerRejected::UnknownIssuer));
-    assert_eq!(check(&other.caller()).unwrap().kind(), "foreign");
+    assert_eq!(check(&world.client()), Err(PeerRejected::UnknownIssuer));
+    assert_eq!(check(&other.client()).unwrap().kind(), "foreign");
 }
 
 #[test]
-fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
+fn our_root_among_a_listeners_foreign_ones_is_still_ours() {
     let world = World::new();
-    let front = ListenerClientTrust {
+    let listener = ListenerClientTrust {
         client_roots: vec![world.ca.root().clone()],
         ..ListenerClientTrust::default()
     };
-    let trust = TrustStore::front(&world.ca, &front).unwrap();
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
     let now = UnixTime::now();
     let check = |leaf: &LeafCertificate| {
         check_peer(
             Some(leaf.chain()),
-            Purpose::Caller,
+            Purpose::Client,
             now,
             &trust,
             &none_revoked,
         )
     };
-    assert_eq!(check(&world.caller()).unwrap().kind(), "caller");
+    assert_eq!(check(&world.client()).unwrap().kind(), "client");
     assert!(matches!(
         check(&world.edge().leaf),
         Err(PeerRejected::Kind { .. })
@@ -608,23 +609,24 @@ fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
 }
 
 #[test]
-fn a_front_without_trust_asks_for_no_certificate_and_cannot_require_one() {
+fn a_listener_without_trust_asks_for_no_certificate_and_cannot_require_one() {
     let world = World::new();
     let leaf = world
         .ca
-        .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
-    let front = ListenerClientTrust::default();
-    let trust = |front: &ListenerClientTrust| TrustStore::front(&world.ca, front).unwrap();
-    let server = front_server(leaf.resolver(), &trust(&front), front.require, &[]).unwrap();
-    let client = curl(&world.ca, Some(&world.caller()), &[]);
+    let listener = ListenerClientTrust::default();
+    let trust = |listener: &ListenerClientTrust| TrustStore::listener(&world.ca, listener).unwrap();
+    let server =
+        listener_server(leaf.resolver(), &trust(&listener), listener.require, &[]).unwrap();
+    let client = curl(&world.ca, Some(&world.client()), &[]);
     let (_client, server) = dial(&client, &server, "edge-1").unwrap();
     assert!(server.peer_certificates().is_none());
     let required = ListenerClientTrust {
         require: true,
-        ..front
+        ..listener
     };
-    let refused = front_server(leaf.resolver(), &trust(&required), required.require, &[]);
+    let refused = listener_server(leaf.resolver(), &trust(&required), required.require, &[]);
     assert!(matches!(refused, Err(TrustError::NobodyTrusted)));
 }
 
@@ -639,17 +641,17 @@ fn namesake(world: &World) -> (Ca, CertificateDer<'static>) {
 fn a_foreign_root_of_the_same_name_stays_foreign() {
     let world = World::new();
     let (twin, root) = namesake(&world);
-    let front = ListenerClientTrust {
+    let listener = ListenerClientTrust {
         own: true,
         client_roots: vec![root],
         require: true,
     };
-    let trust = TrustStore::front(&world.ca, &front).unwrap();
-    let caller = twin.issue_caller("ann", &[], HOUR).unwrap();
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
+    let client = twin.issue_client("ann", &[], HOUR).unwrap();
     let now = UnixTime::now();
     let found = check_peer(
-        Some(caller.chain()),
-        Purpose::Caller,
+        Some(client.chain()),
+        Purpose::Client,
         now,
         &trust,
         &none_revoked,
@@ -708,7 +710,7 @@ fn what_signs_for_one_purpose_signs_for_no_other() {
     let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
     for (uri, purpose) in [
         ("spiffe://td/edge/edge-1", Purpose::Edge),
-        ("spiffe://td/caller/ann", Purpose::Caller),
+        ("spiffe://td/client/ann", Purpose::Client),
         ("spiffe://td/gateway", Purpose::Gateway),
     ] {
         for signs in IssuerPurpose::ALL {
@@ -746,7 +748,7 @@ fn what_signs_for_one_purpose_signs_for_no_other() {
 #[test]
 fn an_intermediate_makes_no_further_ones() {
     let world = World::new();
-    let (above, issuer) = signer(&world.ca, IssuerPurpose::Callers);
+    let (above, issuer) = signer(&world.ca, IssuerPurpose::Clients);
     let mut forged = params(&["spiffe://td/issuer/edges"], &[]);
     forged.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
     forged.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
@@ -775,7 +777,7 @@ fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
     let made = World::new().ca;
     let ca = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
     let world = World::with(ca);
-    let (edge, caller) = (world.edge(), world.caller());
+    let (edge, other) = (world.edge(), world.client());
     let (client, server) = dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").unwrap();
     let chain = server.peer_certificates().unwrap();
     assert_eq!(world.check(chain, Purpose::Edge).unwrap(), edge_1());
@@ -785,10 +787,10 @@ fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
         Identity::Gateway
     );
     assert_eq!(
-        world.check(caller.chain(), Purpose::Caller).unwrap().kind(),
-        "caller"
+        world.check(other.chain(), Purpose::Client).unwrap().kind(),
+        "client"
     );
-    let refused = world.check(caller.chain(), Purpose::Edge);
+    let refused = world.check(other.chain(), Purpose::Edge);
     assert!(matches!(refused, Err(PeerRejected::Kind { .. })));
 }
 
@@ -850,7 +852,7 @@ fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_un
                 world.ca
             );
         }
-        // By which root somebody comes is known, and callers of either find the fronts.
+        // By which root somebody comes is known, and clients of either find the listeners.
         let chain = edges[0].leaf.chain();
         let now = UnixTime::now();
         let proven = verify_peer(
@@ -863,12 +865,12 @@ fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_un
         assert_eq!(proven.unwrap().root, Some(first));
         let leaf = active
             .ca
-            .mint_front(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+            .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
             .unwrap();
-        let server = front_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
+        let server = listener_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
         for ca in [&old.ca, &retired.ca] {
-            let caller = ca.issue_caller("ann", &[], HOUR).unwrap();
-            dial(&curl(ca, Some(&caller), &[]), &server, "edge-1").unwrap();
+            let client = ca.issue_client("ann", &[], HOUR).unwrap();
+            dial(&curl(ca, Some(&client), &[]), &server, "edge-1").unwrap();
         }
     }
 }

@@ -53,7 +53,7 @@ impl YurtHubServerTls {
             .and_then(|shown| shown.verify_is_valid_for_subject_name(&at.into()))
             .map_err(|error| TrustError::Name(at, error.to_string()))?;
         let verifier = client_verifier(roots)?;
-        let asked = (IssuerPurpose::Callers, true);
+        let asked = (IssuerPurpose::Clients, true);
         let clients = ClientVerifier::new(None, Some(verifier.clone()), asked);
         let versions = [&version::TLS13, &version::TLS12];
         let server = config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;

@@ -30,10 +30,10 @@ pub struct ApiCache {
     pub resources: Vec<String>,
     /// Listener for the members of this node's pool. Without it this node serves none of them, and never leads.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub site: Option<MemberListener>,
+    pub members: Option<MemberListener>,
     /// Listener for `YurtHub`s of this node's pool, which read Services, Endpoints and `EndpointSlice`s as from a `YurtHub` that leads them; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hubs: Option<YurtHubListener>,
+    pub yurthub: Option<YurtHubListener>,
     /// Maximum size of each resource on the disk, compressed, in the data directory.
     #[serde(with = "ByteSize")]
     pub save: usize,
@@ -45,7 +45,7 @@ pub struct ApiCache {
     pub cache: usize,
     /// Most memory for changes of each resource, by which a watch goes on where it was.
     #[serde(with = "ByteSize")]
-    pub window: usize,
+    pub event_buffer: usize,
 }
 
 impl Default for ApiCache {
@@ -58,15 +58,15 @@ impl Default for ApiCache {
                 .iter()
                 .map(ToString::to_string)
                 .collect(),
-            site: None,
-            hubs: None,
+            members: None,
+            yurthub: None,
             // Tens of thousands of slices, compressed.
             save: 64 << 20,
             // A power cut costs this much, which the next list brings back; flash wears by each write.
             save_every: Duration::from_secs(5),
             // Half of what a reader costs where it is 16 MiB; what it holds more is no answer sooner.
             cache: 4 << 20,
-            window: 4 << 20,
+            event_buffer: 4 << 20,
         }
     }
 }
@@ -75,7 +75,7 @@ impl ApiCache {
     /// The files that it names.
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         let shown = self.tls.iter().flat_map(ServerCertificate::files);
-        shown.chain(self.hubs.iter().flat_map(YurtHubListener::files))
+        shown.chain(self.yurthub.iter().flat_map(YurtHubListener::files))
     }
 
     /// The same without the paths of [`Self::files`].
@@ -86,7 +86,7 @@ impl ApiCache {
                 path.clear();
             }
         }
-        if let Some(hubs) = &mut same.hubs {
+        if let Some(hubs) = &mut same.yurthub {
             for path in [&mut hubs.certificate, &mut hubs.key, &mut hubs.ca] {
                 path.clear();
             }
@@ -96,7 +96,7 @@ impl ApiCache {
 
     /// Returns the addresses at which pool members read; none without a site.
     pub fn neighbours(&self) -> Vec<String> {
-        let site = self.site.as_ref();
+        let site = self.members.as_ref();
         site.map(|site| site.addresses.clone()).unwrap_or_default()
     }
 
@@ -109,7 +109,7 @@ impl ApiCache {
 
     /// Returns the address and the resources for `YurtHub`s.
     pub fn for_hubs(&self) -> Option<YurtHubAddr> {
-        let at = self.hubs.as_ref()?.listen.ip().to_canonical();
+        let at = self.yurthub.as_ref()?.listen.ip().to_canonical();
         let resources = self.of_hubs().iter().map(ToString::to_string).collect();
         Some(YurtHubAddr { at, resources })
     }
@@ -142,7 +142,7 @@ pub struct MemberListener {
     pub addresses: Vec<String>,
 }
 
-/// Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` announces it to them.
+/// Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.yurthub` announces it to them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct YurtHubListener {
@@ -170,56 +170,56 @@ impl YurtHubListener {
                 self.listen,
                 self.listen.port()
             );
-            faults.add("reader.hubs.listen", message);
+            faults.add("api_cache.yurthub.listen", message);
         }
     }
 }
 
 impl Config {
-    /// Checks the keys of `reader`.
+    /// Checks the keys of `api_cache`.
     pub(super) fn reading(&self, faults: &mut ConfigErrors) {
-        let Some(reader) = &self.reader else {
+        let Some(api_cache) = &self.api_cache else {
             return;
         };
-        self.listeners_of(reader, faults);
-        if !reader.listen.ip().to_canonical().is_loopback() {
+        self.listeners_of(api_cache, faults);
+        if !api_cache.listen.ip().to_canonical().is_loopback() {
             let message = format!(
-                "{} is not loopback, and this endpoint knows no callers: anyone who reaches it reads; write 127.0.0.1:{}",
-                reader.listen,
-                reader.listen.port()
+                "{} is not loopback, and this endpoint knows no clients: anyone who reaches it reads; write 127.0.0.1:{}",
+                api_cache.listen,
+                api_cache.listen.port()
             );
-            faults.add("reader.listen", message);
+            faults.add("api_cache.listen", message);
         }
-        if reader.resources.is_empty() {
+        if api_cache.resources.is_empty() {
             let message = "names nothing to read; name some, or remove the key for those that kube-proxy and CoreDNS read";
-            faults.add("reader.resources", message);
+            faults.add("api_cache.resources", message);
         }
-        for (index, text) in reader.resources.iter().enumerate() {
+        for (index, text) in api_cache.resources.iter().enumerate() {
             if let Err(error) = text.parse::<GroupVersionResource>() {
-                faults.add(format!("reader.resources[{index}]"), error.to_string());
+                faults.add(format!("api_cache.resources[{index}]"), error.to_string());
             }
         }
         let sizes = [
-            ("save", reader.save),
-            ("cache", reader.cache),
-            ("window", reader.window),
+            ("save", api_cache.save),
+            ("cache", api_cache.cache),
+            ("event_buffer", api_cache.event_buffer),
         ];
-        faults.at_least_one("reader", &sizes);
-        faults.not_zero("reader", &[("save_every", reader.save_every)]);
-        if let Some(site) = &reader.site {
+        faults.at_least_one("api_cache", &sizes);
+        faults.not_zero("api_cache", &[("save_every", api_cache.save_every)]);
+        if let Some(site) = &api_cache.members {
             self.site(site, faults);
         }
-        if let Some(hubs) = &reader.hubs {
+        if let Some(hubs) = &api_cache.yurthub {
             hubs.check(faults);
-            if reader.of_hubs().is_empty() {
-                let message = "hubs read Services, Endpoints and EndpointSlices, and reader.resources names none of them; add v1/services there";
-                faults.add("reader.hubs", message);
+            if api_cache.of_hubs().is_empty() {
+                let message = "hubs read Services, Endpoints and EndpointSlices, and api_cache.resources names none of them; add v1/services there";
+                faults.add("api_cache.yurthub", message);
             }
         }
     }
 
     /// Listeners that are in each other's way.
-    fn listeners_of(&self, reader: &ApiCache, faults: &mut ConfigErrors) {
+    fn listeners_of(&self, api_cache: &ApiCache, faults: &mut ConfigErrors) {
         let mut listeners = ListenAddrs::default();
         let all = [
             (
@@ -227,16 +227,16 @@ impl Config {
                 "the admin listener",
                 Some(self.admin.listen),
             ),
-            ("reader.listen", "the reader", Some(reader.listen)),
+            ("api_cache.listen", "the API cache", Some(api_cache.listen)),
             (
-                "reader.site.listen",
-                "the reader's site",
-                reader.site.as_ref().map(|site| site.listen),
+                "api_cache.members.listen",
+                "the API cache's site",
+                api_cache.members.as_ref().map(|site| site.listen),
             ),
             (
-                "reader.hubs.listen",
-                "the reader's hubs",
-                reader.hubs.as_ref().map(|hubs| hubs.listen),
+                "api_cache.yurthub.listen",
+                "the API cache's hubs",
+                api_cache.yurthub.as_ref().map(|hubs| hubs.listen),
             ),
         ];
         for (path, name, listen) in all {
@@ -247,10 +247,10 @@ impl Config {
     }
 
     fn site(&self, site: &MemberListener, faults: &mut ConfigErrors) {
-        let path = "reader.site.addresses";
+        let path = "api_cache.members.addresses";
         if self.identity.is_some() {
             let message = "neighbours know each other by certificates of Causeway's own CA, and this node's are another system's (identity); remove one of the two";
-            faults.add("reader.site", message);
+            faults.add("api_cache.members", message);
         }
         if site.addresses.is_empty() {
             let message = "names no address by which neighbours reach this node; write [HOST:PORT]";
@@ -275,8 +275,8 @@ mod tests {
     use causeway_config::Validate;
     use serde_json::{Value, json};
 
-    fn faults(reader: &Value) -> Vec<String> {
-        let config = json!({ "reader": reader, "admin": { "listen": "127.0.0.1:10266" } });
+    fn faults(api_cache: &Value) -> Vec<String> {
+        let config = json!({ "api_cache": api_cache, "admin": { "listen": "127.0.0.1:10266" } });
         let config: Config = serde_json::from_value(config).unwrap();
         let faults = config.validate().into_iter();
         faults
@@ -293,10 +293,9 @@ mod tests {
 
     #[test]
     fn an_endpoint_off_loopback_and_listeners_in_each_others_way_are_faults() {
-        let site =
-            |listen: &str| json!({ "site": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
-        let hubs = |listen: &str| json!({ "hubs": { "listen": listen, "certificate": "c", "key": "k", "ca": "a" } });
-        for (reader, part) in [
+        let site = |listen: &str| json!({ "members": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
+        let hubs = |listen: &str| json!({ "yurthub": { "listen": listen, "certificate": "c", "key": "k", "ca": "a" } });
+        for (api_cache, part) in [
             (
                 json!({ "listen": "10.0.0.5:10270" }),
                 "anyone who reaches it reads",
@@ -309,32 +308,35 @@ mod tests {
                 json!({ "listen": "127.0.0.1:10266" }),
                 "overlaps with the admin listener",
             ),
-            (site("0.0.0.0:10270"), "overlaps with the reader"),
+            (site("0.0.0.0:10270"), "overlaps with the API cache"),
             (hubs("0.0.0.0:10269"), "hubs are told it"),
             (hubs("127.0.0.1:10269"), "hubs are told it"),
             (
                 json!({
                     "resources": ["v1/pods"],
-                    "hubs": { "listen": "10.1.0.5:10269", "certificate": "c", "key": "k", "ca": "a" },
+                    "yurthub": { "listen": "10.1.0.5:10269", "certificate": "c", "key": "k", "ca": "a" },
                 }),
                 "names none of them",
             ),
             (json!({ "resources": [] }), "names nothing to read"),
-            (json!({ "resources": ["services"] }), "reader.resources[0]"),
-            (json!({ "window": 0 }), "reader.window"),
             (
-                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": [] } }),
+                json!({ "resources": ["services"] }),
+                "api_cache.resources[0]",
+            ),
+            (json!({ "event_buffer": 0 }), "api_cache.event_buffer"),
+            (
+                json!({ "members": { "listen": "10.1.0.5:10271", "addresses": [] } }),
                 "no address",
             ),
             (
-                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5"] } }),
+                json!({ "members": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5"] } }),
                 "HOST:PORT",
             ),
         ] {
-            let faults = faults(&reader);
+            let faults = faults(&api_cache);
             assert!(
                 faults.len() == 1 && faults[0].contains(part),
-                "{reader}: {faults:#?}"
+                "{api_cache}: {faults:#?}"
             );
         }
         assert_eq!(faults(&site("10.1.0.5:10271")), Vec::<String>::new());
@@ -345,12 +347,12 @@ mod tests {
     fn a_node_whose_certificate_another_system_makes_has_no_neighbours() {
         let config = json!({
             "identity": { "chain": "a", "key": "b", "ca": "c" },
-            "reader": { "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] } },
+            "api_cache": { "members": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] } },
         });
         let config: Config = serde_json::from_value(config).unwrap();
         let faults = config.validate();
         assert!(
-            faults.iter().any(|fault| fault.path == "reader.site"),
+            faults.iter().any(|fault| fault.path == "api_cache.members"),
             "{faults:?}"
         );
     }

@@ -82,17 +82,17 @@ impl Validate for Config {
         {
             faults.file("kubernetes.kubeconfig", file);
         }
-        let Some(reader) = &self.reader else {
+        let Some(api_cache) = &self.api_cache else {
             return faults.into_vec();
         };
-        if let Some(shown) = &reader.tls {
-            faults.file("reader.tls.certificate", &shown.certificate);
-            faults.file("reader.tls.key", &shown.key);
+        if let Some(shown) = &api_cache.tls {
+            faults.file("api_cache.tls.certificate", &shown.certificate);
+            faults.file("api_cache.tls.key", &shown.key);
         }
-        if let Some(hubs) = &reader.hubs {
-            faults.file("reader.hubs.certificate", &hubs.certificate);
-            faults.file("reader.hubs.key", &hubs.key);
-            faults.file("reader.hubs.ca", &hubs.ca);
+        if let Some(hubs) = &api_cache.yurthub {
+            faults.file("api_cache.yurthub.certificate", &hubs.certificate);
+            faults.file("api_cache.yurthub.key", &hubs.key);
+            faults.file("api_cache.yurthub.ca", &hubs.ca);
         }
         faults.into_vec()
     }
@@ -147,7 +147,7 @@ impl Config {
                 ("silence", timeouts.silence),
                 ("dial", timeouts.dial),
                 ("upgrade", timeouts.upgrade),
-                ("app_idle", timeouts.app_idle),
+                ("app_idle", timeouts.upstream_idle),
                 ("drain", timeouts.drain),
             ],
         );
@@ -169,7 +169,7 @@ impl Config {
             "limits",
             &[
                 ("streams", limits.streams),
-                ("headers", limits.headers),
+                ("headers", limits.max_headers),
                 ("stalled", limits.stalled),
             ],
         );

@@ -131,7 +131,7 @@ fn answer(well: bool, status: Status) -> Response {
 }
 
 async fn metrics_text(State(tables): State<AdminState>, fields: HeaderMap) -> Response {
-    if let Some(reading) = tables.reader.status().reader {
+    if let Some(reading) = tables.reader.status().api_cache {
         tables.metrics.reads(&reading);
     }
     tables.metrics.stalled(tables.pressure.stalls().count());

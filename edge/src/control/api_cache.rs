@@ -8,7 +8,7 @@
 //!    (`yurthub_server`), which connect through a `tls_acceptor`, and to this node's own programs.
 //! 5. `status` reports the state.
 //!
-//! Nothing here waits for a tunnel or is in the data path of a stream. Without `reader` in the configuration none of it
+//! Nothing here waits for a tunnel or is in the data path of a stream. Without `api_cache` in the configuration none of it
 //! runs.
 
 mod disk;
@@ -111,7 +111,7 @@ impl ApiCacheConfig {
         let bytes = |size: usize| u64::try_from(size).unwrap_or(u64::MAX);
         let limits = CacheLimits {
             cache: bytes(config.cache),
-            window: config.window,
+            window: config.event_buffer,
         };
         let pool = WatchCache::new(&resources, &limits);
         let told = Membership::load(held.store());
@@ -195,7 +195,7 @@ impl ApiCacheConfig {
         let spawn = (tasks.clone(), links.node.clone(), heard);
         let ends = (links.stop.clone(), done);
         tasks.spawn(
-            info_span!("reader"),
+            info_span!("api_cache"),
             Box::pin(self.run(parts, spawn, metrics, ends)) as BoxFuture<'static, ()>,
         );
         last

@@ -71,8 +71,8 @@ pub(super) async fn send_request(
     let Some(request) = unsent.or(again) else {
         return Err(unanswered(app, &error));
     };
-    if caused_by_caller(error.error()) {
-        return Err(RequestError::Caller);
+    if caused_by_client(error.error()) {
+        return Err(RequestError::Client);
     }
     way.metrics.retried();
     let newest = asking.newest();
@@ -331,11 +331,11 @@ fn unanswered(app: &Upstream, error: &SendError) -> RequestError {
 
 /// Returns why the upstream did not answer, or the client did not complete its request.
 pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
-    if caused_by_caller(error) {
-        return RequestError::Caller;
+    if caused_by_client(error) {
+        return RequestError::Client;
     }
     if error.is_parse_too_large() {
-        let what = "answered with more fields than limits.headers of this edge allows, or with a head of more than 400 kB";
+        let what = "answered with more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
         return broken(app, what);
     }
     if error.is_parse() {
@@ -353,7 +353,7 @@ pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
     )
 }
 
-fn caused_by_caller(error: &hyper::Error) -> bool {
+fn caused_by_client(error: &hyper::Error) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(each) = cause {
         if each.is::<StreamError>() {

@@ -6,7 +6,7 @@ mod shared;
 use super::*;
 use crate::config::Config;
 use bytes::Bytes;
-use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::front_server};
+use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::listener_server};
 use causeway_rt::socket::{IoActivity, ResetOnClose};
 use causeway_tunnel::{
     StreamError, Tunnel,
@@ -141,7 +141,7 @@ fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     config.timeouts.upgrade = Duration::from_millis(300);
     let policy = Policy::new("edge-1", &config).unwrap();
     let policy = policy.listing(listed, &LocalNode::default());
-    let bounds = (config.timeouts, config.limits.headers);
+    let bounds = (config.timeouts, config.limits.max_headers);
     Arc::new(Proxy::new(policy, bounds, Arc::default(), Arc::default()))
 }
 
@@ -187,7 +187,7 @@ async fn accept(app: &TcpListener) -> TcpStream {
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
 #[tokio::test]
-async fn a_head_reaches_the_app_as_the_caller_sent_it() {
+async fn a_head_reaches_the_app_as_the_client_sent_it() {
     let (world, app) = World::with_app().await;
     let mut head = get("/a?b=c");
     for (name, value) in [
@@ -431,7 +431,7 @@ async fn assert_reset(mut app: TcpStream) {
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_ends_the_apps_request_at_once() {
+async fn a_client_that_goes_away_ends_the_apps_request_at_once() {
     let (world, app) = World::with_app().await;
     let opened = world
         .open(get("/"), OpenKind::Request, "edge-1:80", true)
@@ -683,7 +683,7 @@ async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
         let world = World::start(json!({ "ports": { "80": { "target": target } } })).await;
         let answer = world.get("/").await;
         assert_eq!(failure(&answer).0, cause, "{:?}", failure(&answer));
-        let counted = format!("causeway_edge_app_dial_failures_total{{cause=\"{cause}\"}} 1");
+        let counted = format!("causeway_edge_upstream_dial_failures_total{{cause=\"{cause}\"}} 1");
         let metrics = world
             .way
             .metrics
@@ -792,10 +792,10 @@ async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certifica
     let other = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let hour = Duration::from_hours(1);
     let names = [ListenerName::parse("localhost").unwrap()];
-    let leaf = ca.mint_front(&names, hour).unwrap();
-    let caller = ca.issue_caller("edge", &[], hour).unwrap();
+    let leaf = ca.mint_listener(&names, hour).unwrap();
+    let client = ca.issue_client("edge", &[], hour).unwrap();
     let (trust, alpn): (_, [&[u8]; 2]) = (TrustStore::of(&ca).unwrap(), [b"h2", b"http/1.1"]);
-    let server = front_server(leaf.resolver(), &trust, true, &alpn).unwrap();
+    let server = listener_server(leaf.resolver(), &trust, true, &alpn).unwrap();
     let files = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = files.path().join(name);
@@ -803,8 +803,8 @@ async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certifica
         path
     };
     let (certificate, key) = (
-        file("c", &caller.chain_pem()),
-        file("k", caller.key_pem().expose()),
+        file("c", &client.chain_pem()),
+        file("k", client.key_pem().expose()),
     );
     let (good, bad) = (file("good", &ca.root_pem()), file("bad", &other.root_pem()));
     for (roots, verify, word) in [

@@ -34,17 +34,17 @@ pub(super) struct ApiCacheListeners {
 impl ApiCacheListeners {
     /// Takes what is configured, if anything is.
     pub(super) fn bind(config: &Config) -> Result<Option<Self>, Error> {
-        let Some(reader) = &config.reader else {
+        let Some(api_cache) = &config.api_cache else {
             return Ok(None);
         };
-        let (site, hubs) = (reader.site.as_ref(), reader.hubs.as_ref());
+        let (site, hubs) = (api_cache.members.as_ref(), api_cache.yurthub.as_ref());
         Ok(Some(Self {
-            endpoint: bind(reader.listen, "reader.listen")?,
+            endpoint: bind(api_cache.listen, "api_cache.listen")?,
             site: site
-                .map(|site| bind(site.listen, "reader.site.listen"))
+                .map(|site| bind(site.listen, "api_cache.members.listen"))
                 .transpose()?,
             hubs: hubs
-                .map(|hubs| bind(hubs.listen, "reader.hubs.listen"))
+                .map(|hubs| bind(hubs.listen, "api_cache.yurthub.listen"))
                 .transpose()?,
         }))
     }
@@ -78,10 +78,10 @@ pub(super) fn from_config(
     held: &IdentityStore,
     listeners: Option<ApiCacheListeners>,
 ) -> Result<Option<ApiCacheConfig>, Error> {
-    let (Some(rules), Some(listeners)) = (&config.reader, listeners) else {
+    let (Some(rules), Some(listeners)) = (&config.api_cache, listeners) else {
         return Ok(None);
     };
-    let fault = fault(rules.listen, "reader.listen");
+    let fault = fault(rules.listen, "api_cache.listen");
     let ApiCacheListeners {
         endpoint,
         site,

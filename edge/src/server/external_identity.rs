@@ -60,14 +60,17 @@ impl ApiCacheTls {
     /// Reads the files of the listeners. Certificates that are not valid do not replace valid ones of `current`.
     pub(super) fn read(config: &config::Config, current: &Leaves) -> Self {
         let mut faces = Self::default();
-        let Some(reader) = &config.reader else {
+        let Some(api_cache) = &config.api_cache else {
             return faces;
         };
         let of = |listener| current.get(listener);
-        let endpoint = reader.tls.as_ref();
+        let endpoint = api_cache.tls.as_ref();
         let endpoint = endpoint.map(|files| shown(files, of("endpoint")));
         faces.endpoint = faces.noted("endpoint", endpoint);
-        let hubs = reader.hubs.as_ref().map(|files| hubs(files, of("hubs")));
+        let hubs = api_cache
+            .yurthub
+            .as_ref()
+            .map(|files| hubs(files, of("hubs")));
         faces.hubs = faces.noted("hubs", hubs);
         faces
     }
@@ -105,7 +108,7 @@ fn shown(
     files: &config::ServerCertificate,
     current: Option<&LeafCertificate>,
 ) -> Result<(ServerOnlyTls, LeafCertificate), Error> {
-    let of = CertificateFiles("reader.tls");
+    let of = CertificateFiles("api_cache.tls");
     let leaf = of.leaf(&files.certificate, &files.key, current)?;
     let shown = ServerOnlyTls::new(&leaf);
     let shown = shown.map_err(|error| of.fault(&files.certificate, &error))?;
@@ -117,7 +120,7 @@ fn hubs(
     files: &config::YurtHubListener,
     current: Option<&LeafCertificate>,
 ) -> Result<(YurtHubServerTls, LeafCertificate), Error> {
-    let of = CertificateFiles("reader.hubs");
+    let of = CertificateFiles("api_cache.yurthub");
     let leaf = of.leaf(&files.certificate, &files.key, current)?;
     let roots = external::roots(&of.text(&files.ca)?);
     let roots = roots.map_err(|error| of.fault(&files.ca, &error))?;

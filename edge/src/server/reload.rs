@@ -88,7 +88,7 @@ pub(super) struct Reloadable {
     pub(super) now: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(super) allowed: Mutex<PolicyInputs>,
-    /// The ports of the admin listener, and of the reader's endpoint.
+    /// The ports of the admin listener, and of the API cache's endpoint.
     pub(super) own: Vec<u16>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<TaskGroup>,
@@ -145,7 +145,7 @@ impl Reloadable {
         let ports = policy.ports();
         let way = Proxy::new(
             policy,
-            (self.began.timeouts.clone(), self.began.limits.headers),
+            (self.began.timeouts.clone(), self.began.limits.max_headers),
             self.metrics.clone(),
             self.tasks.clone(),
         );
@@ -310,14 +310,14 @@ impl PendingReload<'_> {
 /// The configuration with the listeners that there are until the next start: files are read for these, and judged by their addresses.
 fn listening(began: &Config, now: &Config) -> Config {
     let mut config = now.clone();
-    let (Some(began), Some(now)) = (&began.reader, &mut config.reader) else {
-        config.reader = None;
+    let (Some(began), Some(now)) = (&began.api_cache, &mut config.api_cache) else {
+        config.api_cache = None;
         return config;
     };
     if began.tls.is_none() {
         now.tls = None;
     }
-    match (&mut now.hubs, &began.hubs) {
+    match (&mut now.yurthub, &began.yurthub) {
         (Some(now), Some(began)) => now.listen = began.listen,
         (hubs, _) => *hubs = None,
     }
@@ -341,7 +341,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("labels", began.labels != now.labels),
         ("addresses", began.addresses != now.addresses),
         ("pool", began.pool != now.pool),
-        ("reader", non_reloadable(began) != non_reloadable(now)),
+        ("api_cache", non_reloadable(began) != non_reloadable(now)),
         ("tunnels", began.tunnels != now.tunnels),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),
@@ -354,7 +354,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
 
 /// The reader's keys without the paths that each reload reads.
 fn non_reloadable(config: &Config) -> Option<ApiCache> {
-    config.reader.as_ref().map(ApiCache::without_files)
+    config.api_cache.as_ref().map(ApiCache::without_files)
 }
 
 /// For people, in one line.
@@ -394,7 +394,7 @@ mod tests {
         let (metrics, tasks) = (Arc::default(), Arc::default());
         let way = Proxy::new(
             policy.clone(),
-            (began.timeouts.clone(), began.limits.headers),
+            (began.timeouts.clone(), began.limits.max_headers),
             Arc::clone(&metrics),
             Arc::clone(&tasks),
         );
@@ -434,17 +434,17 @@ mod tests {
     fn files_are_read_for_the_listeners_that_there_are() {
         let listening = |began: &Value, now: &Value| {
             let read = listening(
-                &config(json!({ "reader": began })),
-                &config(json!({ "reader": now })),
+                &config(json!({ "api_cache": began })),
+                &config(json!({ "api_cache": now })),
             );
-            let reader = read.reader.unwrap();
+            let api_cache = read.api_cache.unwrap();
             let at = |hubs: YurtHubListener| (hubs.listen.to_string(), hubs.ca);
-            (reader.tls.is_some(), reader.hubs.map(at))
+            (api_cache.tls.is_some(), api_cache.yurthub.map(at))
         };
         let hubs =
             |at: &str, ca: &str| json!({ "listen": at, "certificate": "c", "key": "k", "ca": ca });
         let tls = json!({ "certificate": "c", "key": "k" });
-        let all = |at: &str, ca: &str| json!({ "tls": tls, "hubs": hubs(at, ca) });
+        let all = |at: &str, ca: &str| json!({ "tls": tls, "yurthub": hubs(at, ca) });
         let (here, there) = ("10.0.0.1:10269", "10.0.0.2:10269");
         assert_eq!(
             listening(&all(here, "old"), &all(there, "new")),
@@ -483,20 +483,26 @@ mod tests {
     #[tokio::test]
     async fn files_of_the_readers_listeners_are_read_anew_and_what_is_faulty_there_keeps_nothing_waiting()
      {
-        let reader = |key: &str, listen: &str| json!({ "kubernetes": {}, "reader": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
-        let edge = began(reader("/nowhere/k.pem", "127.0.0.1:10270"));
+        let api_cache = |key: &str, listen: &str| json!({ "kubernetes": {}, "api_cache": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
+        let edge = began(api_cache("/nowhere/k.pem", "127.0.0.1:10270"));
         for (said, waits) in [
-            (reader("/elsewhere/k.pem", "127.0.0.1:10270"), vec![]),
-            (reader("/nowhere/k.pem", "127.0.0.1:10280"), vec!["reader"]),
-            (json!({ "kubernetes": {}, "reader": {} }), vec!["reader"]),
+            (api_cache("/elsewhere/k.pem", "127.0.0.1:10270"), vec![]),
+            (
+                api_cache("/nowhere/k.pem", "127.0.0.1:10280"),
+                vec!["api_cache"],
+            ),
+            (
+                json!({ "kubernetes": {}, "api_cache": {} }),
+                vec!["api_cache"],
+            ),
         ] {
-            let faulty = said["reader"]["tls"].is_object();
+            let faulty = said["api_cache"]["tls"].is_object();
             let mut narrowed = said.clone();
             narrowed["listed_ports"] = json!([]);
             let done = edge.prepare(&config(narrowed)).unwrap().apply();
             assert_eq!((&done.ports, &done.at_restart), (&vec![], &waits), "{said}");
             assert_eq!(
-                done.to_string().contains("stays as it was: reader.tls"),
+                done.to_string().contains("stays as it was: api_cache.tls"),
                 faulty,
                 "{done}"
             );

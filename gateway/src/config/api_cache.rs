@@ -1,4 +1,4 @@
-//! Configuration section `readers`: cluster resources that edges may read, for clients on their nodes.
+//! Configuration section `api_cache`: cluster resources that edges may read, for clients on their nodes.
 //!
 //! Without the section edges read nothing. The gateway caches the listed resources in memory, filled from the cluster's API or
 //! from a directory. The tunnel port serves them to an edge as the first rule for the edge's pool allows.
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Config;
 
-/// Minimum of `window`: one object of the largest size that etcd accepts has to fit.
+/// Minimum of `event_buffer`: one object of the largest size that etcd accepts has to fit.
 const LEAST_WINDOW: usize = 2 << 20;
 
 /// Cluster resources that edges may read.
@@ -30,7 +30,7 @@ pub struct ApiCache {
     pub cache: usize,
     /// Bytes of the latest changes of each resource. An edge that was disconnected resumes from these changes and does not read everything again.
     #[serde(with = "ByteSize")]
-    pub window: usize,
+    pub event_buffer: usize,
     /// Directory of JSON or YAML files with objects, in place of a cluster's API; read again when one of them changes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub manifests: Option<PathBuf>,
@@ -43,7 +43,7 @@ pub struct AccessRule {
     /// Confirmed pools; `*` stands for any characters. Without this key: every edge, also one without a pool.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pools: Option<Vec<String>>,
-    /// The subset of `readers.resources` that the edges may read. Without this key: all.
+    /// The subset of `api_cache.resources` that the edges may read. Without this key: all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Vec<String>>,
     /// Namespaces whose objects the edges may read. Without this key: all namespaces, and cluster-scoped objects.
@@ -56,7 +56,7 @@ pub struct AccessRule {
 pub enum AccessLevel {
     /// There are no rules: the edge may read everything.
     Everything,
-    /// The rule of `readers.allow` with this index.
+    /// The rule of `api_cache.allow` with this index.
     By(usize),
     /// No rule applies to the edge.
     Nothing,
@@ -75,7 +75,7 @@ impl Default for ApiCache {
             // Each resource as JSON and as protobuf, of a cluster with some thousand Services.
             cache: 64 << 20,
             // Some minutes of the changes of a large rollout.
-            window: 8 << 20,
+            event_buffer: 8 << 20,
             manifests: None,
         }
     }
@@ -91,7 +91,7 @@ impl ApiCache {
     pub fn limits(&self) -> CacheLimits {
         CacheLimits {
             cache: u64::try_from(self.cache).unwrap_or(u64::MAX),
-            window: self.window,
+            window: self.event_buffer,
         }
     }
 
@@ -130,20 +130,20 @@ impl ApiCache {
 
     fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
         let bounds = [("cache", self.cache), ("connections", self.connections)];
-        faults.at_least_one("readers", &bounds);
-        if self.window < LEAST_WINDOW {
+        faults.at_least_one("api_cache", &bounds);
+        if self.event_buffer < LEAST_WINDOW {
             faults.add(
-                "readers.window",
+                "api_cache.event_buffer",
                 "is less than 2MiB, which a single object can need",
             );
         }
         if self.resources.is_empty() {
             let message = "is empty, so there is nothing to read; name a resource, or remove the key for the usual ones";
-            faults.add("readers.resources", message);
+            faults.add("api_cache.resources", message);
         }
         let mut earlier = Vec::new();
         for (index, text) in self.resources.iter().enumerate() {
-            let path = format!("readers.resources[{index}]");
+            let path = format!("api_cache.resources[{index}]");
             match text.parse::<GroupVersionResource>() {
                 Err(error) => faults.add(path, error.to_string()),
                 Ok(known) if earlier.contains(&known) => {
@@ -153,16 +153,16 @@ impl ApiCache {
             }
         }
         for (index, rule) in self.allow.iter().flatten().enumerate() {
-            rule.validate(&format!("readers.allow[{index}]"), &earlier, faults);
+            rule.validate(&format!("api_cache.allow[{index}]"), &earlier, faults);
         }
         match (&self.manifests, of_a_cluster) {
             (None, false) => {
                 let message = "nothing says what there is to read; add the section \"kubernetes\", or name a directory as \"manifests\"";
-                faults.add("readers", message);
+                faults.add("api_cache", message);
             }
             (Some(_), true) => {
                 let message = "the cluster of \"kubernetes\" says what there is; remove this key";
-                faults.add("readers.manifests", message);
+                faults.add("api_cache.manifests", message);
             }
             _ => {}
         }
@@ -194,7 +194,7 @@ impl AccessRule {
             let known = text.parse::<GroupVersionResource>().ok();
             if !known.is_some_and(|known| kept.contains(&known)) {
                 let message = format!(
-                    "\"{text}\" is none of readers.resources; add it there, or remove it here"
+                    "\"{text}\" is none of api_cache.resources; add it there, or remove it here"
                 );
                 faults.add(format!("{path}.resources[{index}]"), message);
             }
@@ -204,8 +204,8 @@ impl AccessRule {
 
 impl Config {
     pub(super) fn validate_readers(&self, faults: &mut ConfigErrors) {
-        if let Some(readers) = &self.readers {
-            readers.validate(self.kubernetes.is_some(), faults);
+        if let Some(api_cache) = &self.api_cache {
+            api_cache.validate(self.kubernetes.is_some(), faults);
         }
     }
 }
@@ -266,36 +266,36 @@ mod tests {
 
     #[test]
     fn the_first_rule_for_a_pool_holds_and_without_rules_everything_is_read() {
-        let mut readers = ApiCache::default();
-        assert_eq!(readers.right(None), AccessLevel::Everything);
-        assert!(readers.grant(AccessLevel::Everything).is_none());
+        let mut api_cache = ApiCache::default();
+        assert_eq!(api_cache.right(None), AccessLevel::Everything);
+        assert!(api_cache.grant(AccessLevel::Everything).is_none());
         let rule = |pools, namespaces| AccessRule {
             pools,
             resources: Some(texts(&["v1/services"])),
             namespaces,
         };
-        readers.allow = Some(vec![
+        api_cache.allow = Some(vec![
             rule(Some(texts(&["north-*", "south"])), Some(texts(&["shop"]))),
             rule(Some(texts(&["*"])), None),
         ]);
-        assert_eq!(readers.right(Some("north-1")), AccessLevel::By(0));
-        assert_eq!(readers.right(Some("west")), AccessLevel::By(1));
+        assert_eq!(api_cache.right(Some("north-1")), AccessLevel::By(0));
+        assert_eq!(api_cache.right(Some("west")), AccessLevel::By(1));
         // What has no pool is of no pool, whatever its name.
-        assert_eq!(readers.right(None), AccessLevel::Nothing);
-        let grant = readers.grant(AccessLevel::By(0)).unwrap();
+        assert_eq!(api_cache.right(None), AccessLevel::Nothing);
+        let grant = api_cache.grant(AccessLevel::By(0)).unwrap();
         assert_eq!(grant.resources, parsed(&["v1/services".to_owned()]));
         assert_eq!(grant.namespaces, Some(texts(&["shop"])));
         assert!(
-            readers
+            api_cache
                 .grant(AccessLevel::Nothing)
                 .unwrap()
                 .resources
                 .is_empty()
         );
-        readers.allow = Some(vec![AccessRule::default()]);
-        assert_eq!(readers.right(None), AccessLevel::By(0));
+        api_cache.allow = Some(vec![AccessRule::default()]);
+        assert_eq!(api_cache.right(None), AccessLevel::By(0));
         assert_eq!(
-            readers.grant(AccessLevel::By(0)).unwrap().resources.len(),
+            api_cache.grant(AccessLevel::By(0)).unwrap().resources.len(),
             3
         );
     }

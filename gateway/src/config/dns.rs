@@ -46,7 +46,7 @@ impl Default for Dns {
 }
 
 impl Dns {
-    pub(super) fn validate(&self, fronts: &[IpAddr], faults: &mut ConfigErrors) {
+    pub(super) fn validate(&self, listeners: &[IpAddr], faults: &mut ConfigErrors) {
         if self.zones.is_empty() {
             let nothing =
                 "no name would be answered; give a zone, such as [nodes.example.internal]";
@@ -54,9 +54,9 @@ impl Dns {
         }
         check_zones("dns.zones", &self.zones, faults);
         check_addresses("dns.addresses", &self.addresses, faults);
-        if self.addresses.is_empty() && fronts.is_empty() {
-            let message = "what the name of an edge's node means is not known, since fronts listen on all addresses; \
-                           give those at which callers reach them";
+        if self.addresses.is_empty() && listeners.is_empty() {
+            let message = "what the name of an edge's node means is not known, since listeners listen on all addresses; \
+                           give those at which clients reach them";
             faults.add("dns.addresses", message);
         }
         if self.ttl.subsec_nanos() != 0 || self.ttl > MAX_TTL {
@@ -92,7 +92,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
 pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut ConfigErrors) {
     for (index, address) in addresses.iter().enumerate() {
         if address.is_unspecified() || address.is_multicast() {
-            let message = format!("{address} is no address that a caller can reach");
+            let message = format!("{address} is no address that a client can reach");
             faults.add(format!("{key}[{index}]"), message);
         }
     }
@@ -119,19 +119,19 @@ impl Config {
     pub fn named_addresses(&self) -> Vec<IpAddr> {
         match &self.dns.0 {
             Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
-            _ => self.front_addresses(),
+            _ => self.listener_addresses(),
         }
     }
 
     /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback counts only if there is no
     /// other address, since beside listeners for all clients there often are some for this machine.
-    pub(super) fn front_addresses(&self) -> Vec<IpAddr> {
+    pub(super) fn listener_addresses(&self) -> Vec<IpAddr> {
         let address = |listen: &ListenAddr| match listen {
             ListenAddr::Tcp(address) => Some(address.ip()),
             ListenAddr::Unix(_) => None,
         };
-        let listens = self.fronts.iter();
-        let all = canonical(listens.filter_map(|front| address(&front.listen)));
+        let listens = self.listeners.iter();
+        let all = canonical(listens.filter_map(|listener| address(&listener.listen)));
         if all.iter().any(IpAddr::is_unspecified) {
             return Vec::new();
         }

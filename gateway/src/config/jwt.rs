@@ -219,10 +219,10 @@ mod tests {
 
     #[test]
     fn the_files_of_an_issuer_count_as_much_as_the_configuration() {
-        let mut front = crate::config::Listener::https();
+        let mut listener = crate::config::Listener::https();
         let keys = Jwks::File("/keys.json".into());
         let url = "https://id.example.com/keys".parse().unwrap();
-        front.callers.jwt = vec![
+        listener.client_auth.jwt = vec![
             Jwt::new("one", "a", keys),
             Jwt {
                 jwks_ca: Some("/ca.pem".into()),
@@ -230,7 +230,7 @@ mod tests {
             },
         ];
         let config = crate::config::Config {
-            fronts: vec![front],
+            listeners: vec![listener],
             ..Default::default()
         };
         let files = config.files();

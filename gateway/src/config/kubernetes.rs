@@ -37,7 +37,7 @@ pub struct Kubernetes {
     pub pool_label: String,
     /// Keys of labels of Node objects that the policy trusts, beside those of `node-restriction.kubernetes.io/`, which no kubelet can write. List only labels that you keep kubelets from writing. A label in a join token takes precedence.
     pub policy_labels: Vec<String>,
-    /// Networks in which addresses of Node objects are trusted, 16 addresses of each Node at most. Empty is all, which a listener with `direct` does not permit. A kubelet can write any address into its own Node.
+    /// Networks in which addresses of Node objects are trusted, 16 addresses of each Node at most. Empty is all, which a listener with `direct_networks` does not permit. A kubelet can write any address into its own Node.
     #[serde(with = "IpNetList")]
     pub address_networks: Vec<IpNet>,
     /// The cluster's pod networks, in which clients reach pods of edge nodes by address; empty is none.
@@ -58,7 +58,7 @@ pub struct Kubernetes {
     /// Writes a hosts file of all nodes into a `ConfigMap`, for the plugin `hosts` of `CoreDNS`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hosts: Option<CoreDnsHosts>,
-    /// Serves the node ports that a `ConfigMap` lists, and follows its changes. Without this key: only those of `fronts`.
+    /// Serves the node ports that a `ConfigMap` lists, and follows its changes. Without this key: only those of `listeners`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ports: Option<PortList>,
     /// Announces to edges the gateway addresses that a Service has, beside `tunnel.advertise`, and adds them to the gateway's certificates. Without this key: `tunnel.advertise` alone.
@@ -67,10 +67,10 @@ pub struct Kubernetes {
     /// Signs certificate requests of edges in the cluster's `certificates.k8s.io`, in place of join tokens. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub certificates: Option<CsrSigning>,
-    /// Directs `YurtHub`s (`OpenYurt` v1.6.1 and later) to edges of their pool that have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
+    /// Directs `YurtHub`s (`OpenYurt` v1.6.1 and later) to edges of their pool that have `api_cache.yurthub`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hubs: Option<YurtHub>,
-    /// Stores revocations of nodes and the keys of `apps.*.pin` in this Secret as well, `NAMESPACE/NAME`, which must exist. All gateways that name the Secret have the same data within some seconds, and a new pod has it from its start. Without this key: the data is in `data_dir` alone.
+    pub yurthub: Option<YurtHub>,
+    /// Stores revocations of nodes and the keys of `upstream_tls.*.pin` in this Secret as well, `NAMESPACE/NAME`, which must exist. All gateways that name the Secret have the same data within some seconds, and a new pod has it from its start. Without this key: the data is in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
 }
@@ -104,7 +104,7 @@ impl Default for Kubernetes {
             ports: None,
             advertise: None,
             certificates: None,
-            hubs: None,
+            yurthub: None,
             state: None,
         }
     }
@@ -134,11 +134,14 @@ impl Config {
                 faults.add(format!("kubernetes.policy_labels[{index}]"), message);
             }
         }
-        let dialling = self.fronts.iter().find(|front| !front.direct.is_empty());
-        if let Some(front) = dialling.filter(|_| rules.address_networks.is_empty()) {
+        let dialling = self
+            .listeners
+            .iter()
+            .find(|listener| !listener.direct_networks.is_empty());
+        if let Some(listener) = dialling.filter(|_| rules.address_networks.is_empty()) {
             let message = format!(
-                "is required where a front dials itself (front \"{}\", direct): a kubelet can write any address into its Node, a Service's too; name the networks in which nodes are",
-                front.name
+                "is required where a listener dials itself (listener \"{}\", direct): a kubelet can write any address into its Node, a Service's too; name the networks in which nodes are",
+                listener.name
             );
             faults.add("kubernetes.address_networks", message);
         }

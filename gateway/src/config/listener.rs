@@ -1,6 +1,6 @@
 //! Configuration of one listener: its address, its protocol, and the clients that it serves.
 //!
-//! `name`, `kind` and `listen` have no default, so that no listener opens by mistake. No listener is open to everyone without
+//! `name`, `protocol` and `listen` have no default, so that no listener opens by mistake. No listener is open to everyone without
 //! `anonymous: true`: clients authenticate by certificate or token, or by the mode of a unix socket.
 
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ pub struct Listener {
     /// Name in logs and metrics; unique.
     pub name: String,
     /// Protocol of the clients: `https`, `http`, `tcp` or `connect`.
-    pub kind: ListenerProtocol,
+    pub protocol: ListenerProtocol,
     /// `IP:PORT` or `unix:/path`. `$(NAME)` is a variable of the environment, such as a pod's own address.
     pub listen: ListenAddr,
     /// Node that all clients of this listener reach; required for `tcp`.
@@ -39,7 +39,7 @@ pub struct Listener {
     pub names: Vec<String>,
     /// Authentication of clients.
     #[serde(default)]
-    pub callers: ClientAuth,
+    pub client_auth: ClientAuth,
     /// Node ports of kubelets. At these ports the cluster's API must allow the request as well (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet requests it). Empty is none.
     #[serde(default)]
     pub subject_access_review: Vec<u16>,
@@ -75,7 +75,7 @@ pub struct Listener {
     pub original_destination: bool,
     /// Networks in which a `connect` listener itself dials addresses that no edge serves (pods and Services in the cloud); empty is none.
     #[serde(default, with = "IpNetList")]
-    pub direct: Vec<IpNet>,
+    pub direct_networks: Vec<IpNet>,
     /// Networks from which connections begin with a PROXY v2 header. Its source is the client, and with `original_destination` its destination gives node and port. Connections from other networks are served without a header.
     #[serde(default, with = "IpNetList")]
     pub proxy_protocol: Vec<IpNet>,
@@ -92,16 +92,16 @@ impl Listener {
     }
 
     /// Returns a listener with everything else at its default.
-    pub fn new(name: impl Into<String>, kind: ListenerProtocol, listen: ListenAddr) -> Self {
+    pub fn new(name: impl Into<String>, protocol: ListenerProtocol, listen: ListenAddr) -> Self {
         Self {
             name: name.into(),
-            kind,
+            protocol,
             listen,
             node: None,
             port: None,
             certificate: None,
             names: Vec::new(),
-            callers: ClientAuth::default(),
+            client_auth: ClientAuth::default(),
             subject_access_review: Vec::new(),
             disconnect_expired: true,
             forward_authorization: false,
@@ -113,14 +113,14 @@ impl Listener {
             anonymous_ports: Vec::new(),
             errors: ErrorFormat::Problem,
             original_destination: false,
-            direct: Vec::new(),
+            direct_networks: Vec::new(),
             proxy_protocol: Vec::new(),
         }
     }
 
     /// Returns the node port that this listener stands for, if any.
     pub fn node_port(&self) -> Option<u16> {
-        match self.kind {
+        match self.protocol {
             ListenerProtocol::Https => self.port.or(Some(Self::KUBELET)),
             ListenerProtocol::Http | ListenerProtocol::Tcp | ListenerProtocol::Connect => self.port,
         }
@@ -129,8 +129,8 @@ impl Listener {
     /// Whether clients speak TLS here. `http` listeners and unix sockets have no TLS, nor has an anonymous `tcp` listener: ssh and
     /// netcat speak no TLS, and if the upstream sends first, the gateway cannot distinguish the two.
     pub fn has_tls(&self) -> bool {
-        let bare = self.kind == ListenerProtocol::Http
-            || (self.kind == ListenerProtocol::Tcp && self.anonymous);
+        let bare = self.protocol == ListenerProtocol::Http
+            || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
         !bare && matches!(self.listen, ListenAddr::Tcp(_))
     }
 }
@@ -212,13 +212,13 @@ pub struct Certificate {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClientAuth {
-    /// Accepts client certificates of the own CA (`causeway ca caller`).
+    /// Accepts client certificates of the own CA (`causeway client certificate`).
     pub own_ca: bool,
     /// Accepts client certificates of these CAs (PEM files).
     pub client_ca: Vec<PathBuf>,
     /// Serial numbers of client certificates that are revoked, in hexadecimal as `openssl x509 -serial` and the audit log write them. Their open streams end at the reload.
     pub revoked: Vec<Serial>,
-    /// Accepts bearer tokens of this file (`causeway caller token`), which contains hashes only.
+    /// Accepts bearer tokens of this file (`causeway client token`), which contains hashes only.
     pub tokens: Option<PathBuf>,
     /// Accepts JWTs of these issuers.
     pub jwt: Vec<Jwt>,
@@ -229,7 +229,7 @@ pub struct ClientAuth {
 impl Default for ClientAuth {
     fn default() -> Self {
         Self {
-            // The one CA that is always there: a front without a word about callers is closed, not broken.
+            // The one CA that is always there: a listener without a word about clients is closed, not broken.
             own_ca: true,
             client_ca: Vec::new(),
             revoked: Vec::new(),

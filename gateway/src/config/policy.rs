@@ -82,7 +82,7 @@ pub struct NodeSelector {
     /// Confirmed labels; a node must have all of them.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub labels: Specified<BTreeMap<String, String>>,
-    /// Networks of addresses that no edge serves and that a listener dials itself (its key `direct`), in place of nodes.
+    /// Networks of addresses that no edge serves and that a listener dials itself (its key `direct_networks`), in place of nodes.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub direct: Specified<SourceNetworks>,
 }

@@ -17,7 +17,7 @@ use std::{
 #[serde(default, deny_unknown_fields)]
 pub struct Redirect {
     /// Listeners with `original_destination`, each for the node port that it stands for.
-    pub fronts: Vec<String>,
+    pub listeners: Vec<String>,
     /// Further node ports, and the listener for each.
     pub ports: BTreeMap<u16, String>,
     /// A `tcp` listener with `original_destination` to which all TCP connections to pods of edge nodes are redirected, to any port. The pods' networks are those of Node objects within `kubernetes.pod_networks`. Without this key: none.
@@ -30,7 +30,7 @@ pub struct Redirect {
 impl Default for Redirect {
     fn default() -> Self {
         Self {
-            fronts: Vec::new(),
+            listeners: Vec::new(),
             ports: BTreeMap::new(),
             pods: None,
             table: "causeway".to_owned(),
@@ -40,11 +40,11 @@ impl Default for Redirect {
 
 impl Redirect {
     /// Returns each node port that is redirected, and its listener. Faulty entries are left out.
-    pub(crate) fn by_port<'a>(&'a self, fronts: &'a [Listener]) -> BTreeMap<u16, &'a Listener> {
-        let named = |name: &str| fronts.iter().find(|front| front.name == name);
-        let own = self.fronts.iter().filter_map(|name| {
-            let front = named(name)?;
-            Some((front.node_port()?, front))
+    pub(crate) fn by_port<'a>(&'a self, listeners: &'a [Listener]) -> BTreeMap<u16, &'a Listener> {
+        let named = |name: &str| listeners.iter().find(|listener| listener.name == name);
+        let own = self.listeners.iter().filter_map(|name| {
+            let listener = named(name)?;
+            Some((listener.node_port()?, listener))
         });
         let further = self.ports.iter();
         let further = further.filter_map(|(port, name)| Some((*port, named(name)?)));
@@ -52,34 +52,39 @@ impl Redirect {
     }
 
     /// Returns the listener to which connections to pods are redirected.
-    pub(crate) fn of_pods<'a>(&self, fronts: &'a [Listener]) -> Option<&'a Listener> {
+    pub(crate) fn of_pods<'a>(&self, listeners: &'a [Listener]) -> Option<&'a Listener> {
         let name = self.pods.as_ref()?;
-        fronts.iter().find(|front| front.name == *name)
+        listeners.iter().find(|listener| listener.name == *name)
     }
 
     /// Checks the section. `networks` are the trusted pod networks.
-    pub(super) fn check(&self, fronts: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
-        if self.fronts.is_empty() && self.ports.is_empty() && self.pods.is_none() {
+    pub(super) fn check(
+        &self,
+        listeners: &[Listener],
+        networks: &[IpNet],
+        faults: &mut ConfigErrors,
+    ) {
+        if self.listeners.is_empty() && self.ports.is_empty() && self.pods.is_none() {
             faults.add(
                 "redirect",
-                "redirects nothing; name fronts, or ports and a front for each, or remove this key",
+                "redirects nothing; name listeners, or ports and a listener for each, or remove this key",
             );
         }
         let mut taken = BTreeMap::new();
-        for (index, name) in self.fronts.iter().enumerate() {
-            let path = format!("redirect.fronts[{index}]");
-            let Some(front) = known(&path, name, fronts, faults) else {
+        for (index, name) in self.listeners.iter().enumerate() {
+            let path = format!("redirect.listeners[{index}]");
+            let Some(listener) = known(&path, name, listeners, faults) else {
                 continue;
             };
-            let Some(port) = front.node_port() else {
+            let Some(port) = listener.node_port() else {
                 let message = format!(
-                    "front \"{name}\" stands for no node port; give it a \"port\", or name it in redirect.ports"
+                    "listener \"{name}\" stands for no node port; give it a \"port\", or name it in redirect.ports"
                 );
                 faults.add(path, message);
                 continue;
             };
             if let Some(other) = taken.insert(port, name) {
-                let message = format!("node port {port} leads to front \"{other}\" already");
+                let message = format!("node port {port} leads to listener \"{other}\" already");
                 faults.add(path, message);
             }
         }
@@ -89,26 +94,26 @@ impl Redirect {
                 faults.add(&path, "0 is no node port; ports run from 1 to 65535");
             }
             if let Some(other) = taken.get(port) {
-                let message = format!("node port {port} leads to front \"{other}\" already");
+                let message = format!("node port {port} leads to listener \"{other}\" already");
                 faults.add(&path, message);
             }
-            known(&path, name, fronts, faults);
+            known(&path, name, listeners, faults);
         }
-        self.check_pods(fronts, networks, faults);
+        self.check_pods(listeners, networks, faults);
         check_table("redirect.table", &self.table, faults);
     }
 
-    fn check_pods(&self, fronts: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
+    fn check_pods(&self, listeners: &[Listener], networks: &[IpNet], faults: &mut ConfigErrors) {
         let Some(name) = &self.pods else {
             return;
         };
         let path = "redirect.pods";
-        if let Some(front) = known(path, name, fronts, faults)
-            && front.kind != ListenerProtocol::Tcp
+        if let Some(listener) = known(path, name, listeners, faults)
+            && listener.protocol != ListenerProtocol::Tcp
         {
             let message = format!(
-                "front \"{name}\" is of kind {}, and pods speak what they will; name a tcp front",
-                front.kind.as_str()
+                "listener \"{name}\" has the protocol {}, but clients of pods may use any protocol; name a tcp listener",
+                listener.protocol.as_str()
             );
             faults.add(path, message);
         }
@@ -139,27 +144,27 @@ const MAX_TABLE: usize = 64;
 fn known<'a>(
     path: &str,
     name: &str,
-    fronts: &'a [Listener],
+    listeners: &'a [Listener],
     faults: &mut ConfigErrors,
 ) -> Option<&'a Listener> {
-    let Some(front) = fronts.iter().find(|front| front.name == name) else {
-        faults.add(path, format!("there is no front \"{name}\""));
+    let Some(listener) = listeners.iter().find(|listener| listener.name == name) else {
+        faults.add(path, format!("there is no listener \"{name}\""));
         return None;
     };
-    if !front.original_destination {
+    if !listener.original_destination {
         let message = format!(
-            "front \"{name}\" does not say original_destination: true, so it could not tell whom a connection was for"
+            "listener \"{name}\" does not say original_destination: true, so it could not tell whom a connection was for"
         );
         faults.add(path, message);
     }
-    if !matches!(front.listen, ListenAddr::Tcp(address) if reached(address)) {
+    if !matches!(listener.listen, ListenAddr::Tcp(address) if reached(address)) {
         let message = format!(
-            "front \"{name}\" is on {}, where nothing is led to; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
-            front.listen
+            "listener \"{name}\" is on {}, where nothing is led to; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
+            listener.listen
         );
         faults.add(path, message);
     }
-    Some(front)
+    Some(listener)
 }
 
 /// Whether redirected connections reach this address. The kernel redirects a connection from another host to the address at

@@ -24,7 +24,7 @@ pub struct Identity {
     pub trust_domain: Option<String>,
     /// Files of the CAs of edges, whose certificates have the one URI `spiffe://TRUST-DOMAIN/edge/NODE`.
     pub client_ca: Vec<PathBuf>,
-    /// Admits each node that has such a certificate; otherwise only those of `causeway edge add`.
+    /// Admits each node that has such a certificate; otherwise only those of `causeway node add`.
     pub any_node: bool,
 }
 
@@ -50,7 +50,7 @@ impl Config {
             let kept = Store::made_path(&self.data_dir, Requested::Identity);
             (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
         }
-        for (port, app) in &mut self.apps {
+        for (port, app) in &mut self.upstream_tls {
             if app.signer.is_some() {
                 let kept = Store::made_path(&self.data_dir, Requested::AppClient(*port));
                 (app.certificate, app.key) = (Some(kept.clone()), Some(kept));

@@ -25,7 +25,7 @@ pub struct UpstreamTls {
     pub user: String,
     /// With `signer`: whether the gateway approves its own request. Its service account may then approve every request to that signer. Otherwise another system approves each request.
     pub approve: bool,
-    /// Whether the upstream is trusted by the key that it has at the first connection: the key is stored for each node in the data directory, and from then on no other key is accepted. Names, validity and issuer of its certificate do not count. `causeway edge pins` lists these keys, `causeway edge unpin` removes one.
+    /// Whether the upstream is trusted by the key that it has at the first connection: the key is stored for each node in the data directory, and from then on no other key is accepted. Names, validity and issuer of its certificate do not count. `causeway node pins` lists these keys, `causeway node unpin` removes one.
     pub pin: bool,
     /// Whether the upstream's certificate is verified. `false` accepts any certificate.
     pub verify: bool,
@@ -85,7 +85,7 @@ impl UpstreamTls {
 
     /// Adds the faults of the entry for this port. `has_cluster` is whether a cluster is configured.
     pub(super) fn validate(&self, port: u16, has_cluster: bool, faults: &mut ConfigErrors) {
-        let path = format!("apps.{port}");
+        let path = format!("upstream_tls.{port}");
         self.validate_signer(&path, has_cluster, faults);
         if port == 0 {
             let why = "0 is no node port; ports run from 1 to 65535";

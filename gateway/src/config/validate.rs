@@ -19,7 +19,7 @@ impl Validate for Config {
         self.addresses(&mut faults);
         self.validate_identity(&mut faults);
         if let Some(dns) = &self.dns.0 {
-            dns.validate(&self.front_addresses(), &mut faults);
+            dns.validate(&self.listener_addresses(), &mut faults);
         }
         self.validate_cluster(&mut faults);
         self.validate_hosts(&mut faults);
@@ -30,17 +30,17 @@ impl Validate for Config {
         self.validate_state(&mut faults);
         self.validate_readers(&mut faults);
         let mut names = HashSet::new();
-        for (index, front) in self.fronts.iter().enumerate() {
-            let path = format!("fronts[{index}]");
-            if !names.insert(front.name.as_str()) {
+        for (index, listener) in self.listeners.iter().enumerate() {
+            let path = format!("listeners[{index}]");
+            if !names.insert(listener.name.as_str()) {
                 let message = format!(
-                    "the name \"{}\" is taken by an earlier front; each has its own",
-                    front.name
+                    "the name \"{}\" is taken by an earlier listener; each has its own",
+                    listener.name
                 );
                 faults.add(format!("{path}.name"), message);
             }
             ListenerValidator {
-                front,
+                listener,
                 path,
                 faults: &mut faults,
             }
@@ -49,10 +49,10 @@ impl Validate for Config {
         if let Some(redirect) = &self.redirect {
             let networks = self.kubernetes.as_ref().map(|rules| &rules.pod_networks);
             let networks = networks.map(Vec::as_slice).unwrap_or_default();
-            redirect.check(&self.fronts, networks, &mut faults);
+            redirect.check(&self.listeners, networks, &mut faults);
         }
         self.reviews(&mut faults);
-        for (port, app) in &self.apps {
+        for (port, app) in &self.upstream_tls {
             app.validate(*port, self.kubernetes.is_some(), &mut faults);
         }
         faults.into_vec()
@@ -86,10 +86,10 @@ impl Validate for Config {
         {
             faults.file(format!("kubernetes.certificates.client_ca[{index}]"), file);
         }
-        if let Some(readers) = &self.readers
-            && let Some(directory) = &readers.manifests
+        if let Some(api_cache) = &self.api_cache
+            && let Some(directory) = &api_cache.manifests
         {
-            faults.directory("readers.manifests", directory);
+            faults.directory("api_cache.manifests", directory);
         }
         faults.into_vec()
     }
@@ -118,7 +118,7 @@ impl Config {
             &[
                 ("tls", timeouts.tls),
                 ("header", timeouts.header),
-                ("open", timeouts.open),
+                ("connect", timeouts.connect),
                 ("upgrade_first_byte", timeouts.upgrade_first_byte),
                 ("upload", timeouts.upload),
                 ("download", timeouts.download),
@@ -151,20 +151,20 @@ impl Config {
             "limits",
             &[
                 ("streams", limits.streams),
-                ("per_caller", limits.per_caller),
+                ("per_client", limits.per_client),
                 ("per_node", limits.per_node),
                 ("connections", limits.connections),
-                ("unread", limits.unread),
+                ("buffered_bytes", limits.buffered_bytes),
                 ("stalled", limits.stalled),
-                ("uri_bytes", limits.uri_bytes),
-                ("kubernetes_uri_bytes", limits.kubernetes_uri_bytes),
-                ("header_bytes", limits.header_bytes),
-                ("headers", limits.headers),
+                ("uri_bytes", limits.max_uri_bytes),
+                ("kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
+                ("header_bytes", limits.max_header_bytes),
+                ("headers", limits.max_headers),
             ],
         );
         for (key, bytes) in [
-            ("uri_bytes", limits.uri_bytes),
-            ("kubernetes_uri_bytes", limits.kubernetes_uri_bytes),
+            ("uri_bytes", limits.max_uri_bytes),
+            ("kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
         ] {
             if bytes > MAX_OVERFLOW_BYTES {
                 let message = format!("a target has {MAX_OVERFLOW_BYTES} bytes at most");
@@ -184,10 +184,10 @@ impl Config {
         if let Some(dns) = &self.dns.0 {
             listeners.add("dns.listen", "dns.listen", dns.listen, faults);
         }
-        for (index, front) in self.fronts.iter().enumerate() {
-            let path = format!("fronts[{index}].listen");
-            let name = format!("front \"{}\"", front.name);
-            listeners.add(&path, &name, front.listen.clone(), faults);
+        for (index, listener) in self.listeners.iter().enumerate() {
+            let path = format!("listeners[{index}].listen");
+            let name = format!("listener \"{}\"", listener.name);
+            listeners.add(&path, &name, listener.listen.clone(), faults);
         }
         let lists = [
             ("advertise", &self.tunnel.advertise),
@@ -209,12 +209,11 @@ impl Config {
 }
 
 /// Fault of a key that changes request fields, on a listener that reads no requests.
-const NOT_READ: &str =
-    "what passes through this front is not looked into, so nothing can be added; remove this key";
+const NOT_READ: &str = "what passes through this listener is not looked into, so nothing can be added; remove this key";
 
 /// Checks of one listener.
 struct ListenerValidator<'a> {
-    front: &'a Listener,
+    listener: &'a Listener,
     path: String,
     faults: &'a mut ConfigErrors,
 }
@@ -224,7 +223,7 @@ impl ListenerValidator<'_> {
         self.target();
         self.proxied();
         self.files();
-        self.callers();
+        self.clients();
         self.issuers();
         self.identity_headers();
         self.forwarding_headers();
@@ -241,37 +240,37 @@ impl ListenerValidator<'_> {
     }
 
     fn target(&mut self) {
-        let front = self.front;
-        if front.name.is_empty() {
-            self.add("name", "is empty; name the front, for logs and metrics");
+        let listener = self.listener;
+        if listener.name.is_empty() {
+            self.add("name", "is empty; name the listener, for logs and metrics");
         }
-        if let Some(node) = &front.node
+        if let Some(node) = &listener.node
             && let Err(error) = NodeName::parse(node)
         {
             self.add("node", error.to_string());
         }
-        if front.port == Some(0) {
+        if listener.port == Some(0) {
             self.add("port", "0 is no node port; ports run from 1 to 65535");
         }
-        if front.kind == ListenerProtocol::Tcp && !front.original_destination {
+        if listener.protocol == ListenerProtocol::Tcp && !listener.original_destination {
             for (key, absent) in [
-                ("node", front.node.is_none()),
-                ("port", front.port.is_none()),
+                ("node", listener.node.is_none()),
+                ("port", listener.port.is_none()),
             ] {
                 if absent {
                     self.missing(format!(
-                        "a tcp front needs \"{key}\": bytes do not say whom they are for"
+                        "a tcp listener needs \"{key}\": bytes do not say whom they are for"
                     ));
                 }
             }
         }
-        if front.kind != ListenerProtocol::Connect && !front.direct.is_empty() {
+        if listener.protocol != ListenerProtocol::Connect && !listener.direct_networks.is_empty() {
             self.add(
                 "direct",
-                "only a connect front dials itself; remove this key",
+                "only a connect listener dials itself; remove this key",
             );
         }
-        if front.original_destination && matches!(front.listen, ListenAddr::Unix(_)) {
+        if listener.original_destination && matches!(listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "original_destination",
                 "a unix socket has none; remove this key or listen on IP:PORT",
@@ -280,30 +279,32 @@ impl ListenerValidator<'_> {
     }
 
     fn proxied(&mut self) {
-        if self.front.proxy_protocol.is_empty() {
+        if self.listener.proxy_protocol.is_empty() {
             return;
         }
-        if matches!(self.front.listen, ListenAddr::Unix(_)) {
+        if matches!(self.listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "proxy_protocol",
-                "callers of a unix socket have no address; remove this key",
+                "clients of a unix socket have no address; remove this key",
             );
         }
     }
 
     fn forwarding_headers(&mut self) {
-        let front = self.front;
+        let listener = self.listener;
         if matches!(
-            front.kind,
+            listener.protocol,
             ListenerProtocol::Tcp | ListenerProtocol::Connect
         ) {
-            if front.forwarding_headers != ForwardingHeader::all() {
+            if listener.forwarding_headers != ForwardingHeader::all() {
                 self.add("forwarding_headers", NOT_READ);
             }
-            if !front.trusted_proxies.is_empty() {
+            if !listener.trusted_proxies.is_empty() {
                 self.add("trusted_proxies", NOT_READ);
             }
-        } else if matches!(front.listen, ListenAddr::Unix(_)) && !front.trusted_proxies.is_empty() {
+        } else if matches!(listener.listen, ListenAddr::Unix(_))
+            && !listener.trusted_proxies.is_empty()
+        {
             self.add(
                 "trusted_proxies",
                 "clients of a unix socket have no address; remove this key",
@@ -312,9 +313,9 @@ impl ListenerValidator<'_> {
     }
 
     fn files(&mut self) {
-        let front = self.front;
-        if let Some(certificate) = &front.certificate {
-            if front.has_tls() {
+        let listener = self.listener;
+        if let Some(certificate) = &listener.certificate {
+            if listener.has_tls() {
                 self.faults.file(
                     format!("{}.certificate.chain", self.path),
                     &certificate.chain,
@@ -326,85 +327,88 @@ impl ListenerValidator<'_> {
                 self.add("certificate", message);
             }
         }
-        for (index, file) in front.callers.client_ca.iter().enumerate() {
-            self.faults
-                .file(format!("{}.callers.client_ca[{index}]", self.path), file);
+        for (index, file) in listener.client_auth.client_ca.iter().enumerate() {
+            self.faults.file(
+                format!("{}.client_auth.client_ca[{index}]", self.path),
+                file,
+            );
         }
-        if let Some(file) = &front.callers.tokens {
+        if let Some(file) = &listener.client_auth.tokens {
             self.faults
-                .file(format!("{}.callers.tokens", self.path), file);
+                .file(format!("{}.client_auth.tokens", self.path), file);
         }
     }
 
     fn place(&self) -> String {
-        match self.front.listen {
+        match self.listener.listen {
             ListenAddr::Unix(_) => "a unix socket".into(),
-            ListenAddr::Tcp(_) if self.front.kind == ListenerProtocol::Tcp => {
-                "an anonymous tcp front".into()
+            ListenAddr::Tcp(_) if self.listener.protocol == ListenerProtocol::Tcp => {
+                "an anonymous tcp listener".into()
             }
-            ListenAddr::Tcp(_) => format!("kind {}", self.front.kind.as_str()),
+            ListenAddr::Tcp(_) => format!("kind {}", self.listener.protocol.as_str()),
         }
     }
 
-    fn callers(&mut self) {
-        let front = self.front;
-        let by_certificate = front.callers.own_ca || !front.callers.client_ca.is_empty();
-        if !front.has_tls() && !front.callers.client_ca.is_empty() {
+    fn clients(&mut self) {
+        let listener = self.listener;
+        let by_certificate =
+            listener.client_auth.own_ca || !listener.client_auth.client_ca.is_empty();
+        if !listener.has_tls() && !listener.client_auth.client_ca.is_empty() {
             let message = format!(
-                "{} is served without TLS, so nobody shows a certificate; use callers.tokens or callers.jwt",
+                "{} is served without TLS, so nobody shows a certificate; use client_auth.tokens or client_auth.jwt",
                 self.place()
             );
-            self.add("callers.client_ca", message);
+            self.add("client_auth.client_ca", message);
         }
-        if front.kind == ListenerProtocol::Tcp && front.callers.tokens.is_some() {
+        if listener.protocol == ListenerProtocol::Tcp && listener.client_auth.tokens.is_some() {
             self.add(
-                "callers.tokens",
-                "plain bytes have no place for a token; use callers.client_ca",
+                "client_auth.tokens",
+                "plain bytes have no place for a token; use client_auth.client_ca",
             );
         }
-        let by_token = front.callers.tokens.is_some()
-            || !front.callers.jwt.is_empty()
-            || front.callers.token_review.is_some();
-        let known = (front.has_tls() && by_certificate)
-            || (front.kind != ListenerProtocol::Tcp && by_token)
+        let by_token = listener.client_auth.tokens.is_some()
+            || !listener.client_auth.jwt.is_empty()
+            || listener.client_auth.token_review.is_some();
+        let known = (listener.has_tls() && by_certificate)
+            || (listener.protocol != ListenerProtocol::Tcp && by_token)
             // The socket's mode (0600) lets in its owner only.
-            || matches!(front.listen, ListenAddr::Unix(_));
-        if !known && !front.anonymous {
-            let remedy = match front.kind {
-                ListenerProtocol::Http => "set callers.tokens or callers.jwt",
-                ListenerProtocol::Tcp => "set callers.own_ca: true or callers.client_ca",
+            || matches!(listener.listen, ListenAddr::Unix(_));
+        if !known && !listener.anonymous {
+            let remedy = match listener.protocol {
+                ListenerProtocol::Http => "set client_auth.tokens or client_auth.jwt",
+                ListenerProtocol::Tcp => "set client_auth.own_ca: true or client_auth.client_ca",
                 ListenerProtocol::Https | ListenerProtocol::Connect => {
-                    "set callers.own_ca: true, callers.client_ca, callers.tokens or callers.jwt"
+                    "set client_auth.own_ca: true, client_auth.client_ca, client_auth.tokens or client_auth.jwt"
                 }
             };
             self.missing(format!(
-                "no caller of front \"{}\" can be known, so it would serve nobody; {remedy}, or say \
+                "no client of listener \"{}\" can be known, so it would serve nobody; {remedy}, or say \
                  anonymous: true to serve everybody",
-                front.name
+                listener.name
             ));
         }
     }
 
     fn anonymous(&mut self) {
-        let front = self.front;
+        let listener = self.listener;
         for (key, given) in [
-            ("anonymous_from", !front.anonymous_from.is_empty()),
-            ("anonymous_ports", !front.anonymous_ports.is_empty()),
+            ("anonymous_from", !listener.anonymous_from.is_empty()),
+            ("anonymous_ports", !listener.anonymous_ports.is_empty()),
         ] {
-            if given && !front.anonymous {
-                self.add(key, "narrows anonymous: true, which this front does not say; add that or remove this key");
+            if given && !listener.anonymous {
+                self.add(key, "narrows anonymous: true, which this listener does not say; add that or remove this key");
             }
         }
-        if let Some(index) = front.anonymous_ports.iter().position(|port| *port == 0) {
+        if let Some(index) = listener.anonymous_ports.iter().position(|port| *port == 0) {
             self.add(
                 &format!("anonymous_ports[{index}]"),
                 "0 is no node port; ports run from 1 to 65535",
             );
         }
-        if !front.anonymous_from.is_empty() && matches!(front.listen, ListenAddr::Unix(_)) {
+        if !listener.anonymous_from.is_empty() && matches!(listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "anonymous_from",
-                "callers of a unix socket have no address; remove this key",
+                "clients of a unix socket have no address; remove this key",
             );
         }
     }

@@ -219,7 +219,7 @@ struct ApiCacheSummary {
 
 async fn pool(State(app): State<AdminState>) -> Result<Json<ApiCacheSummary>, ProblemDetails> {
     let Some(reading) = &app.roll.reading else {
-        let detail = "edges read nothing here: the configuration has no readers";
+        let detail = "edges read nothing here: the configuration has no api_cache";
         let unknown = ProblemDetails::new(StatusCode::NOT_FOUND, "path_unknown", detail);
         return Err(unknown);
     };

@@ -1,7 +1,7 @@
 //! API cache for edges: connections at the tunnel port by which edges read resources of the cluster.
 //!
 //! 1. An edge connects as for joining, by `h2`, and presents its certificate. `control::tunnel_listener` finishes TLS.
-//! 2. The edge is checked as for a tunnel, and its pool selects the rule of `readers.allow` that applies.
+//! 2. The edge is checked as for a tunnel, and its pool selects the rule of `api_cache.allow` that applies.
 //! 3. The [`WatchCache`] answers each request. The connection's lifetime has no limit: watches are long.
 //! 4. The connection ends when the node is rejected, when another rule applies, when the node has opened too many others, and
 //!    when the gateway drains. Watches then end in order, as those of the API server do, and lists get a short time.
@@ -96,7 +96,7 @@ pub(super) struct AuthorizedEdge {
 /// Reason why an edge may not read here.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AccessDenied {
-    #[error("as many edges read at once as readers.connections allows")]
+    #[error("as many edges read at once as api_cache.connections allows")]
     Full,
     #[error("{0}")]
     Unwelcome(String),
@@ -263,7 +263,7 @@ impl ConnectionState {
 
 /// Returns the answer for an edge to which no rule applies.
 fn forbidden() -> Response {
-    let message = "the gateway lets this node read nothing of the cluster: no rule of its readers.allow is for the node's pool";
+    let message = "the gateway lets this node read nothing of the cluster: no rule of its api_cache.allow is for the node's pool";
     let status = json!({
         "kind": "Status",
         "apiVersion": "v1",

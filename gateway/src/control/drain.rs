@@ -135,7 +135,7 @@ pub struct DrainListeners<'a> {
     /// Closes the listeners.
     pub close: &'a CancellationToken,
     /// Returns the number of connected clients.
-    pub callers: &'a (dyn Fn() -> usize + Sync),
+    pub clients: &'a (dyn Fn() -> usize + Sync),
 }
 
 /// Drains the gateway within `grace`, and closes the listeners once the edges are gone.
@@ -144,7 +144,7 @@ pub async fn drain(
     registry: &Registry,
     metrics: &Metrics,
     readiness: &Readiness,
-    fronts: DrainListeners<'_>,
+    listeners: DrainListeners<'_>,
     grace: Duration,
 ) {
     readiness.drains();
@@ -164,11 +164,11 @@ pub async fn drain(
     };
     tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
     let end = serve_on(registry, end, grace).await;
-    fronts.close.cancel();
+    listeners.close.cancel();
     // Some are in the system's queue, and in no count before this.
     sleep(LOOK.min(grace / 4)).await;
     let late = end.min(Instant::now() + LATE.min(grace / 2));
-    until(late, || (fronts.callers)() == 0).await;
+    until(late, || (listeners.clients)() == 0).await;
     for (_, edge) in registry.all() {
         edge.admitted.tunnel.drain();
     }
@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn callers_are_held_off_until_everything_is_there_that_is_waited_for() {
+    fn clients_are_held_off_until_everything_is_there_that_is_waited_for() {
         let readiness = Readiness::default();
         assert_eq!(readiness.held(), None);
         let (nodes, other) = (readiness.hold("no nodes yet"), readiness.hold("another"));

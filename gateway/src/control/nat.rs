@@ -73,20 +73,20 @@ impl PortMap {
     /// Returns the ports for `redirect`, with listeners at these addresses.
     pub(crate) fn new(
         redirect: &Redirect,
-        fronts: &[Listener],
+        listeners: &[Listener],
         standing: &[(String, Option<SocketAddr>)],
     ) -> Self {
         let mut ports = Self::default();
-        let at = |front: &Listener| {
-            let stands = standing.iter().find(|(name, _)| *name == front.name);
+        let at = |listener: &Listener| {
+            let stands = standing.iter().find(|(name, _)| *name == listener.name);
             stands.and_then(|(_, address)| *address)
         };
-        for (port, front) in redirect.by_port(fronts) {
-            if let Some(at) = at(front) {
+        for (port, listener) in redirect.by_port(listeners) {
+            if let Some(at) = at(listener) {
                 ports.lead(port, at);
             }
         }
-        if let Some(at) = redirect.of_pods(fronts).and_then(at) {
+        if let Some(at) = redirect.of_pods(listeners).and_then(at) {
             ports.lead_pods(at);
         }
         ports
@@ -284,7 +284,7 @@ impl Nat {
             }
             let (led, ports) = self.wanted();
             let mut rules = self.rules;
-            // The kernel waits for its other cores before it answers: callers here do not wait for that.
+            // The kernel waits for its other cores before it answers: clients here do not wait for that.
             let began = Instant::now();
             let done = spawn_blocking(move || {
                 let done = rules.become_these(led, ports);

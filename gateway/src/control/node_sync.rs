@@ -244,7 +244,7 @@ pub(super) fn rejection_reason(
             "the cluster's Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels, and no token names it"
         )),
         None if shown.given.is_some() => Some(format!(
-            "node {node} is not known at this gateway: `causeway edge add {node}` there lets it in"
+            "node {node} is not known at this gateway: `causeway node add {node}` there lets it in"
         )),
         None => Some(format!(
             "node {node} is not enrolled at this gateway (or was removed); join again with a new token of `causeway token create --node {node}`"

@@ -193,6 +193,6 @@ mod tests {
         // The disk has the last word.
         let refusal = signer.sign((key, &name("edge-1")), None, 0).await;
         assert!(refusal.unwrap_err().to_string().contains("stolen"));
-        assert!(refused("edge-1").contains("causeway edge allow edge-1"));
+        assert!(refused("edge-1").contains("causeway node allow edge-1"));
     }
 }

@@ -13,18 +13,20 @@ impl Metrics {
     /// An edge reads.
     pub fn reader(&self) -> ApiCacheConnectionGuard {
         ApiCacheConnectionGuard {
-            _open: OpenGauge::new(&self.declared.pool_readers),
+            _open: OpenGauge::new(&self.declared.api_cache_connections),
         }
     }
 
     /// Sets how many edges may read at once.
     pub fn reader_limit(&self, connections: usize) {
-        self.declared.pool_readers_limit.set(whole(connections));
+        self.declared
+            .api_cache_connections_limit
+            .set(whole(connections));
     }
 
     /// So many pools have a leader here.
     pub fn leaders(&self, pools: usize) {
-        self.declared.pool_leaders.set(whole(pools));
+        self.declared.api_cache_leaders.set(whole(pools));
     }
 
     /// Sets the metrics of each cached resource.
@@ -34,10 +36,10 @@ impl Metrics {
             let lost = status.lost.map_or(0, |since| whole(since / 1000));
             let labels = [("resource", status.resource)];
             for (family, value) in [
-                (&declared.pool_objects, whole(status.objects)),
-                (&declared.pool_version, whole(status.version)),
-                (&declared.pool_lost_timestamp_seconds, lost),
-                (&declared.pool_watchers, whole(status.watchers)),
+                (&declared.api_cache_objects, whole(status.objects)),
+                (&declared.api_cache_version, whole(status.version)),
+                (&declared.api_cache_lost_timestamp_seconds, lost),
+                (&declared.api_cache_watchers, whole(status.watchers)),
             ] {
                 family.get_or_create(&labels).set(value);
             }

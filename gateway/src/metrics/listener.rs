@@ -53,17 +53,17 @@ pub struct StreamOutcome {
 
 impl ListenerMetrics {
     pub(super) fn of(declared: &Declared, name: &str) -> Self {
-        let one = || [label("front", name)];
+        let one = || [label("listener", name)];
         let streams = |outcome| {
-            let labels = [label("front", name), label("outcome", outcome)];
+            let labels = [label("listener", name), label("outcome", outcome)];
             declared.streams.get_or_create_owned(&labels)
         };
         let bytes = |direction| {
-            let labels = [label("front", name), label("direction", direction)];
+            let labels = [label("listener", name), label("direction", direction)];
             declared.stream_bytes.get_or_create_owned(&labels)
         };
         let responses = |class| {
-            let labels = [label("front", name), label("class", class)];
+            let labels = [label("listener", name), label("class", class)];
             declared.responses.get_or_create_owned(&labels)
         };
         Self {

@@ -10,14 +10,14 @@ fn line(all: &str, begin: &str) -> Option<String> {
 #[test]
 fn guards_count_what_is_open() {
     let metrics = Metrics::new();
-    let open = r#"open_connections{front="https"}"#;
-    let connection = metrics.front("https").connection();
-    let stream = metrics.front("tcp").stream();
+    let open = r#"open_connections{listener="https"}"#;
+    let connection = metrics.listener("https").connection();
+    let stream = metrics.listener("tcp").stream();
     assert_eq!(
         line(&metrics.encode(Exposition::OpenMetrics), open).as_deref(),
         Some("1")
     );
-    let streams = r#"open_streams{front="tcp"}"#;
+    let streams = r#"open_streams{listener="tcp"}"#;
     assert_eq!(
         line(&metrics.encode(Exposition::OpenMetrics), streams).as_deref(),
         Some("1")
@@ -26,15 +26,15 @@ fn guards_count_what_is_open() {
     let all = metrics.encode(Exposition::OpenMetrics);
     assert_eq!(line(&all, open).as_deref(), Some("0"));
     assert_eq!(line(&all, streams).as_deref(), Some("0"));
-    let total = r#"connections_total{front="https"}"#;
+    let total = r#"connections_total{listener="https"}"#;
     assert_eq!(line(&all, total).as_deref(), Some("1"));
 }
 
 #[test]
 fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
     let metrics = Metrics::new();
-    let front = metrics.front("https");
-    front.stream_ended(&StreamOutcome {
+    let listener = metrics.listener("https");
+    listener.stream_ended(&StreamOutcome {
         status: 200,
         duration: Duration::from_millis(70),
         first_byte: Some(Duration::from_millis(3)),
@@ -42,8 +42,8 @@ fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
         down: 70,
         ..StreamOutcome::default()
     });
-    front.stream_ended(&StreamOutcome {
-        reason: Some(Reason::NodeAway),
+    listener.stream_ended(&StreamOutcome {
+        reason: Some(Reason::NodeNotConnected),
         status: 503,
         duration: Duration::from_hours(2),
         down: 9,
@@ -51,51 +51,57 @@ fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
     });
     let all = metrics.encode(Exposition::OpenMetrics);
     for (begin, value) in [
-        (r#"streams_total{front="https",outcome="ok"}"#, "1"),
-        (r#"streams_total{front="https",outcome="node_away"}"#, "1"),
-        (r#"streams_total{front="https",outcome="forbidden"}"#, "0"),
-        (r#"responses_total{front="https",class="2xx"}"#, "1"),
-        (r#"responses_total{front="https",class="5xx"}"#, "1"),
-        (r#"stream_bytes_total{front="https",direction="up"}"#, "5"),
+        (r#"streams_total{listener="https",outcome="ok"}"#, "1"),
         (
-            r#"stream_bytes_total{front="https",direction="down"}"#,
+            r#"streams_total{listener="https",outcome="node_not_connected"}"#,
+            "1",
+        ),
+        (
+            r#"streams_total{listener="https",outcome="forbidden"}"#,
+            "0",
+        ),
+        (r#"responses_total{listener="https",class="2xx"}"#, "1"),
+        (r#"responses_total{listener="https",class="5xx"}"#, "1"),
+        (
+            r#"stream_bytes_total{listener="https",direction="up"}"#,
+            "5",
+        ),
+        (
+            r#"stream_bytes_total{listener="https",direction="down"}"#,
             "79",
         ),
         (
-            r#"stream_duration_seconds_bucket{le="0.05",front="https"}"#,
+            r#"stream_duration_seconds_bucket{le="0.05",listener="https"}"#,
             "0",
         ),
         (
-            r#"stream_duration_seconds_bucket{le="0.1",front="https"}"#,
+            r#"stream_duration_seconds_bucket{le="0.1",listener="https"}"#,
             "1",
         ),
         (
-            r#"stream_duration_seconds_bucket{le="3600.0",front="https"}"#,
+            r#"stream_duration_seconds_bucket{le="3600.0",listener="https"}"#,
             "1",
         ),
         (
-            r#"stream_duration_seconds_bucket{le="+Inf",front="https"}"#,
+            r#"stream_duration_seconds_bucket{le="+Inf",listener="https"}"#,
             "2",
         ),
-        (r#"stream_duration_seconds_count{front="https"}"#, "2"),
-        (r#"stream_first_byte_seconds_count{front="https"}"#, "1"),
+        (r#"stream_duration_seconds_count{listener="https"}"#, "2"),
+        (r#"stream_first_byte_seconds_count{listener="https"}"#, "1"),
     ] {
-        assert_eq!(
-            line(&all, begin).as_deref(),
-            Some(value),
-            "{begin} in\n{all}"
-        );
+        let found = line(&all, begin);
+        assert_eq!(found.as_deref(), Some(value), "{begin} in\n{all}");
     }
 }
 
 #[test]
 fn a_value_on_a_bound_is_below_it() {
     let metrics = Metrics::new();
-    metrics.front("http").stream_ended(&StreamOutcome {
+    metrics.listener("http").stream_ended(&StreamOutcome {
         duration: Duration::from_micros(500),
         ..StreamOutcome::default()
     });
-    let bucket = r#"stream_duration_seconds_bucket{le="0.0005",front="http"}"#;
+    let bucket = r#"stream_duration_seconds_bucket{le="0.0005",listener="http"}"#;
     assert_eq!(
         line(&metrics.encode(Exposition::OpenMetrics), bucket).as_deref(),
         Some("1")
@@ -141,17 +147,17 @@ fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
 }
 
 #[test]
-fn two_fronts_of_one_kind_are_told_apart() {
+fn two_listeners_of_one_kind_are_told_apart() {
     let metrics = Metrics::new();
     metrics
-        .front("ssh-1")
+        .listener("ssh-1")
         .stream_ended(&StreamOutcome::default());
-    metrics.front("ssh-2");
+    metrics.listener("ssh-2");
     let all = metrics.encode(Exposition::OpenMetrics);
     let ok = |name: &str| {
         line(
             &all,
-            &format!(r#"streams_total{{front="{name}",outcome="ok"}}"#),
+            &format!(r#"streams_total{{listener="{name}",outcome="ok"}}"#),
         )
     };
     assert_eq!(ok("ssh-1").as_deref(), Some("1"));

@@ -51,7 +51,7 @@ const LONGEST_PATH: usize = 4096;
 #[derive(Debug)]
 pub struct AccessRecord {
     shared: Arc<ProxyState>,
-    front: Arc<Listener>,
+    listener: Arc<Listener>,
     core: WorkerId,
     connection: Arc<ClientConnection>,
     began: Instant,
@@ -75,7 +75,7 @@ pub struct AccessRecord {
 
 #[derive(Debug, Default)]
 struct RecordFields {
-    caller: Option<ClientIdentity>,
+    client: Option<ClientIdentity>,
     route: Option<Route>,
     /// The address that is dialled from here, where there is no route.
     direct: Option<SocketAddr>,
@@ -130,20 +130,20 @@ impl AccessRecord {
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
-        // What begins at a front that another has replaced is decided about by that one, whatever it has seen.
+        // What begins at a listener that another has replaced is decided about by that one, whatever it has seen.
         let changes = proxy.shared.changes();
-        let changes = if proxy.front.is_retired() {
+        let changes = if proxy.listener.is_retired() {
             u64::MAX
         } else {
             changes
         };
         let filled = RecordFields {
-            _open: Some(proxy.front.metrics.stream()),
+            _open: Some(proxy.listener.metrics.stream()),
             ..RecordFields::default()
         };
         Arc::new(Self {
             shared: proxy.shared.clone(),
-            front: proxy.front.clone(),
+            listener: proxy.listener.clone(),
             core: proxy.core,
             connection: connection.clone(),
             began: Instant::now(),
@@ -171,8 +171,8 @@ impl AccessRecord {
     pub(super) fn allowed(&self) -> Option<(Arc<GrantedAccess>, ClientIdentity, Option<Route>)> {
         let filled = self.filled();
         let (allowed, _) = filled.allowed.as_ref()?;
-        let caller = filled.caller.clone()?;
-        Some((allowed.clone(), caller, filled.route.clone()))
+        let client = filled.client.clone()?;
+        Some((allowed.clone(), client, filled.route.clone()))
     }
 
     /// Returns the address that is dialled from here, if one is.
@@ -181,8 +181,8 @@ impl AccessRecord {
     }
 
     /// Returns the listener that accepted the stream.
-    pub(super) fn front(&self) -> &Arc<Listener> {
-        &self.front
+    pub(super) fn listener(&self) -> &Arc<Listener> {
+        &self.listener
     }
 
     /// Returns the connection of the client.
@@ -199,12 +199,12 @@ impl AccessRecord {
     pub(super) fn has_lapsed(&self) -> bool {
         let filled = self.filled();
         let validity = filled
-            .caller
+            .client
             .as_ref()
-            .and_then(|caller| caller.validity.as_ref());
+            .and_then(|client| client.validity.as_ref());
         validity.is_some_and(|validity| {
             validity.has_other_keys()
-                || (validity.is_over() && self.front.latest().disconnect_expired)
+                || (validity.is_over() && self.listener.latest().disconnect_expired)
         })
     }
 
@@ -315,8 +315,8 @@ impl AccessRecord {
     }
 
     /// Notes who called.
-    pub fn caller(&self, caller: &ClientIdentity) {
-        self.filled().caller = Some(caller.clone());
+    pub fn client(&self, client: &ClientIdentity) {
+        self.filled().client = Some(client.clone());
     }
 
     /// Notes where to.
@@ -463,7 +463,7 @@ impl Drop for AccessRecord {
         }
         let duration = self.began.elapsed();
         let (up, down) = (self.passed.up.load(Relaxed), self.passed.down.load(Relaxed));
-        self.front.metrics.stream_ended(&StreamOutcome {
+        self.listener.metrics.stream_ended(&StreamOutcome {
             reason: filled.reason,
             status: filled.status,
             duration,
@@ -489,13 +489,13 @@ impl Drop for AccessRecord {
 
 impl AccessRecord {
     fn write(&self, filled: &RecordFields, duration: Duration, (up, down): (u64, u64)) {
-        let caller = filled.caller.as_ref();
+        let client = filled.client.as_ref();
         tracing::info!(
             target: "access",
-            front = self.front.name,
+            listener = self.listener.name,
             peer = %self.connection.peer,
-            caller = caller.map_or("-", |caller| &caller.name),
-            by = caller.map_or("-", |caller| caller.method.word()),
+            client = client.map_or("-", |client| &client.name),
+            by = client.map_or("-", |client| client.method.word()),
             node = filled.route.as_ref().map_or("-", |route| route.node.as_str()),
             port = filled.route.as_ref().map(|route| route.target.port),
             method = self.method,
@@ -522,18 +522,18 @@ impl AccessRecord {
         filled: &RecordFields,
         (duration, up, down): (Duration, u64, u64),
     ) {
-        let caller = filled.caller.as_ref();
+        let client = filled.client.as_ref();
         let route = filled.route.as_ref();
         tracing::info!(
             target: AUDIT,
             event,
-            front = self.front.name,
+            listener = self.listener.name,
             peer = %self.connection.peer,
-            caller = caller.map(|caller| &*caller.name),
-            groups = caller.map(|caller| caller.groups.join(",")),
-            by = caller.map(|caller| caller.method.word()),
-            serial = caller
-                .and_then(|caller| caller.certificate.as_ref())
+            client = client.map(|client| &*client.name),
+            groups = client.map(|client| client.groups.join(",")),
+            by = client.map(|client| client.method.word()),
+            serial = client
+                .and_then(|client| client.certificate.as_ref())
                 .map(|certificate| certificate.serial.as_str()),
             node = route.map(|route| route.node.as_str()),
             port = route.map(|route| route.target.port),

@@ -84,14 +84,14 @@ impl ReviewError {
 pub(super) async fn check(proxy: &Proxy, ask: &AuthzRequest<'_>) -> Result<(), Error> {
     let port = ask.destination.port();
     // Whatever host of the node is meant: a kubelet listens on all of its addresses, those towards pods too.
-    if !proxy.front.kubelets.contains(&port) {
+    if !proxy.listener.kubelets.contains(&port) {
         return Ok(());
     }
     let what = "whether you may do this";
     let Some(answers) = &proxy.shared.reviews else {
         return Err(Reason::Undecided.error(format!("{what} can be asked of nobody")));
     };
-    let account = account(ask.caller);
+    let account = account(ask.client);
     // To the cluster no name means every node: an address at no edge may be a kubelet's of any other.
     let node = ask.destination.node().map_or("", NodeName::as_str);
     let (verb, subresources) = (
@@ -111,26 +111,26 @@ pub(super) async fn check(proxy: &Proxy, ask: &AuthzRequest<'_>) -> Result<(), E
         }
     }
     let node = ask.destination.node().map_or("any node", NodeName::as_str);
-    let caller = ask.caller;
+    let client = ask.client;
     Err(Reason::Forbidden.error(format!(
-        "the cluster does not let {caller} {verb} nodes/{} of {node}",
+        "the cluster does not let {client} {verb} nodes/{} of {node}",
         subresources.join(" or nodes/")
     )))
 }
 
 /// Returns the user as which the kubelet would know this client.
-fn account(caller: &authn::ClientIdentity) -> Arc<UserInfo> {
-    if let Some(account) = &caller.account {
+fn account(client: &authn::ClientIdentity) -> Arc<UserInfo> {
+    if let Some(account) = &client.account {
         return account.clone();
     }
-    let (user, groups) = if caller.method == authn::AuthMethod::Anonymous {
+    let (user, groups) = if client.method == authn::AuthMethod::Anonymous {
         (ANONYMOUS, vec![UNAUTHENTICATED.to_owned()])
     } else {
         // Who says of himself that he is known, or is not, is not believed.
-        let said = caller.groups.iter();
+        let said = client.groups.iter();
         let said = said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(&group.as_str()));
         let known = [AUTHENTICATED.to_owned()];
-        (&*caller.name, said.cloned().chain(known).collect())
+        (&*client.name, said.cloned().chain(known).collect())
     };
     Arc::new(UserInfo {
         user: user.to_owned(),

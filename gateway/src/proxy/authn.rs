@@ -107,7 +107,7 @@ impl ClientIdentity {
     pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, shared: &ProxyState) -> Self {
         let name: Arc<str> = name.into();
         Self {
-            open: shared.limits.caller(&name),
+            open: shared.limits.client(&name),
             name,
             groups: groups.into(),
             uris: Arc::default(),
@@ -123,15 +123,15 @@ impl ClientIdentity {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the listener refuses that.
-    pub(crate) fn is_welcome(&self, front: &Listener) -> Result<(), Error> {
+    pub(crate) fn is_welcome(&self, listener: &Listener) -> Result<(), Error> {
         let Some(certificate) = &self.certificate else {
             return Ok(());
         };
-        if front.revoked.contains(&certificate.serial) {
+        if listener.revoked.contains(&certificate.serial) {
             return Err(refusal(&PeerRejected::Revoked(self.name.to_string())));
         }
         match &self.validity {
-            Some(validity) if front.disconnect_expired && validity.is_over() => {
+            Some(validity) if listener.disconnect_expired && validity.is_over() => {
                 let not_after = validity.until;
                 Err(refusal(&PeerRejected::Expired { not_after }))
             }
@@ -143,11 +143,11 @@ impl ClientIdentity {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if it has.
-    pub(crate) fn is_in_time(&self, front: &Listener) -> Result<(), Error> {
+    pub(crate) fn is_in_time(&self, listener: &Listener) -> Result<(), Error> {
         match &self.validity {
             Some(validity)
                 if self.method == AuthMethod::Jwt
-                    && front.disconnect_expired
+                    && listener.disconnect_expired
                     && validity.is_over() =>
             {
                 let why = jwt::expired(validity.until);
@@ -196,18 +196,18 @@ impl PresentedCertificate {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if the certificate is no longer trusted.
-    pub(crate) fn prove(&self, front: &Listener) -> Result<(), Error> {
-        let Some(tls) = &front.tls else {
+    pub(crate) fn prove(&self, listener: &Listener) -> Result<(), Error> {
+        let Some(tls) = &listener.tls else {
             return Err(refusal(&PeerRejected::UnknownIssuer));
         };
-        let seconds = if front.disconnect_expired {
+        let seconds = if listener.disconnect_expired {
             now()
         } else {
             now().min(self.not_after)
         };
         let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
         let trust = &tls.load().trust;
-        let proven = verify_peer(Some(&self.chain), Purpose::Caller, at, trust, &none_revoked);
+        let proven = verify_peer(Some(&self.chain), Purpose::Client, at, trust, &none_revoked);
         proven.map(drop).map_err(|refused| refusal(&refused))
     }
 }
@@ -309,8 +309,8 @@ impl Authenticator {
         port: Option<u16>,
         shared: &ProxyState,
     ) -> Result<ClientIdentity, Error> {
-        match &connection.caller {
-            Ok(Some(caller)) => return Ok(caller.clone()),
+        match &connection.client {
+            Ok(Some(client)) => return Ok(client.clone()),
             Err(refused) => return Err(refusal(refused)),
             Ok(None) => {}
         }
@@ -342,15 +342,15 @@ impl Authenticator {
     fn wants(&self) -> &'static str {
         match (self.certificates, self.takes_bearers()) {
             (true, true) => {
-                "nothing presented; this front takes a client certificate or a bearer token \
-                 (a client shows none that is of a CA which this front does not name)"
+                "nothing presented; this listener takes a client certificate or a bearer token \
+                 (a client shows none that is of a CA which this listener does not name)"
             }
             (true, false) => {
-                "nothing presented; this front takes a client certificate \
-                 (a client shows none that is of a CA which this front does not name)"
+                "nothing presented; this listener takes a client certificate \
+                 (a client shows none that is of a CA which this listener does not name)"
             }
-            (false, true) => "nothing presented; this front takes a bearer token",
-            (false, false) => "this front serves nobody from here",
+            (false, true) => "nothing presented; this listener takes a bearer token",
+            (false, false) => "this listener serves nobody from here",
         }
     }
 }
@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn a_certificate_that_does_not_count_is_told_why_and_nothing_more() {
         use causeway_certs::verify::Purpose;
-        let wanted = Purpose::Caller;
+        let wanted = Purpose::Client;
         for (refused, says) in [
             (
                 PeerRejected::Expired { not_after: 0 },
@@ -391,7 +391,7 @@ mod tests {
             ),
             (
                 PeerRejected::WrongPurpose { wanted },
-                "certificate: its purpose does not permit to come as caller",
+                "certificate: its purpose does not permit to come as client",
             ),
             (PeerRejected::Revoked("ann".into()), "certificate: revoked"),
             (
@@ -409,19 +409,19 @@ mod tests {
 
     #[test]
     fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
-        let front = Authenticator {
+        let listener = Authenticator {
             anonymous: true,
             anonymous_from: vec!["10.0.0.0/8".parse().unwrap()],
             anonymous_ports: vec![9100],
             ..Authenticator::default()
         };
         let from = |text: &str| RemoteAddr::Tcp(text.parse().unwrap());
-        assert!(front.admits_nobody(from("10.1.2.3:5"), Some(9100)));
-        assert!(front.admits_nobody(from("[::ffff:10.1.2.3]:5"), Some(9100)));
-        assert!(!front.admits_nobody(from("10.1.2.3:5"), Some(10250)));
-        assert!(!front.admits_nobody(from("10.1.2.3:5"), None));
-        assert!(!front.admits_nobody(from("192.168.1.1:5"), Some(9100)));
-        assert!(!front.admits_nobody(RemoteAddr::Unix(0), Some(9100)));
+        assert!(listener.admits_nobody(from("10.1.2.3:5"), Some(9100)));
+        assert!(listener.admits_nobody(from("[::ffff:10.1.2.3]:5"), Some(9100)));
+        assert!(!listener.admits_nobody(from("10.1.2.3:5"), Some(10250)));
+        assert!(!listener.admits_nobody(from("10.1.2.3:5"), None));
+        assert!(!listener.admits_nobody(from("192.168.1.1:5"), Some(9100)));
+        assert!(!listener.admits_nobody(RemoteAddr::Unix(0), Some(9100)));
         assert!(!Authenticator::default().admits_nobody(from("127.0.0.1:5"), None));
     }
 }

@@ -32,7 +32,7 @@ use std::{
 #[derive(Clone, Copy, Debug)]
 pub struct AuthzRequest<'a> {
     /// Identity of the client.
-    pub caller: &'a ClientIdentity,
+    pub client: &'a ClientIdentity,
     /// Address of the client.
     pub from: RemoteAddr,
     /// The node or address that the stream goes to.
@@ -153,12 +153,12 @@ impl Authorize for PolicyAuthorizer {
 
 /// Returns the input of the rules, with the address that is dialled `direct` or the confirmed data of the node.
 fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) -> PolicyInput<'a> {
-    let AuthzRequest { caller, .. } = ask;
+    let AuthzRequest { client, .. } = ask;
     PolicyInput {
-        user: &caller.name,
-        groups: &caller.groups,
-        uris: &caller.uris,
-        known: caller.method != authn::AuthMethod::Anonymous,
+        user: &client.name,
+        groups: &client.groups,
+        uris: &client.uris,
+        known: client.method != authn::AuthMethod::Anonymous,
         from: ask.from.ip(),
         node: match ask.destination {
             Destination::Node(route) => Some(&route.node),
@@ -211,16 +211,16 @@ const LONGEST: usize = 256;
 /// Returns the sentence for the client; the rule is for the log.
 fn refusal(ask: &AuthzRequest<'_>) -> String {
     let AuthzRequest {
-        caller,
+        client,
         destination,
         ..
     } = ask;
     match ask.act {
         Action::Connect => {
-            format!("the policy does not let {caller} connect to {destination}")
+            format!("the policy does not let {client} connect to {destination}")
         }
         Action::Request | Action::Upgrade => format!(
-            "the policy does not let {caller} {} {} at {destination}",
+            "the policy does not let {client} {} {} at {destination}",
             ask.method,
             ask.path.get(..LONGEST).unwrap_or(ask.path)
         ),
@@ -248,9 +248,9 @@ mod tests {
             target: Target::new("edge-1", 80),
             node,
         };
-        let caller = ClientIdentity::for_test("alice");
+        let client = ClientIdentity::for_test("alice");
         let ask = AuthzRequest {
-            caller: &caller,
+            client: &client,
             from: RemoteAddr::Unix(0),
             destination: Destination::Node(&route),
             act: Action::Request,

@@ -81,7 +81,7 @@ async fn run(
             record.failed(&Reason::TargetTimeout.error(detail));
         }
         Err(PumpError::Body(error)) => {
-            tracing::debug!(%error, "a caller broke its request's body off");
+            tracing::debug!(%error, "a client broke its request's body off");
         }
         Err(PumpError::Stream(error @ StreamError::Evicted)) => {
             record.failed(&Error::of_stream(node.as_str(), &error));
@@ -116,7 +116,7 @@ impl CountedRequestBody {
             waiting,
             shared: way.proxy.shared.clone(),
             record: way.record.clone(),
-            told: way.proxy.front.told.clone(),
+            told: way.proxy.listener.told.clone(),
         }
     }
 

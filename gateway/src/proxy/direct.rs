@@ -1,7 +1,7 @@
 //! Step 6d: a CONNECT to an address that is at no node's edge, dialled from here.
 //!
 //! A kube-apiserver with an egress selector sends all traffic for its cluster: to pods and Services elsewhere, webhooks and
-//! aggregated APIs beside kubelets. A listener dials the addresses in its networks (`direct`), and nothing else. The node of a
+//! aggregated APIs beside kubelets. A listener dials the addresses in its networks (`direct_networks`), and nothing else. The node of a
 //! name or an address is looked up first, so a target at an edge is never dialled directly. A name is resolved and checked here,
 //! and the gateway dials exactly the address that was checked. `special_addresses` decides which addresses a network means, and
 //! the policy decides which clients may connect to one.
@@ -61,7 +61,7 @@ pub struct DirectConnect<'a> {
     /// The client's connection.
     pub connection: &'a Arc<ClientConnection>,
     /// Identity of the client.
-    pub caller: &'a ClientIdentity,
+    pub client: &'a ClientIdentity,
     /// Requested target.
     pub target: &'a Target,
     /// The record of this session.
@@ -87,13 +87,13 @@ pub(super) async fn connect(
     mut request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
     let shared = &direct.proxy.shared;
-    let permit = shared.limits.admit(&direct.caller.open, &shared.direct)?;
+    let permit = shared.limits.admit(&direct.client.open, &shared.direct)?;
     direct.record.permit(permit);
     let switched = upgrade::on(&mut request);
-    let deadline = Instant::now() + shared.timeouts.open;
+    let deadline = Instant::now() + shared.timeouts.connect;
     let (tcp, address) = dial(&direct, deadline).await?;
     // A reload from now on finds the address in the record; this finds one from before.
-    check(&direct.proxy.front.latest(), &shared.nodes, address)?;
+    check(&direct.proxy.listener.latest(), &shared.nodes, address)?;
     direct.record.opened(StatusCode::OK);
     spawn(&direct, switched, tcp);
     Ok(Response::new(ResponseBody::empty()))
@@ -106,7 +106,7 @@ async fn dial(
     let target = direct.target;
     let addresses = look_up(direct, deadline).await?;
     let nodes = &direct.proxy.shared.nodes;
-    let inside = |address: &&SocketAddr| is_meant(&direct.proxy.front, nodes, address.ip());
+    let inside = |address: &&SocketAddr| is_meant(&direct.proxy.listener, nodes, address.ip());
     let inside: Vec<_> = addresses.iter().filter(inside).collect();
     let mut failed = None;
     for (tried, address) in inside.iter().enumerate() {
@@ -128,7 +128,8 @@ async fn dial(
                 let detail = format!("this gateway could not dial {target}: {cause}");
                 let reason = Reason::from(RejectCode::of_dial(&cause, address.ip()));
                 if reason == Reason::Exhausted
-                    && let Some(count) = direct.proxy.front.exhaustions.happened_within(LOG_PAUSE)
+                    && let Some(count) =
+                        direct.proxy.listener.exhaustions.happened_within(LOG_PAUSE)
                 {
                     tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
                 }
@@ -141,9 +142,9 @@ async fn dial(
         }
     }
     Err(failed.unwrap_or_else(|| {
-        let front = &direct.proxy.front.name;
+        let listener = &direct.proxy.listener.name;
         Reason::Forbidden.error(format!(
-            "{target} is at no node's edge, and in no network that front {front:?} dials itself (direct)"
+            "{target} is at no node's edge, and in no network that listener {listener:?} dials itself (direct)"
         ))
     }))
 }
@@ -152,22 +153,22 @@ async fn dial(
 ///
 /// # Errors
 /// [`Reason::Forbidden`] if the address no longer lies in any of the listener's networks.
-pub(super) fn check(front: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
-    if is_meant(front, nodes, address.ip()) {
+pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
+    if is_meant(listener, nodes, address.ip()) {
         return Ok(());
     }
     Err(Reason::Forbidden.error(format!(
-        "{address} lies in no network any more that front {:?} dials itself (direct)",
-        front.name
+        "{address} lies in no network any more that listener {:?} dials itself (direct)",
+        listener.name
     )))
 }
 
 /// Whether a listener dials this address itself.
-fn is_meant(front: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
+fn is_meant(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
     // A kubelet on this host is reached as any other.
     let is_own = special_addresses::own_addresses().contains(&address.to_canonical())
         && !nodes.is_elsewhere(address);
-    let mut networks = front.direct.iter();
+    let mut networks = listener.direct.iter();
     networks.any(|network| special_addresses::is_allowed_in(address, network, is_own))
 }
 
@@ -176,7 +177,7 @@ async fn may(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Erro
     // Noted first: a change of the policy from here on is held against this very address.
     direct.record.dials(address);
     let ask = AuthzRequest {
-        caller: direct.caller,
+        client: direct.client,
         from: direct.connection.peer,
         destination: Destination::Direct(address),
         act: Action::Connect,
@@ -209,13 +210,13 @@ async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<So
 fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
     let connection = direct.connection.clone();
     let record = direct.record.clone();
-    let hold = direct.proxy.front.errors == ErrorFormat::Kubernetes;
+    let hold = direct.proxy.listener.errors == ErrorFormat::Kubernetes;
     // The answer is over at once.
     let busy = connection.idle.busy();
     let work = async move {
         let upgraded = match switched.await {
             Ok(upgraded) => upgraded,
-            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
         };
         let session =
             UpgradedClient::new(upgraded, connection, (None, BufferedBody::default()), busy);

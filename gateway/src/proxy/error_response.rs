@@ -69,7 +69,7 @@ struct ProblemDetails<'a> {
 
 /// The answer that says why there is no other, to a request of this protocol.
 pub fn of(
-    front: &Listener,
+    listener: &Listener,
     record: &AccessRecord,
     (protocol, error): (ErrorProtocol, &Error),
 ) -> Response<ResponseBody> {
@@ -80,12 +80,12 @@ pub fn of(
         grpc_fields(response.headers_mut(), error);
         return response;
     }
-    let status = match front.errors {
+    let status = match listener.errors {
         ErrorFormat::Problem => error.reason.status(),
         ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
     };
     record.answered(status);
-    let (kind, text) = match front.errors {
+    let (kind, text) = match listener.errors {
         ErrorFormat::Problem => ("application/problem+json", problem(error, record)),
         ErrorFormat::Kubernetes if protocol == ErrorProtocol::Upgrade => {
             ("application/json", of_kubernetes(error))
@@ -94,12 +94,12 @@ pub fn of(
     };
     let mut response = Response::new(ResponseBody::text(text));
     *response.status_mut() = status;
-    fields(response.headers_mut(), front, error);
+    fields(response.headers_mut(), listener, error);
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    // On a `connect` front whatever was asked; and an egress selector that leads to a front of another kind is told so.
-    if (front.kind == ListenerProtocol::Connect || record.is_of_connect())
+    // On a `connect` listener whatever was asked; and an egress selector that leads to a front of another kind is told so.
+    if (listener.kind == ListenerProtocol::Connect || record.is_of_connect())
         && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
     {
         response.extensions_mut().insert(phrase);
@@ -136,7 +136,7 @@ pub(super) fn unparsed_detail(reason: Reason) -> &'static str {
     match reason {
         Reason::UriTooLong => "the target of the request is longer than can be parsed",
         Reason::HeaderTooLarge => {
-            "the head of the request is larger than can be parsed: it has more than twice limits.header_bytes or limits.headers"
+            "the head of the request is larger than can be parsed: it has more than twice limits.max_header_bytes or limits.max_headers"
         }
         Reason::VersionNotSupported => {
             "the request line names a version of HTTP other than 1; without HTTP/2's preface HTTP/1.1 is served"
@@ -198,15 +198,15 @@ fn proxy_status(headers: &mut HeaderMap, error: &Error) {
     }
 }
 
-fn fields(headers: &mut HeaderMap, front: &Listener, error: &Error) {
+fn fields(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
     proxy_status(headers, error);
-    if front.errors == ErrorFormat::Kubernetes {
+    if listener.errors == ErrorFormat::Kubernetes {
         return;
     }
     if let Some(after) = error.reason.retry_after() {
         headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
     }
-    if error.reason == Reason::Unauthenticated && front.authentication.takes_bearers() {
+    if error.reason == Reason::Unauthenticated && listener.authentication.takes_bearers() {
         // RFC 6750 §3: no code where no token was tried.
         let challenge = if error.of_token {
             "Bearer realm=\"causeway\", error=\"invalid_token\""
@@ -216,7 +216,7 @@ fn fields(headers: &mut HeaderMap, front: &Listener, error: &Error) {
         headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
     if error.reason == Reason::MethodNotAllowed {
-        let allow = if front.kind == ListenerProtocol::Connect {
+        let allow = if listener.kind == ListenerProtocol::Connect {
             "CONNECT"
         } else {
             "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"

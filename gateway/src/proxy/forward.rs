@@ -64,7 +64,7 @@ pub async fn run(
     };
     let answer = match wait(way, opened.answer, go).await {
         Ok(answer) => answer,
-        // The stream may have been given up because of what the caller sent, which is not the node's fault.
+        // The stream may have been given up because of what the client sent, which is not the node's fault.
         Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
     };
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
@@ -136,7 +136,7 @@ pub(super) fn head(
 ) -> Result<Request<()>, Error> {
     let (version, scheme) = (parts.version, scheme(way));
     let mut fields = parts.headers;
-    if !way.proxy.front.forward_authorization {
+    if !way.proxy.listener.forward_authorization {
         fields.remove(AUTHORIZATION);
     }
     let host = headers::take_host(&mut fields);
@@ -148,11 +148,11 @@ pub(super) fn head(
         authority: authority.as_ref(),
         last: &way.connection.forwarded,
     };
-    way.proxy.front.forwarding.apply(hop, &mut fields);
+    way.proxy.listener.forwarding.apply(hop, &mut fields);
     via(&mut fields, version);
     trace_context::never_index(&mut fields);
-    // Behind `clean`, so that no `Connection` of the caller's names it away.
-    way.proxy.front.told.put(&mut fields, way.caller);
+    // Behind `clean`, so that no `Connection` of the client's names it away.
+    way.proxy.listener.told.put(&mut fields, way.client);
 
     let mut target = uri::Parts::default();
     target.path_and_query = parts.uri.path_and_query().cloned();
@@ -223,7 +223,7 @@ pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), 
         .unwrap_or("the edge failed the request")
         .to_owned();
     let reason = RejectCode::parse(word).map_or(Reason::TargetBroken, Reason::from);
-    // Edges name themselves in most sentences; a caller should always read who speaks.
+    // Edges name themselves in most sentences; a client should always read who speaks.
     let node = way.route.node.as_str();
     let named = detail.starts_with(node);
     let mut detail = if named {
@@ -231,10 +231,10 @@ pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), 
     } else {
         format!("{node}: {detail}")
     };
-    if reason == Reason::EdgePolicy && way.proxy.front.listens == Some(way.route.target.port) {
+    if reason == Reason::EdgePolicy && way.proxy.listener.listens == Some(way.route.target.port) {
         detail.push_str(
-            "; that is the number that this front listens on: write the node's own port into the URL, \
-             and the front's address into --connect-to or DNS",
+            "; that is the number that this listener listens on: write the node's own port into the URL, \
+             and the listener's address into --connect-to or DNS",
         );
     }
     Err(reason.error(detail))

@@ -68,17 +68,17 @@ impl IdentityHeaderFields {
     }
 
     /// Sets the client's identity, and removes these fields of the client's request. An anonymous client has no name.
-    pub fn put(&self, fields: &mut HeaderMap, caller: &ClientIdentity) {
+    pub fn put(&self, fields: &mut HeaderMap, client: &ClientIdentity) {
         self.strip(fields);
         let Some(names) = &self.0 else { return };
-        if caller.method == AuthMethod::Anonymous {
+        if client.method == AuthMethod::Anonymous {
             return;
         }
         if let Some(name) = &names.user {
-            add(fields, name, &caller.name);
+            add(fields, name, &client.name);
         }
         if let Some(name) = &names.groups {
-            for group in &*caller.groups {
+            for group in &*client.groups {
                 add(fields, name, group);
             }
         }
@@ -146,25 +146,25 @@ mod tests {
     }
 
     #[test]
-    fn an_app_is_told_who_calls_and_nothing_that_a_caller_says_of_it() {
+    fn an_app_is_told_who_calls_and_nothing_that_a_client_says_of_it() {
         let mut fields = forged();
-        let mut caller = ClientIdentity::for_test("ann");
-        caller.groups = ["ops".to_owned(), "dev".to_owned()].into();
-        told().put(&mut fields, &caller);
+        let mut client = ClientIdentity::for_test("ann");
+        client.groups = ["ops".to_owned(), "dev".to_owned()].into();
+        told().put(&mut fields, &client);
         assert_eq!(all(&fields, "x-remote-user"), ["ann"]);
         assert_eq!(all(&fields, "x-remote-group"), ["ops", "dev"]);
         assert_eq!(fields.keys_len(), 3, "{fields:?}");
 
         let mut fields = forged();
-        caller.method = AuthMethod::Anonymous;
-        told().put(&mut fields, &caller);
+        client.method = AuthMethod::Anonymous;
+        told().put(&mut fields, &client);
         assert_eq!(fields.keys_len(), 1, "nobody has no name: {fields:?}");
         let mut fields = forged();
         told().strip(&mut fields);
         assert_eq!(all(&fields, "x-other"), ["root", "admin"]);
         assert_eq!(fields.keys_len(), 1);
         let mut fields = forged();
-        IdentityHeaderFields::default().put(&mut fields, &caller);
+        IdentityHeaderFields::default().put(&mut fields, &client);
         assert_eq!(fields, forged(), "where nobody is told, nothing is touched");
     }
 

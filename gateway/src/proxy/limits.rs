@@ -35,7 +35,7 @@ pub struct Limits {
     all: Counter,
     connections: ConnectionLimit,
     discarded_bodies: ConnectionLimit,
-    callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
+    clients: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     pressure: Arc<MemoryBudget>,
 }
 
@@ -43,7 +43,7 @@ pub struct Limits {
 #[derive(Debug)]
 pub struct Permit {
     _all: CounterGuard,
-    _caller: CounterGuard,
+    _client: CounterGuard,
     _node: CounterGuard,
 }
 
@@ -66,27 +66,27 @@ impl Limits {
     /// Nothing is open.
     pub fn new(bounds: config::Limits, metrics: &Arc<Metrics>) -> Self {
         Self {
-            pressure: Arc::new(MemoryBudget::new(bounds.unread)),
+            pressure: Arc::new(MemoryBudget::new(bounds.buffered_bytes)),
             connections: metrics.connection_limit("connections", bounds.connections),
             discarded_bodies: metrics.connection_limit("discarded_bodies", DISCARDED_BODIES),
             bounds,
             all: Counter::default(),
-            callers: Mutex::default(),
+            clients: Mutex::default(),
         }
     }
 
     /// Returns the count of a client, shared by all its connections.
-    pub fn caller(&self, name: &Arc<str>) -> Counter {
-        let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = callers.get(name).and_then(Weak::upgrade) {
+    pub fn client(&self, name: &Arc<str>) -> Counter {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = clients.get(name).and_then(Weak::upgrade) {
             return count;
         }
-        // Callers that are gone are swept when the table would grow.
-        if callers.len() == callers.capacity() {
-            callers.retain(|_, count| count.strong_count() > 0);
+        // Clients that are gone are swept when the table would grow.
+        if clients.len() == clients.capacity() {
+            clients.retain(|_, count| count.strong_count() > 0);
         }
         let count = Counter::default();
-        callers.insert(name.clone(), Arc::downgrade(&count));
+        clients.insert(name.clone(), Arc::downgrade(&count));
         count
     }
 
@@ -114,7 +114,7 @@ impl Limits {
     ///
     /// # Errors
     /// [`Reason::LimitReached`], naming the limit.
-    pub fn admit(&self, caller: &Counter, node: &Counter) -> Result<Permit, Error> {
+    pub fn admit(&self, client: &Counter, node: &Counter) -> Result<Permit, Error> {
         let full = |whose: &str, most: usize| {
             Reason::LimitReached.error(format!(
                 "{whose} has {most} streams open, which is its limit"
@@ -123,16 +123,16 @@ impl Limits {
         let bounds = &self.bounds;
         if self.pressure.is_full() {
             return Err(Reason::LimitReached.error(format!(
-                "{} bytes wait in this gateway for those who do not read them, of {} that may (limits.unread)",
+                "{} bytes wait in this gateway for those who do not read them, of {} that may (limits.buffered_bytes)",
                 self.pressure.bytes(),
-                bounds.unread
+                bounds.buffered_bytes
             )));
         }
         Ok(Permit {
             _all: take(&self.all, bounds.streams)
                 .ok_or_else(|| full("this gateway", bounds.streams))?,
-            _caller: take(caller, bounds.per_caller)
-                .ok_or_else(|| full("this caller", bounds.per_caller))?,
+            _client: take(client, bounds.per_client)
+                .ok_or_else(|| full("this client", bounds.per_client))?,
             _node: take(node, bounds.per_node).ok_or_else(|| full("this node", bounds.per_node))?,
         })
     }
@@ -146,18 +146,18 @@ mod tests {
     fn each_limit_holds_alone_and_gives_back_what_was_taken() {
         let bounds = config::Limits {
             streams: 3,
-            per_caller: 2,
+            per_client: 2,
             per_node: 2,
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
-        let alice = limits.caller(&"alice".into());
-        let bob = limits.caller(&"bob".into());
+        let alice = limits.client(&"alice".into());
+        let bob = limits.client(&"bob".into());
         let (near, far) = (Counter::default(), Counter::default());
         let first = limits.admit(&alice, &near).unwrap();
         let _second = limits.admit(&alice, &far).unwrap();
         let word = |error: Error| error.detail.split(' ').nth(1).unwrap().to_owned();
-        assert_eq!(word(limits.admit(&alice, &far).unwrap_err()), "caller");
+        assert_eq!(word(limits.admit(&alice, &far).unwrap_err()), "client");
         let _third = limits.admit(&bob, &near).unwrap();
         assert_eq!(word(limits.admit(&bob, &far).unwrap_err()), "gateway");
         drop(first);
@@ -165,7 +165,7 @@ mod tests {
         let _fourth = limits.admit(&bob, &near).unwrap();
         assert_eq!(word(limits.admit(&alice, &near).unwrap_err()), "gateway");
         assert_eq!(
-            limits.caller(&"alice".into()).load(Relaxed),
+            limits.client(&"alice".into()).load(Relaxed),
             1,
             "the same count"
         );
@@ -178,11 +178,11 @@ mod tests {
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
-        let (caller, node) = (Counter::default(), Counter::default());
-        let _held = limits.admit(&caller, &node).unwrap();
+        let (client, node) = (Counter::default(), Counter::default());
+        let _held = limits.admit(&client, &node).unwrap();
         assert!(
             limits
-                .admit(&caller, &node)
+                .admit(&client, &node)
                 .unwrap_err()
                 .detail
                 .contains("this node")

@@ -164,11 +164,11 @@ impl Listener {
 
     /// Returns the listener that has replaced this one, or this one if none has.
     pub(crate) fn latest(self: &Arc<Self>) -> Arc<Self> {
-        let mut front = self;
-        while let Some(successor) = front.successor.get() {
-            front = successor;
+        let mut listener = self;
+        while let Some(successor) = listener.successor.get() {
+            listener = successor;
         }
-        front.clone()
+        listener.clone()
     }
 
     /// Whether connections of this peer begin with a PROXY v2 header.
@@ -228,7 +228,7 @@ pub struct ClientConnection {
     /// Whether TLS is spoken.
     pub tls: bool,
     /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
-    pub caller: Result<Option<ClientIdentity>, PeerRejected>,
+    pub client: Result<Option<ClientIdentity>, PeerRejected>,
     /// The socket's condition.
     pub condition: Arc<ConnState>,
     /// Its requests that are open, where HTTP/2 is spoken.
@@ -274,9 +274,9 @@ impl AcceptedSocket {
         proxy: &Proxy,
         sni: Option<String>,
         tls: bool,
-        caller: Result<Option<ClientIdentity>, PeerRejected>,
+        client: Result<Option<ClientIdentity>, PeerRejected>,
     ) -> ClientConnection {
-        if matches!(caller, Ok(Some(_))) {
+        if matches!(client, Ok(Some(_))) {
             self.room.settle();
         }
         ClientConnection {
@@ -284,7 +284,7 @@ impl AcceptedSocket {
             sni,
             original: self.original,
             tls,
-            caller,
+            client,
             condition: Arc::default(),
             idle: Arc::default(),
             last_token: TokenCache::default(),
@@ -293,7 +293,7 @@ impl AcceptedSocket {
             forwarded: LastValues::default(),
             nobody: OnceLock::new(),
             room: self.room,
-            _open: proxy.front.metrics.connection(),
+            _open: proxy.listener.metrics.connection(),
         }
     }
 }
@@ -305,7 +305,7 @@ pub(crate) async fn serve(
     connection: Arc<ClientConnection>,
     stop: CancellationToken,
 ) {
-    match proxy.front.kind {
+    match proxy.listener.kind {
         ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
         ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
             http::serve(proxy, io, connection, stop).await;

@@ -37,25 +37,25 @@ pub trait PodLookup: Debug + Send + Sync + 'static {
 /// The reason why there is no route.
 pub(super) async fn or_route<B>(
     proxy: &Proxy,
-    (caller, kind): (&ClientIdentity, &StreamKind),
+    (client, kind): (&ClientIdentity, &StreamKind),
     request: &Request<B>,
     routed: Result<Route, Error>,
 ) -> Result<Route, Error> {
     match routed {
         Ok(route) => Ok(route),
-        Err(none) => route(proxy, (caller, kind), request.uri().path(), none).await,
+        Err(none) => route(proxy, (client, kind), request.uri().path(), none).await,
     }
 }
 
 async fn route(
     proxy: &Proxy,
-    (caller, kind): (&ClientIdentity, &StreamKind),
+    (client, kind): (&ClientIdentity, &StreamKind),
     path: &str,
     error: Error,
 ) -> Result<Route, Error> {
-    let front = &proxy.front;
-    let asks = front.errors == ErrorFormat::Kubernetes
-        && caller.method != AuthMethod::Anonymous
+    let listener = &proxy.listener;
+    let asks = listener.errors == ErrorFormat::Kubernetes
+        && client.method != AuthMethod::Anonymous
         && !matches!(kind, StreamKind::Connect)
         && error.reason == Reason::NodeUnknown;
     let pods = proxy.shared.pods.as_ref().filter(|_| asks);
@@ -80,7 +80,7 @@ async fn route(
         let detail = format!("pod {namespace}/{name} is on {node}, which is at no edge");
         return Err(Reason::NodeUnknown.error(detail));
     };
-    let port = front.port.ok_or(error)?;
+    let port = listener.port.ok_or(error)?;
     let target = Target::new(node.as_str(), port);
     Ok(Route { node, target })
 }

@@ -121,7 +121,7 @@ impl GrantedAccess {
             Some(copy)
         };
         let credential = request.headers().get(AUTHORIZATION);
-        let credential = credential.filter(|_| matches!(connection.caller, Ok(None)));
+        let credential = credential.filter(|_| matches!(connection.client, Ok(None)));
         Self {
             act,
             method: request.method().clone(),
@@ -199,7 +199,7 @@ async fn check(
 ) {
     let proxy = Proxy {
         shared: shared.clone(),
-        front: record.front().latest(),
+        listener: record.listener().latest(),
         core,
         tasks: tasks.clone(),
     };
@@ -223,7 +223,7 @@ async fn check(
 
 impl Proxy {
     async fn decide_again(&self, record: &AccessRecord) -> Result<(), Error> {
-        let Some((allowed, caller, route)) = record.allowed() else {
+        let Some((allowed, client, route)) = record.allowed() else {
             return Ok(());
         };
         let mut fields = HeaderMap::new();
@@ -233,27 +233,27 @@ impl Proxy {
         let connection = record.connection();
         let port = route.as_ref().map(|route| route.target.port);
         let port = port.or(allowed.port);
-        if let Some(certificate) = &caller.certificate {
-            certificate.prove(&self.front)?;
+        if let Some(certificate) = &client.certificate {
+            certificate.prove(&self.listener)?;
         }
-        // Nothing that another front has found out counts.
+        // Nothing that another listener has found out counts.
         bearer::forget(&connection.last_token);
-        let expired = if self.front.disconnect_expired {
+        let expired = if self.listener.disconnect_expired {
             Expired::Refused
         } else {
-            Expired::Taken(&caller)
+            Expired::Taken(&client)
         };
         let identified = self.identify_by(connection, (&fields, expired), port).await;
-        let (caller, undecided) = match identified {
+        let (client, undecided) = match identified {
             Err(error) if error.reason == Reason::Undecided => {
-                caller.is_in_time(&self.front)?;
-                (caller, Some(error))
+                client.is_in_time(&self.listener)?;
+                (client, Some(error))
             }
             identified => (identified?, None),
         };
-        record.caller(&caller);
+        record.client(&client);
         if let Some(address) = record.direct() {
-            direct::check(&self.front, &self.shared.nodes, address)?;
+            direct::check(&self.listener, &self.shared.nodes, address)?;
         }
         let dialled = record.direct().map(Destination::Direct);
         // Where neither is known yet, the decision about it is still to come.
@@ -261,7 +261,7 @@ impl Proxy {
             return undecided.map_or(Ok(()), Err);
         };
         let ask = AuthzRequest {
-            caller: &caller,
+            client: &client,
             from: connection.peer,
             destination,
             act: allowed.act,

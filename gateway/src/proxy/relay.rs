@@ -46,14 +46,14 @@ pub async fn connect(
     let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);
     let halves = open(way).await?;
     way.record.opened(StatusCode::OK);
-    let hold = way.proxy.front.errors == ErrorFormat::Kubernetes;
+    let hold = way.proxy.listener.errors == ErrorFormat::Kubernetes;
     spawn(way, (switched, window), halves, hold);
     Ok(Response::new(ResponseBody::empty()))
 }
 
 /// Opens a TCP stream to the target of the route, within a bound.
 pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, StreamReceiver), Error> {
-    let bound = way.proxy.shared.timeouts.open;
+    let bound = way.proxy.shared.timeouts.connect;
     let answered = async {
         let opened = way
             .tunnel
@@ -106,7 +106,7 @@ pub(super) fn spawn(
     way.proxy.tasks.spawn(debug_span!("session"), async move {
         let upgraded = match switched.await {
             Ok(upgraded) => upgraded,
-            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
         };
         let waiting = BufferedBody::default();
         let session = UpgradedClient::new(upgraded, connection, (window, waiting.clone()), busy);
@@ -139,7 +139,7 @@ pub(super) async fn session(
     record.opened(StatusCode::OK);
     let work = pin!(copy::relay(io, send, receive, record.passed.clone(), false));
     if let Some(outcome) = record.session_unless_ended(work).await {
-        note(record, proxy.front.name.as_str(), &outcome);
+        note(record, proxy.listener.name.as_str(), &outcome);
     }
     Ok(())
 }
@@ -149,16 +149,16 @@ async fn begin(
     connection: &Arc<ClientConnection>,
     record: &Arc<AccessRecord>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
-    let asked = proxy.front.asked(connection, None);
+    let asked = proxy.listener.asked(connection, None);
     let shared = &proxy.shared;
     let nothing = http::HeaderMap::new();
-    let (caller, route) = proxy
+    let (client, route) = proxy
         .authenticate_and_route(connection, &nothing, &asked)
         .await?;
-    record.caller(&caller);
+    record.client(&client);
     record.route(&route);
     let ask = AuthzRequest {
-        caller: &caller,
+        client: &client,
         from: connection.peer,
         destination: Destination::Node(&route),
         act: Action::Connect,
@@ -168,12 +168,12 @@ async fn begin(
     record.allow(GrantedAccess::session());
     proxy.authorize(&ask, record).await?;
     let picked = proxy.select_tunnel(&route).await?;
-    record.permit(shared.limits.admit(&caller.open, &picked.streams)?);
+    record.permit(shared.limits.admit(&client.open, &picked.streams)?);
     record.tunnel(picked.id);
     open(StreamContext {
         proxy,
         connection,
-        caller: &caller,
+        client: &client,
         route: &route,
         tunnel: &picked.tunnel,
         id: picked.id,

@@ -30,6 +30,16 @@ pub enum StreamKind {
     Connect,
 }
 
+impl From<&StreamKind> for config::policy::Action {
+    fn from(kind: &StreamKind) -> Self {
+        match kind {
+            StreamKind::Plain => Self::Request,
+            StreamKind::Upgrade(_) => Self::Upgrade,
+            StreamKind::Connect => Self::Connect,
+        }
+    }
+}
+
 /// Bounds of a request's head.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
@@ -64,7 +74,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
         .sum();
     if size > header_bytes {
         let detail = format!(
-            "the request's fields have {size} bytes, at most {header_bytes} are allowed (limits.header_bytes)"
+            "the request's fields have {size} bytes, at most {header_bytes} are allowed (limits.max_header_bytes)"
         );
         return Err(Reason::HeaderTooLarge.error(detail));
     }
@@ -117,12 +127,12 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
     let detail = if refused.is_some() {
         format!(
             "the target of the request is too long: at most {most} bytes are allowed \
-             (limits.uri_bytes, limits.kubernetes_uri_bytes), and {MAX_URI_BYTES} of a path"
+             (limits.max_uri_bytes, limits.max_kubernetes_uri_bytes), and {MAX_URI_BYTES} of a path"
         )
     } else {
         format!(
             "the target of the request has {length} bytes, at most {most} are allowed \
-             (limits.uri_bytes, limits.kubernetes_uri_bytes)"
+             (limits.max_uri_bytes, limits.max_kubernetes_uri_bytes)"
         )
     };
     Err(Reason::UriTooLong.error(detail))
@@ -166,10 +176,10 @@ fn path<B>(request: &Request<B>) -> Result<(), Error> {
 /// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a listener of this kind does not serve it.
 pub fn kind<B: Body>(
     request: &Request<B>,
-    front: config::ListenerProtocol,
+    listener: config::ListenerProtocol,
 ) -> Result<StreamKind, Error> {
     let connect = super::is_connect(request.method());
-    match (front, connect) {
+    match (listener, connect) {
         // RFC 9110 §9.3.6: it has no content, and what passed for such would be missing from the session.
         (config::ListenerProtocol::Connect, true)
             if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
@@ -178,11 +188,10 @@ pub fn kind<B: Body>(
         }
         (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Connect),
         (config::ListenerProtocol::Connect, false) => {
-            Err(Reason::MethodNotAllowed.error("this front serves CONNECT only"))
+            Err(Reason::MethodNotAllowed.error("this listener serves CONNECT only"))
         }
-        (_, true) => {
-            Err(Reason::MethodNotAllowed.error("CONNECT is served by a front of kind connect only"))
-        }
+        (_, true) => Err(Reason::MethodNotAllowed
+            .error("CONNECT is served by a listener with protocol connect only")),
         (_, false) => Ok(upgrade(request).map_or(StreamKind::Plain, |token| {
             StreamKind::Upgrade(token.to_owned())
         })),
@@ -374,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn connect_is_for_connect_fronts_and_nothing_else_is() {
+    fn connect_is_for_connect_listeners_and_nothing_else_is() {
         let mut connect = request(&[("host", "127.0.0.1")], "edge-1:10250");
         *connect.method_mut() = Method::CONNECT;
         assert_eq!(

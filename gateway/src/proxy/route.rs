@@ -115,7 +115,7 @@ fn bound(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'st
             return Ok(Some((node, "the original destination")));
         }
     }
-    Ok(asked.fixed.map(|node| (node.clone(), "this front")))
+    Ok(asked.fixed.map(|node| (node.clone(), "this listener")))
 }
 
 fn meaning(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {

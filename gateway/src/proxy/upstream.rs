@@ -1,6 +1,6 @@
 //! Step 6e: an upstream to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
 //!
-//! If the port is one of `apps`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
+//! If the port is one of `upstream_tls`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
 //! a request: `forward` or `upgrade` sends it on an idle connection of the `pool` or a new one (`connect`: CONNECT, and TLS by
 //! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `body` brings the answer. A CONNECT of the client's
 //! own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to its end.

@@ -139,20 +139,20 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let port = (&config, base.given.clone());
     let identity = TunnelIdentity::new(&base.ca, &base.store, port)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
-    let fronts = Arc::new(Listeners::new(&base.ca, &shared, &cores, (&tasks, &ending)));
-    fronts.plan(&config.fronts)?.apply(None::<fn()>);
+    let listeners = Arc::new(Listeners::new(&base.ca, &shared, &cores, (&tasks, &ending)));
+    listeners.plan(&config.listeners)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
     let address = tunnel.local_addr();
     let to_edges = to_edges(&config, address);
     let admission = admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
-    let (ports, nat) = redirected(&config, &base, &fronts)?;
-    let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
+    let (ports, nat) = redirected(&config, &base, &listeners)?;
+    let authority = Arc::new(authority(&base, &admission, (&identity, &listeners)));
     let reloader = Reloader::new(Reloadable {
         authority,
         began: config.clone(),
         tunnel: address,
-        fronts,
+        listeners,
         identity,
         to_edges,
         nodes: base.nodes.clone(),
@@ -189,7 +189,7 @@ fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWor
     if let Some(cores) = cores {
         return Ok((cores, OwnedWorkers(None)));
     }
-    let cores = Workers::start(config.cores).map_err(BindError::Cores)?;
+    let cores = Workers::start(config.workers).map_err(BindError::Cores)?;
     Ok((cores.clone(), OwnedWorkers(Some(cores))))
 }
 
@@ -197,12 +197,12 @@ fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWor
 fn redirected(
     config: &Config,
     base: &DataDirState,
-    fronts: &Listeners,
+    listeners: &Listeners,
 ) -> Result<(watch::Sender<PortMap>, Option<Nat>), BindError> {
     let Some(redirect) = &config.redirect else {
         return Ok((watch::Sender::default(), None));
     };
-    let ports = PortMap::new(redirect, &config.fronts, &fronts.addresses());
+    let ports = PortMap::new(redirect, &config.listeners, &listeners.addresses());
     let (ports, told) = watch::channel(ports);
     let nat = Nat::install(&redirect.table, &base.nodes, told)?;
     Ok((ports, Some(nat)))
@@ -211,14 +211,14 @@ fn redirected(
 fn authority(
     base: &DataDirState,
     admission: &TunnelListener,
-    (identity, fronts): (&TunnelIdentity, &Arc<Listeners>),
+    (identity, listeners): (&TunnelIdentity, &Arc<Listeners>),
 ) -> CaReload {
     CaReload {
         store: base.store.clone(),
         ca: base.ca.clone(),
         tls: admission.tls.clone(),
         identity: identity.clone(),
-        fronts: fronts.clone(),
+        listeners: listeners.clone(),
         registry: admission.registry.clone(),
         ledger: admission.ledger.clone(),
         roots: watch::Sender::new(base.ca.get().bundle_pem()),
@@ -248,7 +248,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     })
 }
 
-/// Binds the socket for commands. The caller holds the lock of the directory, so an existing socket is a dead process's.
+/// Binds the socket for commands. The client holds the lock of the directory, so an existing socket is a dead process's.
 fn admin_socket(store: &Store) -> Option<BoundSocket> {
     let bound = BoundSocket::unix_instead(&store.admin_socket());
     bound
@@ -329,7 +329,7 @@ fn shared(
     (authorizer, pods, reviews): Deciders,
 ) -> Result<ProxyState, BindError> {
     let known = (&base.nodes.reader(), &base.pins);
-    let by_port = upstream_tls::read_all(&config.apps, known, None)?;
+    let by_port = upstream_tls::read_all(&config.upstream_tls, known, None)?;
     let kept = ConnectionPool::new(cores.all().count(), config.timeouts.idle_keepalive);
     let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
     let kubernetes = config.kubernetes.clone().unwrap_or_default();
@@ -347,10 +347,10 @@ fn shared(
         metrics,
         timeouts: config.timeouts.clone(),
         access_log: config.access_log,
-        uri_bytes: config.limits.uri_bytes,
-        kubernetes_uri_bytes: config.limits.kubernetes_uri_bytes,
-        header_bytes: config.limits.header_bytes,
-        max_headers: config.limits.headers,
+        uri_bytes: config.limits.max_uri_bytes,
+        kubernetes_uri_bytes: config.limits.max_kubernetes_uri_bytes,
+        header_bytes: config.limits.max_header_bytes,
+        max_headers: config.limits.max_headers,
     })
 }
 

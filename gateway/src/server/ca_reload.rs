@@ -27,7 +27,7 @@ pub(super) struct CaReload {
     pub(super) ca: LiveCa,
     pub(super) tls: LiveTls,
     pub(super) identity: TunnelIdentity,
-    pub(super) fronts: Arc<Listeners>,
+    pub(super) listeners: Arc<Listeners>,
     pub(super) registry: Registry,
     pub(super) roll: NodeSync,
     pub(super) ledger: NodeRecordWriter,
@@ -68,7 +68,7 @@ impl CaReload {
             return Err(BindError::Name(why.to_owned()));
         }
         let port = self.identity.turn_to(&next)?;
-        let fronts = self.fronts.turn_to(&next)?;
+        let listeners = self.listeners.turn_to(&next)?;
         let stays = next.fingerprints();
         let gone = self.ca.get().fingerprints();
         let gone = !gone.iter().all(|root| stays.contains(root));
@@ -79,7 +79,7 @@ impl CaReload {
             self.tls.store(Arc::new(tls));
             self.identity.show(leaf);
         }
-        fronts.apply();
+        listeners.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
         ca_rotation::tell(&self.ca.get(), &self.registry);
         if gone {

@@ -9,7 +9,7 @@ use causeway_certs::{Ca, RootStage};
 pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateInUse>> {
     let mut all = ca_certificates(&parts.authority.ca.get());
     all.extend(parts.identity.certificates());
-    all.extend(parts.fronts.certificates()?);
+    all.extend(parts.listeners.certificates()?);
     let apps = parts.shared.apps.certificates().into_iter();
     all.extend(apps.filter_map(|(port, shown, certificate)| {
         let used_for = match shown {

@@ -46,11 +46,11 @@ pub enum BindError {
     },
     /// The socket of another listener of this gateway occupies the address.
     #[error(
-        "front {front:?} cannot listen on {listen}: front {by:?} of this gateway is there; take that away by one reload, and add this by the next"
+        "listener {listener:?} cannot listen on {listen}: listener {by:?} of this gateway is there; take that away by one reload, and add this by the next"
     )]
     Held {
         /// The listener to be opened.
-        front: String,
+        listener: String,
         /// Its address.
         listen: String,
         /// The listener that has the socket.

@@ -47,24 +47,24 @@ struct ActiveListeners {
     open: bool,
     /// Whether the gateway drains; no listener opens any more.
     over: bool,
-    fronts: Vec<ActiveListener>,
+    listeners: Vec<ActiveListener>,
     removed: Vec<Removed>,
 }
 
 impl ActiveListeners {
     /// Sets the successor of each removed listener whose name is back, and forgets removed listeners without streams.
     fn forget_removed(&mut self) {
-        let fronts = &self.fronts;
+        let listeners = &self.listeners;
         self.removed.retain(|removed| {
-            let Some(front) = removed.front.upgrade() else {
+            let Some(listener) = removed.listener.upgrade() else {
                 return false;
             };
-            let name = &removed.material.front.name;
-            let back = fronts
+            let name = &removed.material.listener.name;
+            let back = listeners
                 .iter()
-                .find(|stand| stand.material.front.name == *name);
+                .find(|stand| stand.material.listener.name == *name);
             if let Some(back) = back {
-                let _ = front.successor.set(back.front.clone());
+                let _ = listener.successor.set(back.listener.clone());
             }
             back.is_none()
         });
@@ -73,7 +73,7 @@ impl ActiveListeners {
     /// Returns the removed listeners that still have streams.
     fn removed(&self) -> impl Iterator<Item = (&ListenerSource, Arc<Listener>)> {
         let removed = self.removed.iter();
-        removed.filter_map(|removed| Some((&removed.material, removed.front.upgrade()?)))
+        removed.filter_map(|removed| Some((&removed.material, removed.listener.upgrade()?)))
     }
 
     /// Makes the streams of removed listeners subject to the rebuilt listeners.
@@ -81,29 +81,29 @@ impl ActiveListeners {
         for rebuilt in all {
             let before = Arc::downgrade(&rebuilt.before);
             let mut removed = self.removed.iter_mut();
-            if let Some(removed) = removed.find(|removed| removed.front.ptr_eq(&before)) {
-                removed.front = Arc::downgrade(&rebuilt.front);
+            if let Some(removed) = removed.find(|removed| removed.listener.ptr_eq(&before)) {
+                removed.listener = Arc::downgrade(&rebuilt.listener);
                 removed.material = rebuilt.material;
-                // Each front is replaced once.
-                let _ = rebuilt.before.successor.set(rebuilt.front);
+                // Each listener is replaced once.
+                let _ = rebuilt.before.successor.set(rebuilt.listener);
             }
         }
     }
 
     /// Adds to a bind error which other listener of this gateway has the socket.
-    fn explain(&self, front: &config::Listener, error: BindError) -> BindError {
-        let config::ListenAddr::Tcp(address) = front.listen else {
+    fn explain(&self, listener: &config::Listener, error: BindError) -> BindError {
+        let config::ListenAddr::Tcp(address) = listener.listen else {
             return error;
         };
         let port = |stand: &&ActiveListener| {
-            let there = stand.listener.local_addr();
+            let there = stand.socket.local_addr();
             there.is_some_and(|there| there.port() == address.port())
         };
-        match (error, self.fronts.iter().find(port)) {
+        match (error, self.listeners.iter().find(port)) {
             (BindError::Listen { listen, .. }, Some(stand)) => BindError::Held {
-                front: front.name.clone(),
+                listener: listener.name.clone(),
                 listen,
-                by: stand.material.front.name.clone(),
+                by: stand.material.listener.name.clone(),
             },
             (error, _) => error,
         }
@@ -114,30 +114,30 @@ impl ActiveListeners {
 #[derive(Debug)]
 struct ActiveListener {
     material: ListenerSource,
-    front: Arc<Listener>,
+    listener: Arc<Listener>,
     entrance: Arc<ListenerSocket>,
-    listener: BoundSocket,
+    socket: BoundSocket,
 }
 
 impl ActiveListener {
-    /// Whether `front` continues on this socket, that is, has the same address. If the system chooses the port, the name
+    /// Whether `listener` continues on this socket, that is, has the same address. If the system chooses the port, the name
     /// distinguishes listeners.
-    fn carries(&self, front: &config::Listener) -> bool {
-        let own = &self.material.front;
+    fn carries(&self, listener: &config::Listener) -> bool {
+        let own = &self.material.listener;
         let chosen =
-            matches!(front.listen, config::ListenAddr::Tcp(address) if address.port() == 0);
-        own.listen == front.listen && (own.name == front.name || !chosen)
+            matches!(listener.listen, config::ListenAddr::Tcp(address) if address.port() == 0);
+        own.listen == listener.listen && (own.name == listener.name || !chosen)
     }
 
     fn open(&self) {
-        let front = &self.material.front.name;
-        match self.entrance.open(&self.listener) {
+        let listener = &self.material.listener.name;
+        match self.entrance.open(&self.socket) {
             Ok(()) => {
-                let address = self.listener.local_addr();
+                let address = self.socket.local_addr();
                 let address = address.map_or_else(|| "unix".to_owned(), |at| at.to_string());
-                tracing::info!(front, address, "front open");
+                tracing::info!(listener, address, "listener open");
             }
-            Err(error) => tracing::error!(front, %error, "this front cannot be served"),
+            Err(error) => tracing::error!(listener, %error, "this listener cannot be served"),
         }
     }
 }
@@ -146,7 +146,7 @@ impl ActiveListener {
 #[derive(Debug)]
 struct Removed {
     material: ListenerSource,
-    front: Weak<Listener>,
+    listener: Weak<Listener>,
 }
 
 /// Removed listener, rebuilt from the current state of its files and of the other listeners.
@@ -154,7 +154,7 @@ struct Removed {
 struct Rebuilt {
     before: Arc<Listener>,
     material: ListenerSource,
-    front: Arc<Listener>,
+    listener: Arc<Listener>,
 }
 
 /// Change of one listener of a new list.
@@ -177,7 +177,7 @@ impl ListenerChange {
     /// The configuration and file contents that the listener is made of.
     fn material<'a>(&'a self, standing: &'a ActiveListeners) -> &'a ListenerSource {
         match self {
-            Self::Keep(place) => &standing.fronts[*place].material,
+            Self::Keep(place) => &standing.listeners[*place].material,
             Self::Replace(_, material, _) => material,
             Self::Open(stand) => &stand.material,
         }
@@ -203,8 +203,8 @@ pub(super) struct TlsUpdate<'a> {
 impl TlsUpdate<'_> {
     /// Installs the configurations, for new connections.
     pub(super) fn apply(self) {
-        for (front, tls) in self.turned {
-            front.turn_to(tls);
+        for (listener, tls) in self.turned {
+            listener.turn_to(tls);
         }
         self.shared.streams.changed();
     }
@@ -245,10 +245,10 @@ impl Listeners {
     /// Returns names and addresses; unix sockets have no address.
     pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
         let address = |stand: &ActiveListener| {
-            let name = stand.material.front.name.clone();
-            (name, stand.listener.local_addr())
+            let name = stand.material.listener.name.clone();
+            (name, stand.socket.local_addr())
         };
-        self.standing().fronts.iter().map(address).collect()
+        self.standing().listeners.iter().map(address).collect()
     }
 
     /// Returns the certificates of all listeners, presented and trusted; or `None` while a reload reads files.
@@ -260,20 +260,20 @@ impl Listeners {
         };
         let of = |stand: &ActiveListener| {
             let mut all = stand.material.certificates();
-            let made = stand.front.made_certificate();
-            let used_for = format!("listener:{}", stand.material.front.name);
+            let made = stand.listener.made_certificate();
+            let used_for = format!("listener:{}", stand.material.listener.name);
             let made = made.and_then(|made| CertificateInUse::read(used_for, &made, None));
             all.extend(made.map(CertificateInUse::issued_by_us));
             all
         };
-        Some(standing.fronts.iter().flat_map(of).collect())
+        Some(standing.listeners.iter().flat_map(of).collect())
     }
 
     /// Opens the listeners to clients.
     pub(super) fn open(&self) {
         let mut standing = self.standing();
         standing.open = true;
-        standing.fronts.iter().for_each(ActiveListener::open);
+        standing.listeners.iter().for_each(ActiveListener::open);
     }
 
     /// Waits until all listeners are asked to finish, and closes their sockets: new clients are then refused at once and do not
@@ -282,37 +282,37 @@ impl Listeners {
         self.ending.cancelled().await;
         let mut standing = self.standing();
         standing.over = true;
-        standing.fronts.clear();
+        standing.listeners.clear();
     }
 
-    /// Reads and builds everything that `fronts` need, and binds new sockets. Blocks other calls that plan.
+    /// Reads and builds everything that `listeners` need, and binds new sockets. Blocks other calls that plan.
     pub(super) fn plan(
         &self,
-        fronts: &[config::Listener],
+        listeners: &[config::Listener],
     ) -> Result<ListenerUpdate<'_>, BindError> {
         let standing = self.standing();
         if standing.over {
             return Err(BindError::Leaving);
         }
-        let mut steps: Vec<ListenerChange> = Vec::with_capacity(fronts.len());
-        for front in fronts {
+        let mut steps: Vec<ListenerChange> = Vec::with_capacity(listeners.len());
+        for listener in listeners {
             let place = standing
-                .fronts
+                .listeners
                 .iter()
-                .position(|stand| stand.carries(front));
-            let current = place.map(|place| &standing.fronts[place].material);
-            let material = ListenerSource::read_in_place_of(front, current)?;
+                .position(|stand| stand.carries(listener));
+            let current = place.map(|place| &standing.listeners[place].material);
+            let material = ListenerSource::read_in_place_of(listener, current)?;
             steps.push(match place {
-                Some(place) if standing.fronts[place].material == material => {
+                Some(place) if standing.listeners[place].material == material => {
                     ListenerChange::Keep(place)
                 }
                 Some(place) => {
-                    let proxies = self.proxies(&material, &standing.fronts[place].listener)?;
+                    let proxies = self.proxies(&material, &standing.listeners[place].socket)?;
                     ListenerChange::Replace(place, material, proxies)
                 }
                 None => {
                     let opened = self.stand(material);
-                    ListenerChange::Open(opened.map_err(|error| standing.explain(front, error))?)
+                    ListenerChange::Open(opened.map_err(|error| standing.explain(listener, error))?)
                 }
             });
         }
@@ -334,23 +334,23 @@ impl Listeners {
     ) -> Vec<Rebuilt> {
         let others: Vec<_> = steps.iter().map(|step| step.material(standing)).collect();
         let stays = |(place, stand): &(usize, &ActiveListener)| {
-            let name = &stand.material.front.name;
-            let named = others.iter().any(|other| other.front.name == *name);
+            let name = &stand.material.listener.name;
+            let named = others.iter().any(|other| other.listener.name == *name);
             named || steps.iter().any(|step| step.is_at(*place))
         };
-        let going = standing.fronts.iter().enumerate();
+        let going = standing.listeners.iter().enumerate();
         let going = going.filter(|going| !stays(going));
-        let going = going.map(|(_, stand)| (&stand.material, stand.front.clone()));
+        let going = going.map(|(_, stand)| (&stand.material, stand.listener.clone()));
         let mut rebuilt = Vec::new();
-        for (before, front) in standing.removed().chain(going) {
+        for (before, listener) in standing.removed().chain(going) {
             let revoked = others.iter().filter(|other| before.shares_ca(other));
-            let revoked = revoked.flat_map(|other| &other.front.callers.revoked);
-            match self.rebuild((before, &front), revoked) {
+            let revoked = revoked.flat_map(|other| &other.listener.client_auth.revoked);
+            match self.rebuild((before, &listener), revoked) {
                 Ok(Some(built)) => rebuilt.push(built),
                 Ok(None) => {}
                 Err(error) => {
-                    let name = &front.name;
-                    tracing::warn!(front = name, %error, "this listener was removed; its open streams are checked by what its files said last");
+                    let name = &listener.name;
+                    tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked by what its files said last");
                 }
             }
         }
@@ -360,11 +360,11 @@ impl Listeners {
     /// Rebuilds a removed listener, if its inputs have changed.
     fn rebuild<'a>(
         &self,
-        (before, front): (&ListenerSource, &Arc<Listener>),
+        (before, listener): (&ListenerSource, &Arc<Listener>),
         revoked: impl Iterator<Item = &'a config::Serial>,
     ) -> Result<Option<Rebuilt>, BindError> {
-        let mut configured = before.front.clone();
-        let listed = &mut configured.callers.revoked;
+        let mut configured = before.listener.clone();
+        let listed = &mut configured.client_auth.revoked;
         for serial in revoked {
             if !listed.contains(serial) {
                 listed.push(serial.clone());
@@ -374,23 +374,23 @@ impl Listeners {
         if material == *before {
             return Ok(None);
         }
-        let built = material.build((&self.ca, &self.issuers), &self.shared, front.listens)?;
+        let built = material.build((&self.ca, &self.issuers), &self.shared, listener.listens)?;
         Ok(Some(Rebuilt {
-            before: front.clone(),
+            before: listener.clone(),
             material,
-            front: Arc::new(built),
+            listener: Arc::new(built),
         }))
     }
 
     /// Builds the TLS of all listeners for another CA. Blocks other calls that plan.
     pub(super) fn turn_to(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
         let standing = self.standing();
-        let all = standing.fronts.iter();
-        let all = all.map(|stand| (&stand.material, stand.front.clone()));
+        let all = standing.listeners.iter();
+        let all = all.map(|stand| (&stand.material, stand.listener.clone()));
         let mut turned = Vec::new();
-        for (material, front) in all.chain(standing.removed()) {
+        for (material, listener) in all.chain(standing.removed()) {
             let tls = material.tls(ca, (&self.ca, &self.shared.nodes))?;
-            turned.extend(tls.map(|tls| (front, tls)));
+            turned.extend(tls.map(|tls| (listener, tls)));
         }
         Ok(TlsUpdate {
             _standing: standing,
@@ -400,15 +400,15 @@ impl Listeners {
     }
 
     fn stand(&self, material: ListenerSource) -> Result<ActiveListener, BindError> {
-        let front = &material.front;
-        let listener = bind(&format!("front {:?}", front.name), &front.listen)?;
-        let (built, proxies) = self.proxies(&material, &listener)?;
+        let listener = &material.listener;
+        let socket = bind(&format!("listener {:?}", listener.name), &listener.listen)?;
+        let (built, proxies) = self.proxies(&material, &socket)?;
         let entrance = ListenerSocket::new(&self.cores, proxies, self.ending.child_token());
         Ok(ActiveListener {
             material,
-            front: built,
+            listener: built,
             entrance,
-            listener,
+            socket,
         })
     }
 
@@ -416,13 +416,13 @@ impl Listeners {
     fn proxies(
         &self,
         material: &ListenerSource,
-        listener: &BoundSocket,
+        socket: &BoundSocket,
     ) -> Result<(Arc<Listener>, Vec<Proxy>), BindError> {
-        let listens = listener.local_addr().map(|address| address.port());
+        let listens = socket.local_addr().map(|address| address.port());
         let built = Arc::new(material.build((&self.ca, &self.issuers), &self.shared, listens)?);
         let proxy = |core| Proxy {
             shared: self.shared.clone(),
-            front: built.clone(),
+            listener: built.clone(),
             core,
             tasks: self.tasks.clone(),
         };
@@ -440,7 +440,7 @@ impl ListenerUpdate<'_> {
     /// rules, and no stream of an old listener by the new ones.
     pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> ListenerDiff {
         let mut done = ListenerDiff::default();
-        let before = std::mem::take(&mut self.standing.fronts);
+        let before = std::mem::take(&mut self.standing.listeners);
         let mut before: Vec<Option<ActiveListener>> = before.into_iter().map(Some).collect();
         let linger = rules.is_none();
         for (place, stand) in before.iter().flatten().enumerate() {
@@ -453,18 +453,18 @@ impl ListenerUpdate<'_> {
             rules();
         }
         for step in self.steps {
-            let name = |stand: &ActiveListener| stand.material.front.name.clone();
+            let name = |stand: &ActiveListener| stand.material.listener.name.clone();
             let stand = match step {
                 ListenerChange::Keep(place) => before[place].take(),
-                ListenerChange::Replace(place, material, (front, proxies)) => before[place]
+                ListenerChange::Replace(place, material, (listener, proxies)) => before[place]
                     .take()
                     .map(|stand| {
                         stand.entrance.replace(proxies);
-                        // Each front is replaced once.
-                        let _ = stand.front.successor.set(front.clone());
+                        // Each listener is replaced once.
+                        let _ = stand.listener.successor.set(listener.clone());
                         ActiveListener {
                             material,
-                            front,
+                            listener,
                             ..stand
                         }
                     })
@@ -477,25 +477,25 @@ impl ListenerUpdate<'_> {
                     Some(stand)
                 }
             };
-            self.standing.fronts.extend(stand);
+            self.standing.listeners.extend(stand);
         }
         self.standing.forget_removed();
         for stand in before.into_iter().flatten() {
             // The streams of a listener that has moved are decided about by its new rules.
-            let name = &stand.material.front.name;
-            let mut fronts = self.standing.fronts.iter();
-            if let Some(moved) = fronts.find(|moved| moved.material.front.name == *name) {
-                let _ = stand.front.successor.set(moved.front.clone());
+            let name = &stand.material.listener.name;
+            let mut listeners = self.standing.listeners.iter();
+            if let Some(moved) = listeners.find(|moved| moved.material.listener.name == *name) {
+                let _ = stand.listener.successor.set(moved.listener.clone());
             }
             stand.entrance.close();
-            if let config::ListenAddr::Unix(path) = &stand.material.front.listen {
+            if let config::ListenAddr::Unix(path) = &stand.material.listener.listen {
                 // Whoever has taken it away already has done the same.
                 let _ = std::fs::remove_file(path);
             }
-            done.closed.push(stand.material.front.name.clone());
-            if stand.front.successor.get().is_none() {
+            done.closed.push(stand.material.listener.name.clone());
+            if stand.listener.successor.get().is_none() {
                 self.standing.removed.push(Removed {
-                    front: Arc::downgrade(&stand.front),
+                    listener: Arc::downgrade(&stand.listener),
                     material: stand.material,
                 });
             }

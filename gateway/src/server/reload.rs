@@ -37,7 +37,7 @@ pub(super) struct Reloadable {
     pub(super) began: Config,
     /// Address of the tunnel port.
     pub(super) tunnel: Option<SocketAddr>,
-    pub(super) fronts: Arc<Listeners>,
+    pub(super) listeners: Arc<Listeners>,
     pub(super) identity: TunnelIdentity,
     /// Addresses and ports that are announced to edges.
     pub(super) to_edges: (AdvertisedGateways, AnnouncedPortsCell),
@@ -52,7 +52,7 @@ pub(super) struct Reloadable {
 #[derive(Debug)]
 pub struct PendingReload<'a> {
     parts: &'a Reloadable,
-    fronts: ListenerUpdate<'a>,
+    listeners: ListenerUpdate<'a>,
     redirect: Option<(Redirect, Vec<config::Listener>)>,
     identity: PendingIdentity,
     apps: ByPort,
@@ -72,7 +72,7 @@ pub struct PendingReload<'a> {
 )]
 pub struct ReloadSummary {
     /// The listeners.
-    pub fronts: ListenerDiff,
+    pub listeners: ListenerDiff,
     /// Whether the identity of the tunnel port has changed (`tunnel.identity`).
     pub identity: bool,
     /// Whether the upstreams to which the gateway speaks TLS, or their files, have changed.
@@ -102,11 +102,11 @@ impl Reloader {
         // Whatever becomes of the configuration: what hangs on the CA is built of the one that there is.
         parts.authority.take_up()?;
         Ok(PendingReload {
-            fronts: parts.fronts.plan(&config.fronts)?,
+            listeners: parts.listeners.plan(&config.listeners)?,
             redirect: config
                 .redirect
                 .clone()
-                .map(|redirect| (redirect, config.fronts.clone())),
+                .map(|redirect| (redirect, config.listeners.clone())),
             identity: parts.identity.prepare(&config::Tunnel {
                 // Where the port is, and not where it would be after a restart.
                 listen: parts.began.tunnel.listen,
@@ -115,7 +115,7 @@ impl Reloader {
             apps: {
                 let apps = &parts.shared.apps;
                 let known = (&parts.shared.nodes, apps.pins());
-                upstream_tls::read_all(&config.apps, known, Some(apps))?
+                upstream_tls::read_all(&config.upstream_tls, known, Some(apps))?
             },
             advertised: advertised(&config.tunnel, parts.tunnel),
             listed: config.listed.clone(),
@@ -128,8 +128,8 @@ impl Reloader {
     }
 
     /// Returns the current listeners, with the ports that the system chose; unix sockets have no address.
-    pub fn fronts(&self) -> Vec<(String, Option<SocketAddr>)> {
-        self.0.fronts.addresses()
+    pub fn listeners(&self) -> Vec<(String, Option<SocketAddr>)> {
+        self.0.listeners.addresses()
     }
 
     /// Returns the names under which edges reach the gateway: those of its certificate.
@@ -177,13 +177,13 @@ impl PendingReload<'_> {
         parts.nodes.zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.apps.replace(self.apps);
-        let fronts = self.fronts.apply(rules);
+        let listeners = self.listeners.apply(rules);
         if let Some((redirect, configured)) = self.redirect {
-            let redirected = PortMap::new(&redirect, &configured, &parts.fronts.addresses());
+            let redirected = PortMap::new(&redirect, &configured, &parts.listeners.addresses());
             parts.ports.send_replace(redirected);
         }
         parts.shared.streams.changed();
-        // Behind the fronts, but for what is taken away: an edge refuses what is on its way here.
+        // Behind the listeners, but for what is taken away: an edge refuses what is on its way here.
         if listed.replace(self.listed) {
             announce(&parts.shared.registry, |edge| {
                 listing(&edge.admitted, listed)
@@ -191,7 +191,7 @@ impl PendingReload<'_> {
         }
         parts.shared.metrics.reloaded(true);
         ReloadSummary {
-            fronts,
+            listeners,
             identity,
             apps,
             advertised,
@@ -229,22 +229,26 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         let of = |(port, app): (&u16, &config::UpstreamTls)| {
             Some((*port, app.signer.clone()?, app.user.clone(), app.approve))
         };
-        config.apps.iter().filter_map(of).collect::<Vec<_>>()
+        config
+            .upstream_tls
+            .iter()
+            .filter_map(of)
+            .collect::<Vec<_>>()
     };
     let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
     let keys = [
         ("data_dir", began.data_dir != now.data_dir),
-        ("cores", began.cores != now.cores),
+        ("workers", began.workers != now.workers),
         ("tunnel", tunnel(began) != tunnel(now)),
         (
             "tunnel.identity",
             given(began) != given(now) || asked(began) != asked(now),
         ),
-        ("apps.*.signer", clients(began) != clients(now)),
+        ("upstream_tls.*.signer", clients(began) != clients(now)),
         ("redirect", table(began) != table(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),
-        ("readers", began.readers != now.readers),
+        ("api_cache", began.api_cache != now.api_cache),
         ("dns.listen", answers(began) != answers(now)),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),
@@ -263,7 +267,7 @@ impl fmt::Display for ReloadSummary {
             opened,
             replaced,
             closed,
-        } = &self.fronts;
+        } = &self.listeners;
         let mut said = Vec::new();
         for (what, names) in [
             ("opened", opened),
@@ -274,31 +278,31 @@ impl fmt::Display for ReloadSummary {
                 said.push(format!("{what} {}", names.join(", ")));
             }
         }
-        let fronts = if said.is_empty() {
-            "all fronts as they were".to_owned()
+        let listeners = if said.is_empty() {
+            "listeners unchanged".to_owned()
         } else {
-            format!("fronts: {}", said.join("; "))
+            format!("listeners: {}", said.join("; "))
         };
-        f.write_str(&fronts)?;
+        f.write_str(&listeners)?;
         if self.identity {
-            f.write_str("; the tunnel port goes by other files")?;
+            f.write_str("; tunnel.identity files changed")?;
         }
         if self.apps {
-            f.write_str("; apps are asked by other files")?;
+            f.write_str("; upstream_tls changed")?;
         }
         if self.advertised {
-            f.write_str("; edges are told anew where gateways are")?;
+            f.write_str("; announced gateway addresses changed")?;
         }
         if self.revoked {
-            f.write_str("; others are revoked")?;
+            f.write_str("; tunnel.revoked changed")?;
         }
         if self.dns {
-            f.write_str("; names of nodes are answered otherwise")?;
+            f.write_str("; dns changed")?;
         }
         if !self.at_restart.is_empty() {
             write!(
                 f,
-                "; waits for the next start: {}",
+                "; takes effect at the next start: {}",
                 self.at_restart.join(", ")
             )?;
         }

@@ -268,7 +268,7 @@ fn enter(
 
 /// Returns the sentence that a node is revoked by its record.
 pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
-    format!("node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`")
+    format!("node {node} is revoked: {reason}; to admit it again: `causeway node allow {node}`")
 }
 
 impl Nodes {
@@ -436,7 +436,7 @@ impl Nodes {
         let table = self.0.load();
         if table.said.revoked.contains(name) {
             return Some(format!(
-                "node {name} is revoked: {REVOKED}; it is let in again when that does not"
+                "node {name} is revoked: {REVOKED}; to admit it again, remove it there"
             ));
         }
         let known = table.nodes.get(name);

@@ -192,7 +192,7 @@ async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
         target: Target::new("edge-1", 80),
     };
     let ask = AuthzRequest {
-        caller: &ClientIdentity::for_test("alice"),
+        client: &ClientIdentity::for_test("alice"),
         from: RemoteAddr::Unix(0),
         destination: Destination::Node(&route),
         act: Action::Request,

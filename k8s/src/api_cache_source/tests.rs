@@ -199,7 +199,7 @@ fn a_right_that_is_missing_and_a_resource_that_is_not_served_say_what_to_do() {
         assert!(forbidden.contains(part), "{forbidden}");
     }
     let unknown = refused(StatusCode::NOT_FOUND, "not found");
-    assert!(unknown.contains("readers.resources"), "{unknown}");
+    assert!(unknown.contains("api_cache.resources"), "{unknown}");
     let broken = explained(&resource, ReflectorError::Broken("reset".to_owned())).0;
     assert_eq!(broken, "v1/services: reset");
 }

@@ -69,13 +69,13 @@ pub(crate) async fn serve(listener: TcpListener, node: String, stop: Cancellatio
     let listener = SocketListener::Tcp(listener);
     let connections = TaskGroup::new(&CancellationToken::new());
     loop {
-        let (socket, caller) = select! {
+        let (socket, client) = select! {
             biased;
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
         let connection = connection(socket, service.clone(), stop.clone());
-        connections.spawn(info_span!("app", %caller), connection);
+        connections.spawn(info_span!("app", %client), connection);
     }
     connections.drain(GRACE).await;
 }
@@ -200,7 +200,7 @@ async fn upload(body: Body) -> Result<Response, StatusCode> {
     let mut digest = Sha256::new();
     let mut bytes = 0_u64;
     while let Some(chunk) = chunks.next().await {
-        // The caller went away in mid-body: nobody reads this answer.
+        // The client went away in mid-body: nobody reads this answer.
         let chunk = chunk.map_err(|_| StatusCode::BAD_REQUEST)?;
         digest.update(&chunk);
         bytes = bytes.saturating_add(u64::try_from(chunk.len()).unwrap_or(u64::MAX));

@@ -36,7 +36,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// A gateway that is bound.
 pub(super) struct DemoGateway {
     pub(super) addresses: BoundAddresses,
-    pub(super) front: SocketAddr,
+    pub(super) listener: SocketAddr,
     bound: Bound,
     /// With all addresses as they are.
     config: Config,
@@ -50,7 +50,7 @@ impl DemoGateway {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let mut config = Config {
             data_dir: dir.to_owned(),
-            readers: Some(ApiCache {
+            api_cache: Some(ApiCache {
                 manifests: Some(dir.join("objects")),
                 ..ApiCache::default()
             }),
@@ -69,14 +69,14 @@ impl DemoGateway {
                 .map_or_else(|| begin(&at(&config, loopback)), Ok)?,
         };
         let addresses = bound.addresses();
-        let front = addresses.front("https");
-        let front = front.context("the https front has an address")?;
+        let listener = addresses.listener("https");
+        let listener = listener.context("the https listener has an address")?;
         config.tunnel.listen = addresses.tunnel;
         config.admin.listen = addresses.admin;
         Ok(Self {
-            config: at(&config, front),
+            config: at(&config, listener),
             addresses,
-            front,
+            listener,
             bound,
             switch,
         })
@@ -116,13 +116,13 @@ impl DemoGateway {
 }
 
 /// Returns the same configuration with its listener at this address.
-fn at(config: &Config, front: SocketAddr) -> Config {
-    let front = Listener {
+fn at(config: &Config, listener: SocketAddr) -> Config {
+    let listener = Listener {
         port: Some(PORT),
-        ..Listener::new("https", ListenerProtocol::Https, ListenAddr::Tcp(front))
+        ..Listener::new("https", ListenerProtocol::Https, ListenAddr::Tcp(listener))
     };
     Config {
-        fronts: vec![front],
+        listeners: vec![listener],
         ..config.clone()
     }
 }
@@ -156,9 +156,9 @@ async fn begin_again(config: &Config) -> anyhow::Result<Bound> {
 fn begin(config: &Config) -> anyhow::Result<Bound> {
     let bound = Gateway::new(config.clone()).bind()?;
     let dir = config
-        .readers
+        .api_cache
         .as_ref()
-        .and_then(|readers| readers.manifests.as_ref());
+        .and_then(|api_cache| api_cache.manifests.as_ref());
     if let Some((dir, pool)) = dir.zip(bound.pool()) {
         manifests::read(dir, pool)?.hold();
     }

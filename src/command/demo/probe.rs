@@ -20,13 +20,13 @@ use super::{DemoFiles, PORT};
 /// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
 pub(super) async fn get(
     files: &DemoFiles,
-    front: SocketAddr,
+    listener: SocketAddr,
     node: &str,
 ) -> anyhow::Result<(Duration, String)> {
     let tls = TlsConnector::from(Arc::new(client(files)?));
     loop {
         let began = Instant::now();
-        let (status, body) = once(&tls, front, node).await?;
+        let (status, body) = once(&tls, listener, node).await?;
         match status {
             StatusCode::OK => {
                 let line = body.lines().next().unwrap_or_default().to_owned();
@@ -44,8 +44,8 @@ pub(super) async fn get(
 fn client(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(&files.root)?)?;
-    let chain = CertificateDer::pem_file_iter(&files.caller)?.collect::<Result<Vec<_>, _>>()?;
-    let key = PrivateKeyDer::from_pem_file(&files.caller)?;
+    let chain = CertificateDer::pem_file_iter(&files.client)?.collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_file(&files.client)?;
     Ok(ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
         .with_root_certificates(roots)
@@ -54,12 +54,12 @@ fn client(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
 
 async fn once(
     tls: &TlsConnector,
-    front: SocketAddr,
+    listener: SocketAddr,
     node: &str,
 ) -> anyhow::Result<(StatusCode, String)> {
-    let tcp = TcpStream::connect(front)
+    let tcp = TcpStream::connect(listener)
         .await
-        .context("the front does not answer")?;
+        .context("the listener does not answer")?;
     let io = tls
         .connect(ServerName::try_from(node.to_owned())?, tcp)
         .await?;

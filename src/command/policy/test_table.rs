@@ -151,13 +151,13 @@ pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
             labels: known.labels.clone(),
             ..Node::default()
         });
-        let caller = Subject {
+        let client = Subject {
             user: expectation.user.as_deref(),
             groups: &expectation.groups,
             uris: &expectation.spiffe,
             from: expectation.from,
         };
-        let decision = written.decide(&rules, &method, &caller, &node);
+        let decision = written.decide(&rules, &method, &client, &node);
         if !expectation.is_met(&decision) {
             missed += 1;
             let line = lines.of(&format!("expect[{index}]"));

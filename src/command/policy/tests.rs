@@ -69,14 +69,14 @@ fn a_request_without_a_scheme_is_no_url() {
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
     let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade).unwrap();
-    let caller = Subject {
+    let client = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
         from: ask.from,
     };
     let (node, _) = confirmed(ask, &mut written.to).unwrap();
-    let decision = written.decide(&rules, &ask.method, &caller, &node);
+    let decision = written.decide(&rules, &ask.method, &client, &node);
     said(&decision, Path::new("policy.yaml"))
 }
 

@@ -1,4 +1,4 @@
-"""A gRPC caller: makes every kind of call of grpc_server.py through a front and prints a verdict.
+"""A gRPC client: makes every kind of call of grpc_server.py through a listener and prints a verdict.
 
 The verdict is one line of JSON: "ok", and for each kind of call "ok" or what went wrong; the exit code is 1 if
 anything did. Nothing is asked of the resolver: the node's name goes into SNI and :authority.

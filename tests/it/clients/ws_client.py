@@ -1,4 +1,4 @@
-"""A websocket caller: connects to a front, sends messages of several kinds and sizes to an echo, prints a verdict.
+"""A websocket client: connects to a listener, sends messages of several kinds and sizes to an echo, prints a verdict.
 
 The verdict is one line of JSON with "ok"; where something went wrong it has "error" too, and the exit code is 1.
 Nothing is asked of the resolver: the node's name goes into SNI and Host, the connection to --address.

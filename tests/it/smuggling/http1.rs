@@ -3,7 +3,7 @@
 use super::{AFTER, Expect, First, Ground, Seen, bytes, cases, report};
 use crate::{
     road::Road,
-    world::{GATEWAY_NAME, PATIENCE, caller::Wire},
+    world::{GATEWAY_NAME, PATIENCE, client::Wire},
 };
 use serde::Deserialize;
 use tokio::{
@@ -39,19 +39,19 @@ async fn bytes_that_two_parsers_read_differently_are_refused_or_one_request() {
     let ground = Ground::new().await;
     let cases = cases::<Case>("http1.json");
     let mut faults = Vec::new();
-    for front in ["https", "plain"] {
+    for listener in ["https", "plain"] {
         for case in &cases {
-            if case.only.as_ref().is_some_and(|only| only != front) {
+            if case.only.as_ref().is_some_and(|only| only != listener) {
                 continue;
             }
-            let mut wire: Box<dyn Wire> = match front {
+            let mut wire: Box<dyn Wire> = match listener {
                 "https" => Box::new(ground.road.tls().await),
-                _ => Box::new(ground.road.tcp(front).await),
+                _ => Box::new(ground.road.tcp(listener).await),
             };
             let seen = play(&mut *wire, case).await;
             drop(wire);
             if let Err(fault) = ground.check(&case.expect, &seen).await {
-                faults.push(format!("  {front}, {}:\n{fault}", case.name));
+                faults.push(format!("  {listener}, {}:\n{fault}", case.name));
             }
         }
     }
@@ -60,7 +60,7 @@ async fn bytes_that_two_parsers_read_differently_are_refused_or_one_request() {
 
 async fn play(wire: &mut dyn Wire, case: &Case) -> Seen {
     let sent = case.bytes();
-    // A front may close before it has taken everything.
+    // A listener may close before it has taken everything.
     let _ = wire.write_all(&sent).await;
     let _ = wire.flush().await;
     let mut first = First::Ended("closed");
@@ -118,8 +118,8 @@ async fn answer(wire: &mut dyn Wire, head_only: bool) -> Option<u16> {
 
 /// Sends a CONNECT and ends the session that may come of it; the answer's status.
 pub(super) async fn connect(road: &Road, sent: &[u8]) -> u16 {
-    let caller = road.caller_at("connect");
-    let mut wire = caller
+    let client = road.client_at("connect");
+    let mut wire = client
         .tls_stream(GATEWAY_NAME, &["http/1.1"])
         .await
         .unwrap();

@@ -3,7 +3,7 @@
 use super::{AFTER, Expect, First, Ground, Seen, bytes, cases, report};
 use crate::world::{
     PATIENCE,
-    caller::Wire,
+    client::Wire,
     frames::{self, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, RST_STREAM, SETTINGS},
 };
 use serde::Deserialize;
@@ -95,23 +95,23 @@ async fn field_lists_that_http1_could_not_say_are_refused_or_one_request() {
     let ground = Ground::new().await;
     let cases = cases::<Case>("http2.json");
     let mut faults = Vec::new();
-    for (front, scheme) in [("https", "https"), ("plain", "http")] {
+    for (listener, scheme) in [("https", "https"), ("plain", "http")] {
         for case in &cases {
-            if case.only.as_ref().is_some_and(|only| only != front) {
+            if case.only.as_ref().is_some_and(|only| only != listener) {
                 continue;
             }
-            let mut wire: Box<dyn Wire> = match front {
+            let mut wire: Box<dyn Wire> = match listener {
                 "https" => {
-                    let caller = ground.road.caller();
-                    Box::new(caller.tls_stream("edge-1", &["h2"]).await.unwrap())
+                    let client = ground.road.client();
+                    Box::new(client.tls_stream("edge-1", &["h2"]).await.unwrap())
                 }
-                _ => Box::new(ground.road.tcp(front).await),
+                _ => Box::new(ground.road.tcp(listener).await),
             };
             let played = timeout(PATIENCE, play(&mut *wire, case, scheme)).await;
             let seen = played.unwrap_or_else(|_| panic!("{}: nothing came", case.name));
             drop(wire);
             if let Err(fault) = ground.check(&case.expect, &seen).await {
-                faults.push(format!("  {front}, {}:\n{fault}", case.name));
+                faults.push(format!("  {listener}, {}:\n{fault}", case.name));
             }
         }
     }

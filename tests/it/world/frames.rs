@@ -3,7 +3,7 @@
 //! Field lists are literals without indexing and without Huffman's code, so that each byte is where a test
 //! puts it. Of a peer's field lists only the `:status` is read, which comes first.
 
-use super::caller::Wire;
+use super::client::Wire;
 use std::io;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

@@ -3,7 +3,7 @@
 //! On the test's own thread unless it asks for cores. The `https` listener is there from the beginning; a test
 //! adds others by what makes them special.
 
-use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
+use super::{GATEWAY_NAME, PATIENCE, World, client::Place, folder, log::Log, until};
 use causeway_certs::{
     Ca, OpenMode, StaticTokens, Store, StoreError, TrustDomain, install_provider,
 };
@@ -37,7 +37,7 @@ pub(crate) fn loopback() -> SocketAddr {
 }
 
 /// A front of this kind and name on loopback; clients show a certificate of the world's CA where there is TLS.
-pub(crate) fn front(name: &str, kind: ListenerProtocol) -> Listener {
+pub(crate) fn listener(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         names: vec![GATEWAY_NAME.to_owned(), "127.0.0.1".to_owned()],
         ..Listener::new(name, kind, ListenAddr::Tcp(loopback()))
@@ -48,7 +48,7 @@ pub(crate) fn front(name: &str, kind: ListenerProtocol) -> Listener {
 pub(crate) fn anonymous(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         anonymous: true,
-        ..front(name, kind)
+        ..listener(name, kind)
     }
 }
 
@@ -57,7 +57,7 @@ pub(crate) fn fixed(name: &str, kind: ListenerProtocol, node: &str, port: u16) -
     Listener {
         node: Some(node.to_owned()),
         port: Some(port),
-        ..front(name, kind)
+        ..listener(name, kind)
     }
 }
 
@@ -85,7 +85,7 @@ impl Build {
         let folder = folder();
         let mut config = Config {
             data_dir: folder.path().join("gateway"),
-            fronts: vec![front("https", ListenerProtocol::Https)],
+            listeners: vec![listener("https", ListenerProtocol::Https)],
             access_log: AccessLog::All,
             ..Config::default()
         };
@@ -111,9 +111,11 @@ impl Build {
     }
 
     /// Adds a listener; one of the same name is replaced.
-    pub(crate) fn front(mut self, front: Listener) -> Self {
-        self.config.fronts.retain(|old| old.name != front.name);
-        self.config.fronts.push(front);
+    pub(crate) fn listener(mut self, listener: Listener) -> Self {
+        self.config
+            .listeners
+            .retain(|old| old.name != listener.name);
+        self.config.listeners.push(listener);
         self
     }
 
@@ -154,17 +156,17 @@ impl Build {
     }
 
     /// A bearer token for a client; its hash goes to [`Build::tokens`].
-    pub(crate) fn token(&self, caller: &str) -> String {
-        let (token, line) = StaticTokens::generate(caller, &[]).unwrap();
+    pub(crate) fn token(&self, client: &str) -> String {
+        let (token, line) = StaticTokens::generate(client, &[]).unwrap();
         let mut file = OpenOptions::new();
         let file = file.append(true).create(true).open(self.tokens());
         writeln!(file.unwrap(), "{line}").unwrap();
         token.expose().to_owned()
     }
 
-    /// The file for a listener's `callers.tokens`.
+    /// The file for a listener's `client_auth.tokens`.
     pub(crate) fn tokens(&self) -> PathBuf {
-        self.folder().join("callers")
+        self.folder().join("clients")
     }
 
     /// A directory that goes with the world.
@@ -214,13 +216,13 @@ impl Build {
         if let (Some(dns), Some(address)) = (&mut self.config.dns.0, addresses.dns) {
             dns.listen = address;
         }
-        self.config.fronts = placed(&config.fronts, &addresses);
+        self.config.listeners = placed(&config.listeners, &addresses);
         let stop = CancellationToken::new();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));
         Running {
             addresses,
-            fronts: self.config.fronts.clone(),
+            listeners: self.config.listeners.clone(),
             config,
             reloader,
             nodes,
@@ -254,7 +256,7 @@ impl Build {
 /// A gateway that runs.
 pub(super) struct Running {
     pub(super) addresses: BoundAddresses,
-    fronts: Vec<Listener>,
+    listeners: Vec<Listener>,
     /// As it was given, with ports that the system chooses.
     config: Config,
     reloader: Reloader,
@@ -265,14 +267,14 @@ pub(super) struct Running {
 }
 
 /// The listeners, at the addresses that were chosen.
-fn placed(fronts: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
-    let place = |front: &Listener| Listener {
+fn placed(listeners: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
+    let place = |listener: &Listener| Listener {
         listen: addresses
-            .front(&front.name)
-            .map_or_else(|| front.listen.clone(), ListenAddr::Tcp),
-        ..front.clone()
+            .listener(&listener.name)
+            .map_or_else(|| listener.listen.clone(), ListenAddr::Tcp),
+        ..listener.clone()
     };
-    fronts.iter().map(place).collect()
+    listeners.iter().map(place).collect()
 }
 
 impl Running {
@@ -284,18 +286,18 @@ impl Running {
         let mut config = self.config.clone();
         change(&mut config);
         let changed = self.reloader.prepare(&config)?.apply();
-        self.addresses.fronts = self.reloader.fronts();
-        self.fronts = placed(&config.fronts, &self.addresses);
+        self.addresses.listeners = self.reloader.listeners();
+        self.listeners = placed(&config.listeners, &self.addresses);
         self.config = config;
         Ok(changed)
     }
 
     pub(super) fn place(&self, name: &str) -> Place {
-        let front = self.fronts.iter().find(|front| front.name == name);
-        let front = front.unwrap_or_else(|| panic!("there is no front {name:?}"));
-        match &front.listen {
+        let listener = self.listeners.iter().find(|listener| listener.name == name);
+        let listener = listener.unwrap_or_else(|| panic!("there is no listener {name:?}"));
+        match &listener.listen {
             ListenAddr::Unix(path) => Place::Unix(path.clone()),
-            ListenAddr::Tcp(address) if front.has_tls() => Place::Tls(*address),
+            ListenAddr::Tcp(address) if listener.has_tls() => Place::Tls(*address),
             ListenAddr::Tcp(address) => Place::Plain(*address),
         }
     }

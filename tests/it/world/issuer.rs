@@ -2,7 +2,7 @@
 //!
 //! A test can change the served keys. The issuer counts the requests for them.
 
-use super::{LIFE, caller::Caller};
+use super::{LIFE, client::Client};
 use aws_lc_rs::{rand::SystemRandom, signature::Ed25519KeyPair};
 use causeway_certs::{Ca, HostName, TrustDomain, verify::provider};
 use causeway_gateway::config::Jwt;
@@ -183,7 +183,7 @@ async fn serve(acceptor: &TlsAcceptor, tcp: TcpStream, set: &str) -> std::io::Re
     tls.shutdown().await
 }
 
-impl Caller {
+impl Client {
     /// Shows no certificate, but this token.
     pub(crate) fn only_bearer(self, token: &str) -> Self {
         self.nobody().bearer(token)

@@ -85,7 +85,7 @@ fn helm_refuses_values_that_would_not_do_what_they_say() {
     let world = world();
     let chart = file("deploy/chart");
     for (values, says) in [
-        ("way=callers", "address is required: HOST:PORT"),
+        ("way=clients", "address is required: HOST:PORT"),
         ("address=gw.example.org", "/address"),
         ("way=calls", "/way"),
         ("gateway.replica=2", "'replica' not allowed"),
@@ -97,8 +97,8 @@ fn helm_refuses_values_that_would_not_do_what_they_say() {
         ("edge.config.gateway=x", "'gateway' not allowed"),
         ("image.digest=abc", "/image/digest"),
         (
-            "patches[0].kind=Service,patches[0].name=tunnels,patches[0].patch.x=y",
-            "way callers has no Service of the name tunnels",
+            "patches[0].protocol=Service,patches[0].name=tunnels,patches[0].patch.x=y",
+            "way clients has no Service of the name tunnels",
         ),
         (
             "way=egress,gateway.service.type=NodePort",
@@ -193,7 +193,7 @@ fn each_value_changes_what_it_names() {
     fs::write(&values, VALUES).unwrap();
     let values = values.display().to_string();
     let values = ["--values", &values, "--namespace", "gateways", "--no-hooks"];
-    let Some(made) = templated(&world, "callers", &values) else {
+    let Some(made) = templated(&world, "clients", &values) else {
         return;
     };
     let all = objects(&world, &made);
@@ -244,7 +244,7 @@ fn rule(policy: &Value, port: u64) -> Option<&Value> {
 fn metrics_are_served_apart_from_the_admin_listener() {
     let world = world();
     let on = "gateway.metrics.enabled=true,gateway.metrics.podMonitor.enabled=true,gateway.metrics.podMonitor.labels.release=p";
-    let Some(made) = templated(&world, "callers", &["--no-hooks", "--set", on]) else {
+    let Some(made) = templated(&world, "clients", &["--no-hooks", "--set", on]) else {
         return;
     };
     // kubectl knows no PodMonitor.
@@ -269,6 +269,6 @@ fn metrics_are_served_apart_from_the_admin_listener() {
     let policy = named(&all, "NetworkPolicy", "causeway-gateway");
     assert!(rule(policy, 10271).is_some(), "{policy:#}");
     assert!(rule(policy, 10265).is_none(), "{policy:#}");
-    let without = templated(&world, "callers", &["--no-hooks"]).unwrap();
+    let without = templated(&world, "clients", &["--no-hooks"]).unwrap();
     assert!(!without.contains("10271") && !without.contains("PodMonitor"));
 }

@@ -71,13 +71,13 @@ fn block(part: &str) -> String {
 
 /// A text of each block, and the tests that run the block.
 const BLOCKS: [(&str, &str); 10] = [
-    ("apply -k overlays/callers", "commands"),
+    ("apply -k overlays/clients", "commands"),
     ("openssl req", "commands"),
     ("docker run", "commands"),
     // By its effect: the folders are made so, and the gateway serves.
     ("systemd-tmpfiles", "pods"),
     ("ca rotate", "commands"),
-    // The same patch, and a caller in the pods' network.
+    // The same patch, and a client in the pods' network.
     ("patch configmap causeway-ports", "ports"),
     ("token create", "commands"),
     ("helm install", "commands"),
@@ -185,7 +185,7 @@ fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
     let world = &*world;
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
-    let made = Made::new(world, "callers", GATEWAYS);
+    let made = Made::new(world, "clients", GATEWAYS);
     let _names = names(world);
     let another_ca = || {
         let secret = Program::new(BINARY).words("k8s ca-secret").run().ok();
@@ -241,9 +241,9 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
     let shell = Shell::new(world, "deploy-commands");
-    let made = Made::new(world, "callers", GATEWAYS);
+    let made = Made::new(world, "clients", GATEWAYS);
     let _names = names(world);
-    shell.run(&block("apply -k overlays/callers")).ok();
+    shell.run(&block("apply -k overlays/clients")).ok();
 
     let making = block("openssl req");
     shell.run(&block("docker run")).ok();
@@ -289,7 +289,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
 
 /// The chart, with names of its own for what has no namespace: the tests' gateway has those.
 fn own_names(world: &World, chart: &Path) {
-    let manifest = chart.join("manifests/callers.yaml");
+    let manifest = chart.join("manifests/clients.yaml");
     let mut all = objects(world, &fs::read_to_string(&manifest).unwrap());
     for object in &mut all {
         if object["kind"].as_str().unwrap().starts_with("ClusterRole") {

@@ -103,7 +103,7 @@ fn list(world: &World, ports: &str) {
 
 /// The ports of the Service to which clients come.
 fn service(world: &World) -> Vec<Value> {
-    let service = world.cluster.get("-n causeway service causeway-callers");
+    let service = world.cluster.get("-n causeway service causeway-clients");
     let service = service.unwrap();
     let ports = service["spec"]["ports"].as_array().unwrap().iter();
     let mut ports: Vec<Value> = ports.map(|port| port["name"].clone()).collect();
@@ -166,7 +166,7 @@ fn a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowh
     let (code, said) = gateway.ask(9051, Some(own.clone()), "GET");
     assert_eq!(code, "401", "{said}");
     assert!(
-        said.contains("this front serves nobody from here"),
+        said.contains("this listener serves nobody from here"),
         "{said}"
     );
     let (code, said) = gateway.ask(9051, None, "POST");

@@ -26,9 +26,9 @@ use crate::{
 
 pub(super) fn trials() -> [Trial; 1] {
     [steps::by(
-        "deploy::a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go".to_owned(),
+        "deploy::a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go".to_owned(),
         Way::Address,
-        a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go,
+        a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go,
     )]
 }
 
@@ -99,12 +99,12 @@ fn published(world: &World) -> usize {
 }
 
 /// Client that authenticates by the token of an account of the namespace `monitoring`.
-struct Caller<'a> {
+struct Client<'a> {
     world: &'a World,
     token: String,
 }
 
-impl<'a> Caller<'a> {
+impl<'a> Client<'a> {
     fn new(world: &'a World, account: &str) -> Self {
         world.cluster.apply(&json!({
             "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "monitoring" },
@@ -157,7 +157,7 @@ impl<'a> Caller<'a> {
 
 /// The addresses to which the Service of the listeners leads.
 fn ready(world: &World) -> Vec<String> {
-    let line = "endpointslices -n causeway -l kubernetes.io/service-name=causeway-fronts";
+    let line = "endpointslices -n causeway -l kubernetes.io/service-name=causeway-listeners";
     let slices = world.cluster.get(line).unwrap();
     let slices = slices["items"].as_array().unwrap().clone();
     let all = slices
@@ -186,10 +186,10 @@ pub(super) fn edge(spec: &mut Value) {
 }
 
 /// By the file that all gateways have.
-fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, caller: &Caller<'_>) {
-    let world = caller.world;
+fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, client: &Client<'_>) {
+    let world = client.world;
     for at in ready(world) {
-        assert_eq!(caller.ask(&at, "/metrics").0, "200");
+        assert_eq!(client.ask(&at, "/metrics").0, "200");
     }
     made.configure("gateway", "tunnel:\n", "tunnel:\n  revoked: [edge-1]\n");
     // Which kubelet gives them when it looks at them next.
@@ -197,7 +197,7 @@ fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, caller: &Caller<'_>) {
     world.cluster.kubectl(stir).run().ok();
     for at in ready(world) {
         until("its tunnel has ended", || {
-            caller.ask(&at, "/metrics").0 == "503"
+            client.ask(&at, "/metrics").0 == "503"
         });
     }
     let logs = "logs -n causeway-edge edge";
@@ -208,8 +208,8 @@ fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, caller: &Caller<'_>) {
 }
 
 /// Checks which clients the policy admits at each gateway.
-fn the_policy_decides(world: &World) -> Caller<'_> {
-    let [prometheus, grafana] = ["prometheus", "grafana"].map(|name| Caller::new(world, name));
+fn the_policy_decides(world: &World) -> Client<'_> {
+    let [prometheus, grafana] = ["prometheus", "grafana"].map(|name| Client::new(world, name));
     for at in ready(world) {
         let (code, body) = prometheus.ask(&at, "/metrics");
         assert_eq!((code.as_str(), body.as_str()), ("200", "up 1\n"));
@@ -219,9 +219,9 @@ fn the_policy_decides(world: &World) -> Caller<'_> {
     prometheus
 }
 
-fn a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go(world: &mut World) {
+fn a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go(world: &mut World) {
     let world = &*world;
-    let made = Made::new(world, "callers", GATEWAYS);
+    let made = Made::new(world, "clients", GATEWAYS);
     ca_secret(world);
     let _names = names(world);
     let _app = app(world, &world.path("deploy-www"));

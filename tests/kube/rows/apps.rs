@@ -88,7 +88,7 @@ print('all listen', flush=True)
 fn gateway_tells(world: &mut World, way: Way) {
     let _apps = ill(world);
     // Nothing rests at the kubelet's port either, that would be asked first.
-    let soon = "\ntimeouts: { open: 1s, upgrade_first_byte: 1s }\n";
+    let soon = "\ntimeouts: { connect: 1s, upgrade_first_byte: 1s }\n";
     world.otherwise(way, |text| text + soon);
     let all = [UPGRADES, REQUESTS].concat();
     for (port, says) in [

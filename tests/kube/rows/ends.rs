@@ -85,7 +85,7 @@ fn a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(
     world.otherwise(way, |text| text + "\ntimeouts: { drain: 10s }\n");
     let [mut ends, mut stays] = ["ends.log", "stays.log"].map(|log| session(world, log));
     let mut gateway = world.road().drains();
-    until("its fronts are closed", || {
+    until("its listeners are closed", || {
         exec(world).stderr.contains(wanted)
     });
     each_says(world, wanted, &[UPGRADES, REQUESTS].concat());

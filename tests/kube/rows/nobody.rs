@@ -108,8 +108,9 @@ fn nobody_to_dial(world: &mut World) {
     each_says(world, &wanted, &COMMANDS);
     drop(lost);
     let _far = Lost::new(world, false, Some("10.2.0.9"));
-    let front = "front \"kube-apiserver\" dials itself (direct)";
-    let wanted = format!("502 10.2.0.9:10250 is at no node's edge, and in no network that {front}");
+    let listener = "listener \"kube-apiserver\" dials itself (direct)";
+    let wanted =
+        format!("502 10.2.0.9:10250 is at no node's edge, and in no network that {listener}");
     each_says(world, &wanted, &COMMANDS);
 }
 

@@ -37,7 +37,7 @@ const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
 
 /// Clients that a gateway serves.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Callers {
+pub(crate) enum Clients {
     /// kube-apiserver alone.
     Server,
     /// Scrapers of kubelets as well: the part that the example has as a comment is in force.
@@ -47,7 +47,7 @@ pub(crate) enum Callers {
 /// A gateway with an edge for each node.
 pub(crate) struct Road {
     folder: PathBuf,
-    gateway: Option<(&'static str, Callers, Process)>,
+    gateway: Option<(&'static str, Clients, Process)>,
     _names: Process,
     hosted: Option<Process>,
     edges: Vec<Option<Process>>,
@@ -59,7 +59,7 @@ impl Road {
         folder: &Path,
         cluster: &Cluster,
         nodes: &[Node],
-        (way, callers): (Way, Callers),
+        (way, clients): (Way, Clients),
     ) -> Self {
         let folder = folder.join("causeway");
         fs::create_dir_all(&folder).unwrap();
@@ -72,7 +72,7 @@ impl Road {
             hosted: None,
             edges: nodes.iter().map(|_| None).collect(),
         };
-        road.serves(way, callers, cluster);
+        road.serves(way, clients, cluster);
         for number in 0..nodes.len() {
             let node = &nodes[number];
             let token = causeway(&road.folder)
@@ -87,10 +87,10 @@ impl Road {
     }
 
     /// The gateway as this way's example has it, with the tunnels that there were.
-    pub(crate) fn serves(&mut self, way: Way, callers: Callers, cluster: &Cluster) {
+    pub(crate) fn serves(&mut self, way: Way, clients: Clients, cluster: &Cluster) {
         let (example, name) = (way.example(), way.gateway());
         let is = self.gateway.as_ref();
-        if is.is_some_and(|(of, whom, _)| (*of, *whom) == (name, callers)) {
+        if is.is_some_and(|(of, whom, _)| (*of, *whom) == (name, clients)) {
             return;
         }
         // With it goes what it holds: sockets and the kernel's rules.
@@ -98,26 +98,26 @@ impl Road {
         if example == "addresses" {
             net::leads_on();
         }
-        let text = self.config(way, callers, cluster);
+        let text = self.config(way, clients, cluster);
         // Edges stay as they are on all ways; they could be as this example has them.
         let edges = format!("{EXAMPLES}/{example}/edge.yaml");
         let check = Program::new(BINARY).words("edge --check-config --config");
         check.args([edges]).run().ok();
-        self.runs(name, callers, text);
+        self.runs(name, clients, text);
         if name == "hosts" {
             self.hosted = Some(hosted(&self.folder, cluster));
         }
     }
 
     /// Starts a gateway with this configuration.
-    fn runs(&mut self, name: &'static str, callers: Callers, text: String) {
+    fn runs(&mut self, name: &'static str, clients: Clients, text: String) {
         let config = self.folder.join("gateway.yaml");
         fs::write(&config, text).unwrap();
         let mut gateway = causeway(&self.folder)
             .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
             .start(&self.folder.join(format!("gateway-{name}.log")));
         gateway.says("gateway ready");
-        self.gateway = Some((name, callers, gateway));
+        self.gateway = Some((name, clients, gateway));
         let joined = self.edges.iter().flatten().count();
         until("the edges are back", || {
             let status = causeway(&self.folder).words("status").run();
@@ -133,8 +133,8 @@ impl Road {
         change: impl Fn(String) -> String,
     ) {
         self.gateway = None;
-        let text = self.config(way, Callers::Server, cluster);
-        self.runs("another", Callers::Server, change(text));
+        let text = self.config(way, Clients::Server, cluster);
+        self.runs("another", Clients::Server, change(text));
     }
 
     /// Puts the gateway's configuration, but for this, into force while it runs.
@@ -144,20 +144,20 @@ impl Road {
     }
 
     /// The example's configuration, here.
-    fn config(&self, way: Way, callers: Callers, cluster: &Cluster) -> String {
+    fn config(&self, way: Way, clients: Clients, cluster: &Cluster) -> String {
         let example = way.example();
         let read = |name: &str| fs::read_to_string(format!("{EXAMPLES}/{example}/{name}"));
         let ours = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| cluster.pki.path(name);
         if way.example() != "egress" {
-            self.rules(way, callers, "");
+            self.rules(way, clients, "");
         }
-        let mut fronts = "\nfronts:\n".to_owned();
-        for front in further(example, &self.folder, cluster) {
-            writeln!(fronts, "  - {front}").unwrap();
+        let mut listeners = "\nlisteners:\n".to_owned();
+        for listener in further(example, &self.folder, cluster) {
+            writeln!(listeners, "  - {listener}").unwrap();
         }
-        let mut text = callers.read(&read("gateway.yaml").unwrap());
-        if callers == Callers::Scrapers {
+        let mut text = clients.read(&read("gateway.yaml").unwrap());
+        if clients == Clients::Scrapers {
             cluster.apply_example("egress/reviews.yaml");
             text = text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{REVIEWS}"));
         }
@@ -181,10 +181,10 @@ impl Road {
             ("approve: true ", String::new()),
             ("/etc/causeway/policy.yaml", ours("policy.yaml")),
             ("/run/causeway/kube-apiserver.sock", ours("address.sock")),
-            ("\nfronts:\n", fronts),
+            ("\nlisteners:\n", listeners),
             (
-                "fronts: [kubelets]",
-                "fronts: [kubelets, apps]\n  pods: pods".into(),
+                "listeners: [kubelets]",
+                "listeners: [kubelets, apps]\n  pods: pods".into(),
             ),
         ] {
             text = text.replace(theirs, &here);
@@ -194,8 +194,8 @@ impl Road {
             "hosts" => {
                 cluster.apply_example("hosts/rbac.yaml");
                 let (before, dns) = text.split_once("\ndns:\n").unwrap();
-                let (_, behind) = dns.split_once("\nfronts:\n").unwrap();
-                text = format!("{before}\nfronts:\n{behind}");
+                let (_, behind) = dns.split_once("\nlisteners:\n").unwrap();
+                text = format!("{before}\nlisteners:\n{behind}");
                 format!("  hosts: {{ addresses: [{CLOUD}] }}\n")
             }
             _ => String::new(),
@@ -204,22 +204,22 @@ impl Road {
     }
 
     /// The policy of this way's example, with this line before its rules.
-    fn rules(&self, way: Way, callers: Callers, first: &str) {
+    fn rules(&self, way: Way, clients: Clients, first: &str) {
         let file = format!("{EXAMPLES}/{}/policy.yaml", way.example());
-        let policy = callers.read(&fs::read_to_string(file).unwrap());
+        let policy = clients.read(&fs::read_to_string(file).unwrap());
         let policy = policy.replace("\nrules:\n", &format!("\nrules:\n{first}"));
         fs::write(self.folder.join("policy.yaml"), policy + ANYBODY).unwrap();
     }
 
     /// Puts that policy into force.
     pub(crate) fn rules_anew(&self, way: Way, first: &str) {
-        self.rules(way, Callers::Server, first);
+        self.rules(way, Clients::Server, first);
         causeway(&self.folder).words("reload").run().ok();
     }
 
     /// Has the gateway of the way of names know kubelets by their keys, or by the cluster's CA as its example does.
     pub(crate) fn pins(&self, pins: bool, cluster: &Cluster) {
-        let mut text = self.config(crate::names::CHECKED, Callers::Server, cluster);
+        let mut text = self.config(crate::names::CHECKED, Clients::Server, cluster);
         if pins {
             let signed = format!("\n    ca: {}", cluster.pki.path("ca.pem"));
             assert!(text.contains(&signed), "{text}");
@@ -316,17 +316,20 @@ impl Road {
 
     /// The configuration by which kube-apiserver comes this way, as the binary prints it; nothing for other ways.
     pub(crate) fn egress(&self, way: Way) -> Option<PathBuf> {
-        let front = |name: &str| self.folder.join(name).display().to_string();
+        let listener = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| self.folder.with_file_name("pki").join(name);
         let words = Program::new(BINARY).words("k8s egress-config");
         let (name, words) = match way {
             Way::Names(_) | Way::Hosts(_) | Way::Addresses(_) => return None,
-            Way::Unix => ("unix", words.args(["--socket", &front("connect.sock")])),
-            Way::Address => ("address", words.args(["--socket", &front("address.sock")])),
+            Way::Unix => ("unix", words.args(["--socket", &listener("connect.sock")])),
+            Way::Address => (
+                "address",
+                words.args(["--socket", &listener("address.sock")]),
+            ),
             Way::Tcp => {
                 let url = format!("https://{CLOUD}:10264");
                 let words = words.args(["--url", &url, "--server-name", "gateway"]);
-                let words = words.args(["--ca", &front("gateway/ca.pem")]);
+                let words = words.args(["--ca", &listener("gateway/ca.pem")]);
                 let files = ["--certificate".into(), pki("egress.pem")];
                 let words = words.args(files);
                 ("tcp", words.args(["--key".into(), pki("egress.key")]))
@@ -344,7 +347,7 @@ const PODS: &str = "  pod_networks: [10.244.0.0/16]\n";
 /// For a moment only: who may not any more is to be refused while a test waits.
 const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n  token_allowed_for: 2s\n  token_refused_for: 1s\n";
 
-impl Callers {
+impl Clients {
     /// A file of an example, whose indented remarks say what scrapers need.
     fn read(self, text: &str) -> String {
         let line = |line: &str| {
@@ -401,19 +404,19 @@ fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
         "addresses" => vec![
             anybody("apps", "http", "127.0.0.1:10255".into(), true),
             json!({
-                "name": "pods", "kind": "tcp", "listen": "127.0.0.1:10264",
+                "name": "pods", "protocol": "tcp", "listen": "127.0.0.1:10264",
                 "original_destination": true, "anonymous": true,
             }),
         ],
         _ => vec![
             json!({
-                "name": "unix", "kind": "connect", "errors": "kubernetes",
+                "name": "unix", "protocol": "connect", "errors": "kubernetes",
                 "listen": format!("unix:{}", folder.join("connect.sock").display()),
             }),
             json!({
-                "name": "tcp", "kind": "connect", "errors": "kubernetes",
+                "name": "tcp", "protocol": "connect", "errors": "kubernetes",
                 "listen": format!("{CLOUD}:10264"), "names": ["gateway"],
-                "callers": { "own_ca": false, "client_ca": [cluster.pki.path("ca.pem")] },
+                "client_auth": { "own_ca": false, "client_ca": [cluster.pki.path("ca.pem")] },
             }),
         ],
     }

@@ -20,7 +20,7 @@ use super::{
 };
 
 /// As whom the API server comes to API servers of others.
-const AGGREGATOR: &str = "front-proxy-client";
+const AGGREGATOR: &str = "listener-proxy-client";
 
 /// How it comes to them: nothing of this cloud leads to Services.
 const AGGREGATION: &str = "--enable-aggregator-routing=true --requestheader-username-headers=X-Remote-User \

@@ -214,7 +214,7 @@ fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) ->
             "x509": { "clientCAFile": path("ca.pem".into()) },
         },
         "authorization": { "mode": "Webhook" },
-        // Reloading its callers' CAs, it names no protocols.
+        // Reloading its clients' CAs, it names no protocols.
         "featureGates": { "ReloadKubeletClientCAFile": !matches!(serving, Serving::Http1 | Serving::Http2) },
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
         "cgroupDriver": "cgroupfs", "cgroupRoot": branch, "failCgroupV1": false,

@@ -303,7 +303,7 @@ async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
 }
 
 #[tokio::test]
-async fn trap_2_callers_that_hang_up_by_the_thousand_keep_the_tunnel() {
+async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
     let tunnel = serving(|mut asked| async move {
         asked.reply.reset().await;
     })

@@ -101,7 +101,7 @@ fn import(ca: Ca, chain: &str) -> Ca {
 }
 
 fn leaf(ca: &Ca) -> LeafCertificate {
-    ca.mint_front(&names(), DAY).unwrap()
+    ca.mint_listener(&names(), DAY).unwrap()
 }
 
 /// Whether a client that trusts `root` only verifies a listener.
@@ -336,14 +336,14 @@ fn a_chain_vouches_for_no_edge_and_no_client() {
     let before = ca.anchors().len();
     let ca = import(ca, &chain);
     assert_eq!(ca.anchors().len(), before);
-    let caller = ca.issue_caller("ann", &[], DAY).unwrap();
+    let client = ca.issue_client("ann", &[], DAY).unwrap();
     let edge_key = crate::PrivateKey::generate().unwrap();
     let key = VerifiedPublicKey::verify(&edge_key.request().unwrap()).unwrap();
     let edge = ca.issue_edge(&key, &NodeName::parse("edge-1").unwrap(), DAY);
     let edge = pem::certificates(&edge.unwrap().pem()).unwrap();
     let root = webpki::anchor_from_trusted_cert(company.root.der()).unwrap();
     let listeners = &leaf(&ca).chain()[1..].to_vec();
-    for own in [edge.as_slice(), caller.chain()] {
+    for own in [edge.as_slice(), client.chain()] {
         let behind = [&own[1..], listeners].concat();
         let leaf = EndEntityCert::try_from(&own[0]).unwrap();
         let verified = leaf.verify_for_usage(

@@ -132,12 +132,12 @@ fn came_with(ca: &Ca, leaf: &LeafCertificate) -> PoolMemberRejected {
 }
 
 #[test]
-fn gateways_and_callers_of_the_same_ca_are_no_neighbours() {
+fn gateways_and_clients_of_the_same_ca_are_no_neighbours() {
     let ca = ca();
     let names = [GatewayName::parse("gw.example").unwrap()];
     for leaf in [
         ca.issue_gateway(&names, HOUR).unwrap(),
-        ca.issue_caller("edge-2", &[], HOUR).unwrap(),
+        ca.issue_client("edge-2", &[], HOUR).unwrap(),
     ] {
         let refused = came_with(&ca, &leaf);
         assert!(matches!(refused, PoolMemberRejected::Peer(_)), "{refused}");

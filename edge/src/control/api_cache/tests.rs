@@ -16,7 +16,7 @@ async fn a_node_without_a_pool_reads_at_a_gateway_by_one_connection_and_serves_l
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services", "v1/endpoints"])).await;
     gateway.cloud.put("v1/services", "web");
     let edge = world.edge("edge-1").start(&[&gateway], json!({})).await;
-    let status = edge.until(|reader| reader.ready).await;
+    let status = edge.until(|api_cache| api_cache.ready).await;
     assert_eq!((status.role, status.healthy), ("follower", true));
     assert_eq!(status.reads_at, Some(gateway.address.to_string()));
     let (code, list) = get(edge.endpoint, "/api/v1/services").await;
@@ -43,14 +43,14 @@ async fn a_node_without_a_pool_reads_at_a_gateway_by_one_connection_and_serves_l
 async fn an_edge_says_whether_it_reads_and_where_its_neighbours_do() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
-    let site = json!({ "site": { "listen": "127.0.0.1:0", "addresses": ["10.1.0.5:10271"] } });
-    for (reader, said) in [
+    let site = json!({ "members": { "listen": "127.0.0.1:0", "addresses": ["10.1.0.5:10271"] } });
+    for (api_cache, said) in [
         (None, None),
         (Some(json!({})), Some(vec![])),
         (Some(site), Some(vec!["10.1.0.5:10271".to_owned()])),
     ] {
         let node = world.edge("edge-1");
-        let edge = node.start_with(&[&gateway], reader).await;
+        let edge = node.start_with(&[&gateway], api_cache).await;
         assert_eq!(gateway.welcomed().await.site, said);
         edge.kill().await;
     }
@@ -63,20 +63,20 @@ async fn what_was_read_is_served_after_a_restart_without_any_gateway() {
     gateway.cloud.put("v1/services", "web");
     let node = world.edge("edge-1");
     let edge = node.start(&[&gateway], json!({})).await;
-    edge.until(|reader| reader.ready).await;
+    edge.until(|api_cache| api_cache.ready).await;
     gateway.tell(&NodePoolMembers {
         pool: Some("north".into()),
         leader: Some("edge-1".into()),
         members: vec![world::at("edge-1", "127.0.0.1:9".parse().unwrap())],
     });
-    edge.until(|reader| reader.role == "leader").await;
+    edge.until(|api_cache| api_cache.role == "leader").await;
     // Long enough for the list of members to be on the disk, which nothing tells.
     edge.stop().await;
     drop(gateway);
     let edge = node.start(&[], json!({})).await;
     let (code, list) = get(edge.endpoint, "/api/v1/services").await;
     assert_eq!((code, names(&list)), (200, vec!["web".to_owned()]));
-    let status = edge.until(|reader| reader.healthy).await;
+    let status = edge.until(|api_cache| api_cache.healthy).await;
     assert_eq!((status.role, status.ready), ("leader", false));
     assert_eq!(status.members, ["edge-1"]);
 }
@@ -85,7 +85,7 @@ async fn what_was_read_is_served_after_a_restart_without_any_gateway() {
 async fn a_node_that_has_read_nothing_yet_says_so_and_refuses_for_now() {
     let world = World::new();
     let edge = world.edge("edge-1").start(&[], json!({})).await;
-    let status = edge.until(|reader| reader.role == "pending").await;
+    let status = edge.until(|api_cache| api_cache.role == "pending").await;
     assert!(!status.healthy && !status.ready);
     let (code, _) = get(edge.endpoint, "/api/v1/services").await;
     assert_eq!(code, 429);
@@ -102,8 +102,8 @@ async fn a_follower_goes_from_its_leader_to_a_gateway_and_back_and_its_readers_m
     gateway.tell(&world::pool("edge-1", &[&leader, &follower]));
     let reads_at = |node: &str| {
         let node = node.to_owned();
-        move |reader: &crate::status::ApiCacheStatus| {
-            reader.ready && reader.reads_at.as_ref() == Some(&node)
+        move |api_cache: &crate::status::ApiCacheStatus| {
+            api_cache.ready && api_cache.reads_at.as_ref() == Some(&node)
         }
     };
     let status = follower.until(reads_at("edge-1")).await;
@@ -140,18 +140,18 @@ async fn a_leader_that_lost_its_own_gateway_is_left_for_one_that_is_in_touch() {
     let told = world::pool("edge-1", &[&leader, &follower]);
     leaders.tell(&told);
     followers.tell(&told);
-    let at_leader = |reader: &crate::status::ApiCacheStatus| {
-        reader.ready && reader.reads_at.as_deref() == Some("edge-1")
+    let at_leader = |api_cache: &crate::status::ApiCacheStatus| {
+        api_cache.ready && api_cache.reads_at.as_deref() == Some("edge-1")
     };
     follower.until(at_leader).await;
     let gone = leaders.stop().await;
     let place = Some(followers.address.to_string());
     follower
-        .until(|reader| reader.ready && reader.reads_at == place)
+        .until(|api_cache| api_cache.ready && api_cache.reads_at == place)
         .await;
     // The leader reads at whoever has a fresh view, and that is the follower.
     leader
-        .until(|reader| reader.ready && reader.reads_at.as_deref() == Some("edge-2"))
+        .until(|api_cache| api_cache.ready && api_cache.reads_at.as_deref() == Some("edge-2"))
         .await;
     cloud.put("v1/services", "db");
     let (_, list) = loop {
@@ -181,11 +181,11 @@ async fn without_any_gateway_a_member_with_a_fresh_view_is_read_from() {
         .push(world::at("edge-2", "127.0.0.1:9".parse().unwrap()));
     gateway.tell(&told);
     fresh
-        .until(|reader| reader.ready && reader.members.len() == 3)
+        .until(|api_cache| api_cache.ready && api_cache.members.len() == 3)
         .await;
     two.knows(&told);
     let alone = two.start(&[], json!({})).await;
-    let status = alone.until(|reader| reader.ready).await;
+    let status = alone.until(|api_cache| api_cache.ready).await;
     assert_eq!(status.reads_at.as_deref(), Some("edge-1"));
     let (_, list) = get(alone.endpoint, "/api/v1/services").await;
     let mut events = watching(alone.endpoint, "/api/v1/services", &version(&list)).await;
@@ -199,7 +199,7 @@ async fn a_gateway_that_does_not_serve_what_is_read_is_left_for_another() {
     let none = Gateway::start(&world.ca, Cloud::with(&["v1/pods"])).await;
     let some = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     let edge = world.edge("edge-1").start(&[&none, &some], json!({})).await;
-    let status = edge.until(|reader| reader.ready).await;
+    let status = edge.until(|api_cache| api_cache.ready).await;
     assert_eq!(status.reads_at, Some(some.address.to_string()));
 }
 
@@ -209,14 +209,15 @@ async fn a_gateway_that_went_away_is_read_from_again_when_it_is_back_and_nothing
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");
     let edge = world.edge("edge-1").start(&[&gateway], json!({})).await;
-    edge.until(|reader| reader.ready).await;
+    edge.until(|api_cache| api_cache.ready).await;
     let (_, list) = get(edge.endpoint, "/api/v1/services").await;
     let mut events = watching(edge.endpoint, "/api/v1/services", &version(&list)).await;
     let gateway = gateway.stop().await;
-    edge.until(|reader| !reader.ready && reader.healthy).await;
+    edge.until(|api_cache| !api_cache.ready && api_cache.healthy)
+        .await;
     gateway.cloud.put("v1/services", "meanwhile");
     let gateway = gateway.again(&world.ca).await;
-    edge.until(|reader| reader.ready).await;
+    edge.until(|api_cache| api_cache.ready).await;
     assert_eq!(events.next().await, "meanwhile");
     gateway.cloud.put("v1/services", "afterwards");
     assert_eq!(events.next().await, "afterwards");
@@ -263,7 +264,7 @@ async fn an_edge_that_stops_ends_watches_and_does_not_wait_for_them() {
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");
     let edge = world.edge("edge-1").start(&[&gateway], json!({})).await;
-    edge.until(|reader| reader.ready).await;
+    edge.until(|api_cache| api_cache.ready).await;
     let (_, list) = get(edge.endpoint, "/api/v1/services").await;
     let mut events = watching(edge.endpoint, "/api/v1/services", &version(&list)).await;
     edge.stop().await;

@@ -79,7 +79,7 @@ impl QuotaAcceptor {
         let tasks = Arc::new(TaskGroup::new(&stop));
         let hall = AcceptQueue {
             shaking: self.metrics.connection_limit("reader_handshakes", HANDS),
-            places: self.metrics.connection_limit("readers", self.most),
+            places: self.metrics.connection_limit("api_cache", self.most),
             staying: Quota::new(),
             each: self.each,
             host: self.host,

@@ -200,9 +200,9 @@ fn welcome(links: &TunnelContext, slot: u32, told: &[String]) -> EdgeHello {
         takes_over: false,
         bulk_after: u64::try_from(config.tunnels.bulk_after).ok(),
         roots: Some(trust_roots::roots_from_message(&links.held)),
-        site: config.reader.as_ref().map(config::ApiCache::neighbours),
+        site: config.api_cache.as_ref().map(config::ApiCache::neighbours),
         hubs: config
-            .reader
+            .api_cache
             .as_ref()
             .and_then(config::ApiCache::for_hubs)
             .map(Box::new),

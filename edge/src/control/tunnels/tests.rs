@@ -853,7 +853,7 @@ async fn says(tasks: &TaskGroup, answer: &'static [u8]) -> String {
 
 /// A listener of a gateway: TLS with a certificate of the CA, for HTTP.
 async fn listener(tasks: &TaskGroup, ca: &Ca, alpn: &[&[u8]]) -> String {
-    let leaf = ca.mint_front(&[GatewayName::parse("localhost").unwrap()], HOUR);
+    let leaf = ca.mint_listener(&[GatewayName::parse("localhost").unwrap()], HOUR);
     let trust = TrustStore::of(ca).unwrap();
     let config = join_server(leaf.unwrap().resolver(), &trust, None).unwrap();
     let mut config = Arc::unwrap_or_clone(config);

@@ -115,8 +115,8 @@ impl CoreDnsHosts {
         dns::check_zones("kubernetes.hosts.zones", &self.zones, faults);
         dns::check_addresses("kubernetes.hosts.addresses", &self.addresses, faults);
         if self.addresses.is_empty() && named.iter().all(IpAddr::is_loopback) {
-            let message = "what the name of an edge's node means is not known, since fronts listen on all addresses, or on this \
-                           machine's alone; give those at which callers reach them";
+            let message = "what the name of an edge's node means is not known, since listeners listen on all addresses, or on this \
+                           machine's alone; give those at which clients reach them";
             faults.add("kubernetes.hosts.addresses", message);
         }
         let lasts = self.lease_duration;

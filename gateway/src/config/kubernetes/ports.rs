@@ -21,7 +21,7 @@ pub struct PortList {
     pub namespace: String,
     /// Name of the `ConfigMap`, with the keys of OpenYurt's `yurt-tunnel-server-cfg`: `http-proxy-ports`, `https-proxy-ports`, `localhost-proxy-ports`.
     pub name: String,
-    /// The `https` listener that is the template for `https-proxy-ports`. The entry of `apps` for its own port gives the TLS files for these upstreams.
+    /// The `https` listener that is the template for `https-proxy-ports`. The entry of `upstream_tls` for its own port gives the TLS files for these upstreams.
     pub https: Option<String>,
     /// The `http` listener that is the template for `http-proxy-ports`.
     pub http: Option<String>,
@@ -61,7 +61,7 @@ impl NodePorts {
 
 impl PortList {
     /// Returns the listeners that are named here, by key.
-    fn fronts(&self) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
+    fn listeners(&self) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
         let named = [
             ("https", ListenerProtocol::Https, self.https.as_deref()),
             ("http", ListenerProtocol::Http, self.http.as_deref()),
@@ -71,33 +71,36 @@ impl PortList {
             .filter_map(|(key, kind, name)| Some((key, kind, name?)))
     }
 
-    fn validate(&self, fronts: &[Listener], faults: &mut ConfigErrors) {
+    fn validate(&self, listeners: &[Listener], faults: &mut ConfigErrors) {
         let names = [
             ("namespace", Some(&self.namespace)),
             ("name", Some(&self.name)),
             ("service", self.service.as_ref()),
         ];
         check_names("kubernetes.ports", names, faults);
-        let needs_none = |front: &Listener| front.kind == ListenerProtocol::Connect;
-        if self.fronts().next().is_none() && !fronts.iter().any(needs_none) {
+        let needs_none = |listener: &Listener| listener.protocol == ListenerProtocol::Connect;
+        if self.listeners().next().is_none() && !listeners.iter().any(needs_none) {
             let message =
-                "lists for no front; name one as \"http\" or \"https\" here, or remove this key";
+                "lists for no listener; name one as \"http\" or \"https\" here, or remove this key";
             faults.add("kubernetes.ports", message);
         }
-        for (key, kind, name) in self.fronts() {
+        for (key, protocol, name) in self.listeners() {
             let path = format!("kubernetes.ports.{key}");
-            match fronts.iter().find(|front| front.name == name) {
-                None => faults.add(path, format!("there is no front \"{name}\"")),
-                Some(front) if front.kind != kind => {
-                    let message = format!("front \"{name}\" is not of kind {}", kind.as_str());
+            match listeners.iter().find(|listener| listener.name == name) {
+                None => faults.add(path, format!("there is no listener \"{name}\"")),
+                Some(listener) if listener.protocol != protocol => {
+                    let message = format!(
+                        "listener \"{name}\" has another protocol than {}",
+                        protocol.as_str()
+                    );
                     faults.add(path, message);
                 }
-                Some(front) if matches!(front.listen, ListenAddr::Unix(_)) => {
-                    let message = format!("front \"{name}\" listens on no port of an address");
+                Some(listener) if matches!(listener.listen, ListenAddr::Unix(_)) => {
+                    let message = format!("listener \"{name}\" listens on no port of an address");
                     faults.add(path, message);
                 }
-                Some(front) if front.node.is_some() => {
-                    let message = format!("front \"{name}\" is for one node");
+                Some(listener) if listener.node.is_some() => {
+                    let message = format!("listener \"{name}\" is for one node");
                     faults.add(path, message);
                 }
                 Some(_) => {}
@@ -125,19 +128,19 @@ impl Config {
             ("https", ListenerProtocol::Https, &listed.https),
             ("http", ListenerProtocol::Http, &listed.http),
         ] {
-            let mut named = rules.fronts();
+            let mut named = rules.listeners();
             let named = named.find(|(_, each, _)| *each == kind);
-            let front = named.and_then(|(_, _, name)| {
-                let mut fronts = self.fronts.iter();
-                fronts.find(|front| front.name == name).cloned()
+            let listener = named.and_then(|(_, _, name)| {
+                let mut listeners = self.listeners.iter();
+                listeners.find(|listener| listener.name == name).cloned()
             });
-            match front {
-                Some(front) => self.serve(&front, ports, &mut faults),
-                None if ports.is_empty() || rules.fronts().next().is_none() => {}
+            match listener {
+                Some(listener) => self.serve(&listener, ports, &mut faults),
+                None if ports.is_empty() || rules.listeners().next().is_none() => {}
                 None => faults.add(
                     format!("{key}-proxy-ports"),
                     format!(
-                        "this gateway has no front for them; name one in kubernetes.ports.{key}"
+                        "this gateway has no listener for them; name one in kubernetes.ports.{key}"
                     ),
                 ),
             }
@@ -165,19 +168,22 @@ impl Config {
     /// Returns the announcement of these ports to edges.
     fn told(&self, listed: &NodePorts) -> AnnouncedPorts {
         let http = listed.http.union(&listed.loopback);
-        let tcp = listed.https.iter().chain(self.apps.keys());
+        let tcp = listed.https.iter().chain(self.upstream_tls.keys());
         AnnouncedPorts {
             http: http.copied().collect(),
             tcp: tcp.copied().collect(),
         }
     }
 
-    /// Serves these ports with `front` as the template.
-    fn serve(&mut self, front: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
+    /// Serves these ports with `listener` as the template.
+    fn serve(&mut self, listener: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
         let by_hand: BTreeMap<u16, &Listener> = match &self.redirect {
-            Some(redirect) if front.original_destination => redirect.by_port(&self.fronts),
+            Some(redirect) if listener.original_destination => redirect.by_port(&self.listeners),
             _ => {
-                let all = self.fronts.iter().filter(|each| !each.original_destination);
+                let all = self
+                    .listeners
+                    .iter()
+                    .filter(|each| !each.original_destination);
                 all.filter_map(|each| Some((each.node_port()?, each)))
                     .collect()
             }
@@ -187,51 +193,53 @@ impl Config {
             .filter(|port| !by_hand.contains_key(port))
             .copied()
             .collect();
-        let app = front
+        let app = listener
             .node_port()
-            .and_then(|port| self.apps.get(&port))
+            .and_then(|port| self.upstream_tls.get(&port))
             .cloned();
         for port in new {
-            if front.kind == ListenerProtocol::Https && !self.apps.contains_key(&port) {
+            if listener.protocol == ListenerProtocol::Https
+                && !self.upstream_tls.contains_key(&port)
+            {
                 let Some(app) = &app else {
                     let message = format!(
-                        "apps does not say how the apps of front \"{}\" are asked; add its port there",
-                        front.name
+                        "apps does not say how the apps of listener \"{}\" are asked; add its port there",
+                        listener.name
                     );
                     faults.add(format!("https-proxy-ports {port}"), message);
                     continue;
                 };
-                self.apps.insert(port, app.clone());
+                self.upstream_tls.insert(port, app.clone());
             }
-            if let (true, Some(redirect)) = (front.original_destination, &mut self.redirect) {
-                redirect.ports.insert(port, front.name.clone());
-                let shared = self.fronts.iter_mut();
-                for shared in shared.filter(|each| each.name == front.name) {
+            if let (true, Some(redirect)) = (listener.original_destination, &mut self.redirect) {
+                redirect.ports.insert(port, listener.name.clone());
+                let shared = self.listeners.iter_mut();
+                for shared in shared.filter(|each| each.name == listener.name) {
                     if !shared.anonymous_ports.is_empty() {
                         shared.anonymous_ports.push(port);
                     }
                 }
                 continue;
             }
-            let mut own = front.clone();
-            own.name = format!("{}-{port}", front.name);
+            let mut own = listener.clone();
+            own.name = format!("{}-{port}", listener.name);
             own.port = Some(port);
             own.original_destination = false;
             if let ListenAddr::Tcp(address) = &mut own.listen {
                 address.set_port(port);
             }
-            // Whoever opened this front to anybody named ports: those that are listed are meant as well, here and above.
+            // Whoever opened this listener to anybody named ports: those that are listed are meant as well, here and above.
             if !own.anonymous_ports.is_empty() {
                 own.anonymous_ports = vec![port];
             }
-            self.fronts.push(own);
+            self.listeners.push(own);
         }
     }
 
     pub(in crate::config) fn validate_ports(&self, faults: &mut ConfigErrors) {
         let rules = self.kubernetes.as_ref();
         if let Some(ports) = rules.and_then(|rules| rules.ports.as_ref()) {
-            ports.validate(&self.fronts, faults);
+            ports.validate(&self.listeners, faults);
         }
     }
 }
@@ -244,11 +252,11 @@ mod tests {
     fn config(more: &serde_json::Value) -> Config {
         let mut config = json!({
             "kubernetes": { "ports": { "http": "plain", "https": "kubelets" } },
-            "apps": { "10250": { "verify": false } },
-            "fronts": [
-                { "name": "plain", "kind": "http", "listen": "127.0.0.1:10264", "port": 10255,
+            "upstream_tls": { "10250": { "verify": false } },
+            "listeners": [
+                { "name": "plain", "protocol": "http", "listen": "127.0.0.1:10264", "port": 10255,
                   "anonymous": true, "anonymous_ports": [10255] },
-                { "name": "kubelets", "kind": "https", "listen": "0.0.0.0:10263" },
+                { "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263" },
             ],
         });
         let more = more.as_object().unwrap().clone();
@@ -270,21 +278,26 @@ mod tests {
     }
 
     #[test]
-    fn a_listed_port_is_as_its_front_with_a_listener_of_its_own() {
+    fn a_listed_port_is_as_its_listener_with_a_listener_of_its_own() {
         let config = config(&json!({}))
             .listing(&listed(&[9051, 10255], &[9443]))
             .unwrap();
-        let front = |name: &str| config.fronts.iter().find(|front| front.name == name);
-        let plain = front("plain-9051").unwrap();
+        let listener = |name: &str| {
+            config
+                .listeners
+                .iter()
+                .find(|listener| listener.name == name)
+        };
+        let plain = listener("plain-9051").unwrap();
         assert_eq!(plain.listen.to_string(), "127.0.0.1:9051");
         assert_eq!(
             (plain.port, &plain.anonymous_ports),
             (Some(9051), &vec![9051])
         );
-        let tls = front("kubelets-9443").unwrap();
+        let tls = listener("kubelets-9443").unwrap();
         assert_eq!(tls.listen.to_string(), "0.0.0.0:9443");
-        assert_eq!(config.apps[&9443], config.apps[&10250]);
-        assert_eq!(config.fronts.len(), 4, "10255 is there by hand");
+        assert_eq!(config.upstream_tls[&9443], config.upstream_tls[&10250]);
+        assert_eq!(config.listeners.len(), 4, "10255 is there by hand");
         let told = config.listed.unwrap();
         assert_eq!(
             (told.http, told.tcp),
@@ -293,34 +306,34 @@ mod tests {
     }
 
     #[test]
-    fn where_the_front_sees_original_destinations_the_port_is_redirected_to_it() {
+    fn where_the_listener_sees_original_destinations_the_port_is_redirected_to_it() {
         let config = config(&json!({
-            "redirect": { "fronts": ["kubelets"] },
-            "fronts": [{ "name": "kubelets", "kind": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
+            "redirect": { "listeners": ["kubelets"] },
+            "listeners": [{ "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
             "kubernetes": { "ports": { "https": "kubelets" } },
         }));
         let config = config.listing(&listed(&[], &[9443])).unwrap();
-        assert_eq!(config.fronts.len(), 1);
+        assert_eq!(config.listeners.len(), 1);
         assert_eq!(config.redirect.unwrap().ports[&9443], "kubelets");
         let config = self::config(&json!({
-            "redirect": { "fronts": ["any"] },
-            "fronts": [{ "name": "any", "kind": "http", "listen": "0.0.0.0:10264", "port": 10255,
+            "redirect": { "listeners": ["any"] },
+            "listeners": [{ "name": "any", "protocol": "http", "listen": "0.0.0.0:10264", "port": 10255,
                          "original_destination": true, "anonymous": true, "anonymous_ports": [10255] }],
             "kubernetes": { "ports": { "http": "any" } },
         }));
         let config = config.listing(&listed(&[9051], &[])).unwrap();
-        assert_eq!(config.fronts[0].anonymous_ports, [10255, 9051]);
+        assert_eq!(config.listeners[0].anonymous_ports, [10255, 9051]);
     }
 
     #[test]
-    fn where_there_are_connect_fronts_alone_edges_are_told_and_nobody_listens() {
+    fn where_there_are_connect_listeners_alone_edges_are_told_and_nobody_listens() {
         let config = config(&json!({
             "kubernetes": { "ports": {} },
-            "fronts": [{ "name": "api", "kind": "connect", "listen": "unix:/run/it.sock" }],
+            "listeners": [{ "name": "api", "protocol": "connect", "listen": "unix:/run/it.sock" }],
         }));
         assert_eq!(said(&config.validate()), "");
         let config = config.listing(&listed(&[9051], &[9443])).unwrap();
-        assert_eq!(config.fronts.len(), 1);
+        assert_eq!(config.listeners.len(), 1);
         assert_eq!(config.listed.unwrap().http, [9051, 10267]);
     }
 
@@ -337,12 +350,12 @@ mod tests {
         };
         let crowd = config(&json!({})).listing(&crowd);
         assert!(said(&crowd.unwrap_err()).contains("65536 ports are listed, and edges take 4096"));
-        let bare = config(&json!({ "apps": {} })).listing(&listed(&[], &[9443]));
+        let bare = config(&json!({ "upstream_tls": {} })).listing(&listed(&[], &[9443]));
         assert!(said(&bare.unwrap_err()).contains("apps does not say"));
         for (ports, says) in [
-            (json!({}), "lists for no front"),
-            (json!({ "http": "kubelets" }), "not of kind http"),
-            (json!({ "http": "nobody" }), "there is no front"),
+            (json!({}), "lists for no listener"),
+            (json!({ "http": "kubelets" }), "another protocol than http"),
+            (json!({ "http": "nobody" }), "there is no listener"),
             (
                 json!({ "http": "plain", "service": "A b" }),
                 "no name of an object",

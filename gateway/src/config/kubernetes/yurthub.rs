@@ -1,4 +1,4 @@
-//! Configuration section `kubernetes.hubs`: directs `YurtHub`s to edges of their pool.
+//! Configuration section `kubernetes.yurthub`: directs `YurtHub`s to edges of their pool.
 
 use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
@@ -24,16 +24,17 @@ impl Default for YurtHub {
 impl Config {
     pub(in crate::config) fn validate_hubs(&self, faults: &mut ConfigErrors) {
         let rules = self.kubernetes.as_ref();
-        let Some(hubs) = rules.and_then(|rules| rules.hubs.as_ref()) else {
+        let Some(hubs) = rules.and_then(|rules| rules.yurthub.as_ref()) else {
             return;
         };
         if hubs.namespace.is_empty() {
             let message = "is empty; name the namespace of the hubs, kube-system with most";
-            faults.add("kubernetes.hubs.namespace", message);
+            faults.add("kubernetes.yurthub.namespace", message);
         }
-        if self.readers.is_none() {
-            let message = "there is nothing that hubs could read at edges; add the section readers";
-            faults.add("kubernetes.hubs", message);
+        if self.api_cache.is_none() {
+            let message =
+                "there is nothing that hubs could read at edges; add the section api_cache";
+            faults.add("kubernetes.yurthub", message);
         }
     }
 }
@@ -47,21 +48,24 @@ mod tests {
     #[test]
     fn hubs_need_something_to_read() {
         for (config, expected) in [
-            (json!({ "kubernetes": { "hubs": {} }, "readers": {} }), None),
             (
-                json!({ "kubernetes": { "hubs": {} } }),
-                Some("kubernetes.hubs"),
+                json!({ "kubernetes": { "yurthub": {} }, "api_cache": {} }),
+                None,
             ),
             (
-                json!({ "kubernetes": { "hubs": { "namespace": "" } }, "readers": {} }),
-                Some("kubernetes.hubs.namespace"),
+                json!({ "kubernetes": { "yurthub": {} } }),
+                Some("kubernetes.yurthub"),
+            ),
+            (
+                json!({ "kubernetes": { "yurthub": { "namespace": "" } }, "api_cache": {} }),
+                Some("kubernetes.yurthub.namespace"),
             ),
         ] {
             let config: Config = serde_json::from_value(config).unwrap();
             let faults = config.validate();
             let found = faults
                 .iter()
-                .find(|fault| fault.path.starts_with("kubernetes.hubs"));
+                .find(|fault| fault.path.starts_with("kubernetes.yurthub"));
             assert_eq!(found.map(|fault| fault.path.as_str()), expected);
         }
     }

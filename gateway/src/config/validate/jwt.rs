@@ -18,23 +18,23 @@ const UID: &str = "uid:";
 
 impl ListenerValidator<'_> {
     pub(super) fn issuers(&mut self) {
-        let front = self.front;
-        if front.kind == ListenerProtocol::Tcp && !front.callers.jwt.is_empty() {
+        let listener = self.listener;
+        if listener.protocol == ListenerProtocol::Tcp && !listener.client_auth.jwt.is_empty() {
             self.add(
-                "callers.jwt",
-                "plain bytes have no place for a token; use callers.client_ca",
+                "client_auth.jwt",
+                "plain bytes have no place for a token; use client_auth.client_ca",
             );
         }
-        if matches!(front.listen, ListenAddr::Unix(_)) && !front.callers.jwt.is_empty() {
-            let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
-            self.add("callers.jwt", message);
+        if matches!(listener.listen, ListenAddr::Unix(_)) && !listener.client_auth.jwt.is_empty() {
+            let message = "clients of a unix socket are known by the kernel, and show no token; remove this key";
+            self.add("client_auth.jwt", message);
         }
         let mut known = HashSet::new();
-        for (index, jwt) in front.callers.jwt.iter().enumerate() {
-            let key = format!("callers.jwt[{index}]");
+        for (index, jwt) in listener.client_auth.jwt.iter().enumerate() {
+            let key = format!("client_auth.jwt[{index}]");
             if !known.insert(jwt.issuer.as_str()) {
                 let message = format!(
-                    "\"{}\" is an earlier issuer of this front; give one entry all of its audiences",
+                    "\"{}\" is an earlier issuer of this listener; give one entry all of its audiences",
                     jwt.issuer
                 );
                 self.add(&format!("{key}.issuer"), message);
@@ -80,7 +80,7 @@ impl ListenerValidator<'_> {
                 .is_some_and(|prefix| prefix.starts_with(UID))
             {
                 let message =
-                    "\"uid:\" is what callers of unix sockets are called; write another prefix";
+                    "\"uid:\" is what clients of unix sockets are called; write another prefix";
                 self.add(&format!("{key}.{name}"), message);
             }
         }
@@ -117,11 +117,11 @@ impl ListenerValidator<'_> {
     }
 
     pub(super) fn identity_headers(&mut self) {
-        let front = self.front;
+        let listener = self.listener;
         let mut known = HashSet::new();
-        for (key, name) in front.identity_headers.names() {
+        for (key, name) in listener.identity_headers.names() {
             let key = format!("identity_headers.{key}");
-            match (front.kind, field(name)) {
+            match (listener.protocol, field(name)) {
                 (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
@@ -130,10 +130,10 @@ impl ListenerValidator<'_> {
                 _ => {}
             }
         }
-        let prefixes = front.identity_headers.strip_prefixes.iter().flatten();
+        let prefixes = listener.identity_headers.strip_prefixes.iter().flatten();
         for (index, prefix) in prefixes.enumerate() {
             let key = format!("identity_headers.strip_prefixes[{index}]");
-            match (front.kind, check_prefix(prefix)) {
+            match (listener.protocol, check_prefix(prefix)) {
                 (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 _ => {}

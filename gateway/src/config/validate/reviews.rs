@@ -19,32 +19,32 @@ impl Config {
                 ],
             );
         }
-        for (index, front) in self.fronts.iter().enumerate() {
-            self.reviews_of(front, &format!("fronts[{index}]"), faults);
+        for (index, listener) in self.listeners.iter().enumerate() {
+            self.reviews_of(listener, &format!("listeners[{index}]"), faults);
         }
     }
 
-    fn reviews_of(&self, front: &Listener, path: &str, faults: &mut ConfigErrors) {
+    fn reviews_of(&self, listener: &Listener, path: &str, faults: &mut ConfigErrors) {
         let (token, access) = (
-            format!("{path}.callers.token_review"),
+            format!("{path}.client_auth.token_review"),
             format!("{path}.subject_access_review"),
         );
-        let tokens = front.callers.token_review.as_ref();
+        let tokens = listener.client_auth.token_review.as_ref();
         for (key, given) in [
             (&token, tokens.is_some()),
-            (&access, !front.subject_access_review.is_empty()),
+            (&access, !listener.subject_access_review.is_empty()),
         ] {
             if given && self.kubernetes.is_none() {
                 let message = "asks a cluster's API, and there is none; add the section \"kubernetes\", which says how it is reached";
                 faults.add(key.as_str(), message);
             }
         }
-        if tokens.is_some() && front.kind == ListenerProtocol::Tcp {
-            let message = "plain bytes have no place for a token; use callers.client_ca";
+        if tokens.is_some() && listener.protocol == ListenerProtocol::Tcp {
+            let message = "plain bytes have no place for a token; use client_auth.client_ca";
             faults.add(token.as_str(), message);
         }
-        if tokens.is_some() && matches!(front.listen, ListenAddr::Unix(_)) {
-            let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
+        if tokens.is_some() && matches!(listener.listen, ListenAddr::Unix(_)) {
+            let message = "clients of a unix socket are known by the kernel, and show no token; remove this key";
             faults.add(token.as_str(), message);
         }
         let audiences = tokens.map_or(&[][..], |review| &review.audiences);
@@ -52,7 +52,7 @@ impl Config {
             let message = "is empty; name an audience, or none for the API server's own";
             faults.add(format!("{token}.audiences[{empty}]"), message);
         }
-        if let Some(zero) = front
+        if let Some(zero) = listener
             .subject_access_review
             .iter()
             .position(|port| *port == 0)

@@ -23,13 +23,13 @@ fn one_fault(config: Value, path: &str, part: &str) {
 }
 
 #[test]
-fn the_default_is_sound_and_opens_one_authenticated_front() {
+fn the_default_is_sound_and_opens_one_authenticated_listener() {
     assert_eq!(Config::default().validate(), []);
     assert!(
         Config::default()
-            .fronts
+            .listeners
             .iter()
-            .all(|front| !front.anonymous && front.has_tls())
+            .all(|listener| !listener.anonymous && listener.has_tls())
     );
 }
 
@@ -44,34 +44,52 @@ fn what_is_written_reads_back() {
 
 #[test]
 fn listeners_of_all_kinds_are_held_against_each_other() {
-    let front = |listen| json!({ "fronts": [{ "name": "a", "kind": "https", "listen": listen }] });
-    one_fault(front("127.0.0.1:10265"), "fronts[0].listen", "admin.listen");
-    one_fault(front("[::]:10262"), "fronts[0].listen", "tunnel.listen");
-    assert_eq!(faults(front("0.0.0.0:0")), Vec::<String>::new());
+    let listener =
+        |listen| json!({ "listeners": [{ "name": "a", "protocol": "https", "listen": listen }] });
+    one_fault(
+        listener("127.0.0.1:10265"),
+        "listeners[0].listen",
+        "admin.listen",
+    );
+    one_fault(
+        listener("[::]:10262"),
+        "listeners[0].listen",
+        "tunnel.listen",
+    );
+    assert_eq!(faults(listener("0.0.0.0:0")), Vec::<String>::new());
 }
 
 #[test]
-fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
-    let app = |app: Value| json!({ "apps": { "10250": app } });
-    one_fault(app(json!({})), "apps.10250", "verify: false");
+fn upstream_is_never_silently_unverified() {
+    let app = |app: Value| json!({ "upstream_tls": { "10250": app } });
+    one_fault(app(json!({})), "upstream_tls.10250", "verify: false");
     let any = json!({ "verify": false });
     assert_eq!(faults(app(any.clone())), Vec::<String>::new());
-    one_fault(json!({ "apps": { "0": any } }), "apps.0", "1 to 65535");
+    one_fault(
+        json!({ "upstream_tls": { "0": any } }),
+        "upstream_tls.0",
+        "1 to 65535",
+    );
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let both = json!({ "ca": manifest, "verify": false });
-    one_fault(app(both), "apps.10250.verify", "remove one");
+    one_fault(app(both), "upstream_tls.10250.verify", "remove one");
     let pinned = json!({ "pin": true });
     assert_eq!(faults(app(pinned)), Vec::<String>::new());
     let both = json!({ "ca": manifest, "pin": true });
-    one_fault(app(both), "apps.10250.pin", "remove one");
+    one_fault(app(both), "upstream_tls.10250.pin", "remove one");
     let both = json!({ "pin": true, "verify": false });
-    one_fault(app(both), "apps.10250.verify", "remove one");
+    one_fault(app(both), "upstream_tls.10250.verify", "remove one");
     let keyless = json!({ "ca": manifest, "certificate": manifest });
-    one_fault(app(keyless), "apps.10250.certificate", "key");
+    one_fault(app(keyless), "upstream_tls.10250.certificate", "key");
+}
+
+#[test]
+fn client_certificate_by_csr_needs_a_signer_for_clients() {
+    let app = |app: Value| json!({ "upstream_tls": { "10250": app } });
     let asked = |app: Value| {
         let mut app = app;
         app["pin"] = json!(true);
-        json!({ "kubernetes": {}, "apps": { "10250": app } })
+        json!({ "kubernetes": {}, "upstream_tls": { "10250": app } })
     };
     let clients = "kubernetes.io/kube-apiserver-client";
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
@@ -96,10 +114,14 @@ fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
             "of a gateway's own",
         ),
     ] {
-        one_fault(asked(app), &format!("apps.10250.{key}"), words);
+        one_fault(asked(app), &format!("upstream_tls.10250.{key}"), words);
     }
     let nobody = json!({ "pin": true, "signer": clients });
-    one_fault(app(nobody), "apps.10250.signer", "section kubernetes");
+    one_fault(
+        app(nobody),
+        "upstream_tls.10250.signer",
+        "section kubernetes",
+    );
     let all = json!({ "ca": "/none", "key": "/nor/this" });
     assert_eq!(faults(app(all)).len(), 3);
     let files: Config =
@@ -111,105 +133,109 @@ fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
 }
 
 #[test]
-fn a_name_serves_one_front() {
-    let config = json!({ "fronts": [
-        { "name": "a", "kind": "https", "listen": "127.0.0.1:0" },
-        { "name": "a", "kind": "https", "listen": "127.0.0.1:0" },
+fn a_name_serves_one_listener() {
+    let config = json!({ "listeners": [
+        { "name": "a", "protocol": "https", "listen": "127.0.0.1:0" },
+        { "name": "a", "protocol": "https", "listen": "127.0.0.1:0" },
     ]});
-    one_fault(config, "fronts[1].name", "earlier front");
+    one_fault(config, "listeners[1].name", "earlier listener");
 }
 
 #[test]
-fn a_tcp_front_says_whom_it_is_for() {
-    let front = |more: Value| {
-        let mut front = json!({ "name": "ssh", "kind": "tcp", "listen": "127.0.0.1:0" });
-        front
+fn a_tcp_listener_says_whom_it_is_for() {
+    let listener = |more: Value| {
+        let mut listener = json!({ "name": "ssh", "protocol": "tcp", "listen": "127.0.0.1:0" });
+        listener
             .as_object_mut()
             .unwrap()
             .extend(more.as_object().unwrap().clone());
-        json!({ "fronts": [front] })
+        json!({ "listeners": [listener] })
     };
-    assert_eq!(faults(front(json!({}))).len(), 2);
-    one_fault(front(json!({ "node": "edge-1" })), "fronts[0]", "\"port\"");
+    assert_eq!(faults(listener(json!({}))).len(), 2);
     one_fault(
-        front(json!({ "node": "Edge_1", "port": 22 })),
-        "fronts[0].node",
+        listener(json!({ "node": "edge-1" })),
+        "listeners[0]",
+        "\"port\"",
+    );
+    one_fault(
+        listener(json!({ "node": "Edge_1", "port": 22 })),
+        "listeners[0].node",
         "Edge_1",
     );
     one_fault(
-        front(json!({ "node": "edge-1", "port": 0 })),
-        "fronts[0].port",
+        listener(json!({ "node": "edge-1", "port": 0 })),
+        "listeners[0].port",
         "1 to 65535",
     );
     assert_eq!(
-        faults(front(json!({ "node": "edge-1", "port": 22 }))),
+        faults(listener(json!({ "node": "edge-1", "port": 22 }))),
         Vec::<String>::new()
     );
 }
 
 #[test]
-fn a_tcp_front_for_anybody_is_one_without_tls() {
+fn a_tcp_listener_for_anybody_is_one_without_tls() {
     let certificate = json!({ "chain": "chain.pem", "key": "key.pem" });
-    let front = |anonymous: bool| {
-        json!({ "fronts": [{
-            "name": "ssh", "kind": "tcp", "listen": "127.0.0.1:0", "node": "edge-1", "port": 22,
+    let listener = |anonymous: bool| {
+        json!({ "listeners": [{
+            "name": "ssh", "protocol": "tcp", "listen": "127.0.0.1:0", "node": "edge-1", "port": 22,
             "anonymous": anonymous,
         }]})
     };
     for anonymous in [false, true] {
-        let config: Config = serde_json::from_value(front(anonymous)).unwrap();
-        assert_eq!(config.fronts[0].has_tls(), !anonymous);
+        let config: Config = serde_json::from_value(listener(anonymous)).unwrap();
+        assert_eq!(config.listeners[0].has_tls(), !anonymous);
     }
-    let mut shows = front(true);
-    shows["fronts"][0]["certificate"] = certificate;
+    let mut shows = listener(true);
+    shows["listeners"][0]["certificate"] = certificate;
     one_fault(
         shows,
-        "fronts[0].certificate",
-        "an anonymous tcp front is served without TLS",
+        "listeners[0].certificate",
+        "an anonymous tcp listener is served without TLS",
     );
 }
 
 #[test]
 fn nothing_is_open_unless_it_says_so() {
     let http = |more: Value| {
-        let mut front = json!({ "name": "plain", "kind": "http", "listen": "127.0.0.1:0" });
-        front
+        let mut listener = json!({ "name": "plain", "protocol": "http", "listen": "127.0.0.1:0" });
+        listener
             .as_object_mut()
             .unwrap()
             .extend(more.as_object().unwrap().clone());
-        json!({ "fronts": [front] })
+        json!({ "listeners": [listener] })
     };
-    one_fault(http(json!({})), "fronts[0]", "anonymous: true");
+    one_fault(http(json!({})), "listeners[0]", "anonymous: true");
     assert_eq!(
         faults(http(json!({ "anonymous": true }))),
         Vec::<String>::new()
     );
     one_fault(
-        json!({ "fronts": [{
-            "name": "a", "kind": "https", "listen": "127.0.0.1:0", "anonymous_from": ["10.0.0.0/8"],
+        json!({ "listeners": [{
+            "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "anonymous_from": ["10.0.0.0/8"],
         }]}),
-        "fronts[0].anonymous_from",
+        "listeners[0].anonymous_from",
         "narrows",
     );
 }
 
 #[test]
-fn a_front_without_certificates_and_tokens_serves_nobody() {
-    let https = json!({ "fronts": [{
-        "name": "a", "kind": "https", "listen": "127.0.0.1:0", "callers": { "own_ca": false },
+fn a_listener_without_certificates_and_tokens_serves_nobody() {
+    let https = json!({ "listeners": [{
+        "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "client_auth": { "own_ca": false },
     }]});
-    one_fault(https, "fronts[0]", "no caller");
+    one_fault(https, "listeners[0]", "no client");
 }
 
 #[test]
 fn missing_files_zero_waits_and_zero_limits_come_together() {
     let config = json!({
-        "timeouts": { "open": "0s" },
+        "timeouts": { "connect": "0s" },
         "limits": { "per_node": 0 },
         "tunnel": { "advertise": ["gateway.example"], "replicas": 65 },
-        "fronts": [{
-            "name": "a", "kind": "https", "listen": "127.0.0.1:0",
-            "callers": { "client_ca": ["/nowhere/ca.pem"], "tokens": "/" },
+        "listeners": [{
+            "name": "a", "protocol": "https", "listen": "127.0.0.1:0",
+            "client_auth": { "client_ca": ["/nowhere/ca.pem"], "tokens": "/" },
         }],
     });
     let found = faults(config);
@@ -218,12 +244,12 @@ fn missing_files_zero_waits_and_zero_limits_come_together() {
         .filter_map(|fault| fault.split(':').next())
         .collect();
     let expected = [
-        "timeouts.open",
+        "timeouts.connect",
         "tunnel.replicas",
         "limits.per_node",
         "tunnel.advertise[0]",
-        "fronts[0].callers.client_ca[0]",
-        "fronts[0].callers.tokens",
+        "listeners[0].client_auth.client_ca[0]",
+        "listeners[0].client_auth.tokens",
     ];
     assert_eq!(paths, expected, "{found:#?}");
 }
@@ -236,28 +262,36 @@ fn issuer(more: &Value) -> Value {
 }
 
 fn with_issuers(kind: &str, issuers: &[Value]) -> Value {
-    json!({ "fronts": [{
+    json!({ "listeners": [{
         "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
-        "callers": { "own_ca": kind == "tcp", "jwt": issuers },
+        "client_auth": { "own_ca": kind == "tcp", "jwt": issuers },
     }] })
 }
 
 #[test]
-fn a_front_takes_jwts_where_there_is_a_place_for_them() {
+fn a_listener_takes_jwts_where_there_is_a_place_for_them() {
     for kind in ["https", "http", "connect"] {
         let sound = with_issuers(kind, &[issuer(&json!({}))]);
         assert_eq!(faults(sound), Vec::<String>::new(), "{kind}");
     }
     let bytes = with_issuers("tcp", &[issuer(&json!({}))]);
-    one_fault(bytes, "fronts[0].callers.jwt", "no place for a token");
+    one_fault(
+        bytes,
+        "listeners[0].client_auth.jwt",
+        "no place for a token",
+    );
     let mut socket = with_issuers("http", &[issuer(&json!({}))]);
-    socket["fronts"][0]["listen"] = json!("unix:/run/a.sock");
-    one_fault(socket, "fronts[0].callers.jwt", "known by the kernel");
+    socket["listeners"][0]["listen"] = json!("unix:/run/a.sock");
+    one_fault(
+        socket,
+        "listeners[0].client_auth.jwt",
+        "known by the kernel",
+    );
 }
 
 #[test]
 fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
-    let at = |key: &str| format!("fronts[0].callers.jwt[0].{key}");
+    let at = |key: &str| format!("listeners[0].client_auth.jwt[0].{key}");
     for (more, key, part) in [
         (json!({ "audiences": [] }), "audiences", "any other service"),
         (json!({ "issuer": "" }), "issuer", "empty"),
@@ -305,7 +339,7 @@ fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
     let twice = [issuer(&json!({})), issuer(&json!({}))];
     one_fault(
         with_issuers("http", &twice),
-        "fronts[0].callers.jwt[1].issuer",
+        "listeners[0].client_auth.jwt[1].issuer",
         "earlier issuer",
     );
     for unsafe_one in ["HS256", "none"] {
@@ -316,46 +350,50 @@ fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
 }
 
 #[test]
-fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_front() {
-    let front = |kind: &str, fields: Value| {
-        json!({ "fronts": [{
+fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_listener() {
+    let listener = |kind: &str, fields: Value| {
+        json!({ "listeners": [{
             "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
             "anonymous": true, "identity_headers": fields,
         }] })
     };
     let both = json!({ "user": "X-Remote-User", "groups": "X-Remote-Group" });
-    assert_eq!(faults(front("https", both)), Vec::<String>::new());
+    assert_eq!(faults(listener("https", both)), Vec::<String>::new());
     let user = json!({ "user": "X-Remote-User" });
     for kind in ["tcp", "connect"] {
-        let at = "fronts[0].identity_headers.user";
-        one_fault(front(kind, user.clone()), at, "not looked into");
+        let at = "listeners[0].identity_headers.user";
+        one_fault(listener(kind, user.clone()), at, "not looked into");
     }
     let host = json!({ "groups": "Host" });
     one_fault(
-        front("http", host),
-        "fronts[0].identity_headers.groups",
+        listener("http", host),
+        "listeners[0].identity_headers.groups",
         "something else",
     );
     let same = json!({ "user": "X-Who", "groups": "x-who" });
     one_fault(
-        front("http", same),
-        "fronts[0].identity_headers.groups",
+        listener("http", same),
+        "listeners[0].identity_headers.groups",
         "other field",
     );
     let prefixes = |prefix: &str| json!({ "strip_prefixes": [prefix] });
-    let at = "fronts[0].identity_headers.strip_prefixes[0]";
+    let at = "listeners[0].identity_headers.strip_prefixes[0]";
     assert_eq!(
-        faults(front("http", prefixes("X-Remote-"))),
+        faults(listener("http", prefixes("X-Remote-"))),
         Vec::<String>::new()
     );
-    one_fault(front("tcp", prefixes("X-Remote-")), at, "not looked into");
-    one_fault(front("http", prefixes("X-")), at, "longer prefix");
+    one_fault(
+        listener("tcp", prefixes("X-Remote-")),
+        at,
+        "not looked into",
+    );
+    one_fault(listener("http", prefixes("X-")), at, "longer prefix");
 }
 
 #[test]
 fn forwarding_headers_need_requests_and_addresses() {
-    let front = |kind: &str, listen: &str, (key, value): (&str, Value)| {
-        json!({ "fronts": [{
+    let listener = |kind: &str, listen: &str, (key, value): (&str, Value)| {
+        json!({ "listeners": [{
             "name": "a", "kind": kind, "listen": listen, "node": "edge-1", "port": 9100,
             "anonymous": true, key: value,
         }] })
@@ -369,23 +407,27 @@ fn forwarding_headers_need_requests_and_addresses() {
     };
     for kind in ["http", "https"] {
         assert_eq!(
-            faults(front(kind, "127.0.0.1:0", trusted())),
+            faults(listener(kind, "127.0.0.1:0", trusted())),
             Vec::<String>::new()
         );
         assert_eq!(
-            faults(front(kind, "127.0.0.1:0", some())),
+            faults(listener(kind, "127.0.0.1:0", some())),
             Vec::<String>::new()
         );
     }
     for kind in ["tcp", "connect"] {
-        let at = "fronts[0].trusted_proxies";
-        one_fault(front(kind, "127.0.0.1:0", trusted()), at, "not looked into");
-        let at = "fronts[0].forwarding_headers";
-        one_fault(front(kind, "127.0.0.1:0", some()), at, "not looked into");
+        let at = "listeners[0].trusted_proxies";
+        one_fault(
+            listener(kind, "127.0.0.1:0", trusted()),
+            at,
+            "not looked into",
+        );
+        let at = "listeners[0].forwarding_headers";
+        one_fault(listener(kind, "127.0.0.1:0", some()), at, "not looked into");
     }
-    let unix = front("http", "unix:/run/a.sock", trusted());
-    one_fault(unix, "fronts[0].trusted_proxies", "have no address");
-    let unknown = front(
+    let unix = listener("http", "unix:/run/a.sock", trusted());
+    one_fault(unix, "listeners[0].trusted_proxies", "have no address");
+    let unknown = listener(
         "http",
         "127.0.0.1:0",
         ("forwarding_headers", json!(["X-Client-IP"])),
@@ -404,11 +446,11 @@ fn an_identity_that_lets_nobody_in_is_a_fault() {
 }
 
 #[test]
-fn names_mean_what_is_said_or_where_all_fronts_listen_and_nothing_is_guessed() {
+fn names_mean_what_is_said_or_where_all_listeners_listen_and_nothing_is_guessed() {
     let config = |addresses: Value, listens: &[&str]| {
-        let front = |(index, listen): (usize, &&str)| json!({ "name": index.to_string(), "kind": "https", "listen": listen });
-        let fronts: Vec<Value> = listens.iter().enumerate().map(front).collect();
-        json!({ "dns": { "zones": ["."], "addresses": addresses }, "fronts": fronts })
+        let listener = |(index, listen): (usize, &&str)| json!({ "name": index.to_string(), "protocol": "https", "listen": listen });
+        let listeners: Vec<Value> = listens.iter().enumerate().map(listener).collect();
+        json!({ "dns": { "zones": ["."], "addresses": addresses }, "listeners": listeners })
     };
     let named = |config: Value| {
         let config: Config = serde_json::from_value(config).unwrap();
@@ -451,9 +493,9 @@ fn the_dns_server_needs_zones_that_are_names_and_whole_seconds() {
 #[test]
 fn what_a_cluster_is_asked_needs_one_and_its_answers_count_for_a_while() {
     let asking = |more: &Value| {
-        let mut config = json!({ "fronts": [{
-            "name": "a", "kind": "https", "listen": "127.0.0.1:0", "subject_access_review": [10250],
-            "callers": { "own_ca": false, "token_review": { "audiences": ["causeway"] } },
+        let mut config = json!({ "listeners": [{
+            "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "subject_access_review": [10250],
+            "client_auth": { "own_ca": false, "token_review": { "audiences": ["causeway"] } },
         }]});
         let own = config.as_object_mut().unwrap();
         own.extend(more.as_object().unwrap().clone());

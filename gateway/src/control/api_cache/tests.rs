@@ -96,7 +96,7 @@ impl Client {
         let connected = http2::handshake(TokioExecutor::new(), io).await;
         let (send, connection) = connected.unwrap();
         let driver = TaskGroup::default();
-        driver.spawn(info_span!("reader"), async move {
+        driver.spawn(info_span!("api_cache"), async move {
             let _ = connection.await;
         });
         Self {
@@ -145,7 +145,7 @@ async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever()
     let (code, list) = reader.get(SERVICES).await;
     assert_eq!((code, &list["kind"]), (200, &json!("ServiceList")));
     assert_eq!(list["items"][0]["metadata"]["name"], "one");
-    assert!(world.counted("pool_readers 1"));
+    assert!(world.counted("api_cache_connections 1"));
     let (code, _) = Client::dial(&world, None).await.get(SERVICES).await;
     assert_eq!(code, 404);
     let stranger = crate::control::tests::world::identity(&world.ca, "edge-9");
@@ -167,12 +167,14 @@ async fn no_more_edges_read_at_once_than_readers_connections_allows_and_it_is_co
     let world = world(&rules).await;
     let mut first = Client::dial(&world, Some(&world.enrolled("edge-1"))).await;
     let mut watch = first.watch().await;
-    world.until(|world| world.counted("pool_readers 1")).await;
+    world
+        .until(|world| world.counted("api_cache_connections 1"))
+        .await;
     let mut second = Client::dial(&world, Some(&world.enrolled("edge-2"))).await;
     assert!(second.ask(SERVICES).await.is_err());
     let refused = r#"limits_reached_total{limit="readers_connections"} 1"#;
     world.until(|world| world.counted(refused)).await;
-    assert!(world.counted("pool_readers_limit 1") && is_open(&mut watch));
+    assert!(world.counted("api_cache_connections_limit 1") && is_open(&mut watch));
 }
 
 #[tokio::test]
@@ -187,7 +189,9 @@ async fn a_fifth_connection_of_a_node_ends_its_oldest() {
     }
     let (_oldest, watch) = all.remove(0);
     over(watch).await;
-    world.until(|world| world.counted("pool_readers 4")).await;
+    world
+        .until(|world| world.counted("api_cache_connections 4"))
+        .await;
     assert!(all.iter_mut().all(|(_, watch)| is_open(watch)));
 }
 
@@ -199,7 +203,9 @@ async fn what_a_node_watches_ends_when_it_is_revoked_and_it_does_not_read_again(
     let watch = reader.watch().await;
     world.nodes.revoke([name("edge-1")].into());
     over(watch).await;
-    world.until(|world| world.counted("pool_readers 0")).await;
+    world
+        .until(|world| world.counted("api_cache_connections 0"))
+        .await;
     let mut again = Client::dial(&world, Some(&identity)).await;
     assert!(again.ask(SERVICES).await.is_err());
 }
@@ -254,7 +260,7 @@ async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
     let (code, status) = nobody.get(SERVICES).await;
     assert_eq!((code, &status["reason"]), (403, &json!("Forbidden")));
     let message = status["message"].as_str().unwrap();
-    assert!(message.contains("readers.allow"), "{message}");
+    assert!(message.contains("api_cache.allow"), "{message}");
     world.nodes.put(name("edge-1"), of("north-1"));
     let mut reader = Client::dial(&world, Some(&identity)).await;
     assert_eq!(reader.get(SERVICES).await.0, 200);
@@ -313,7 +319,9 @@ async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
     assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2, 4]));
-    world.until(|world| world.counted("pool_leaders 1")).await;
+    world
+        .until(|world| world.counted("api_cache_leaders 1"))
+        .await;
     drop(first);
     // Whoever lost its way to the cloud reads at the other, which is to let it in.
     let said = told(&mut second).await;

@@ -155,7 +155,7 @@ async fn a_name_for_this_machine_that_leads_elsewhere_brings_no_keys_in_the_clea
 }
 
 #[tokio::test]
-async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fetching() {
+async fn listeners_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fetching() {
     install_provider();
     let answers: &'static [String] = vec![answer("200 OK", KEYS)].leak();
     let (url, asked, _server) = server(answers).await;

@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::{ListenAddr, ListenerProtocol};
 
-fn front(name: &str, port: u16) -> Listener {
+fn listener(name: &str, port: u16) -> Listener {
     Listener {
         port: Some(port),
         ..Listener::new(
@@ -13,17 +13,17 @@ fn front(name: &str, port: u16) -> Listener {
 }
 
 #[test]
-fn a_front_takes_what_reaches_its_socket_and_no_more() {
+fn a_listener_takes_what_reaches_its_socket_and_no_more() {
     let redirect = Redirect {
-        fronts: vec!["kubelet".to_owned(), "gone".to_owned()],
+        listeners: vec!["kubelet".to_owned(), "gone".to_owned()],
         ports: [(9100, "here".to_owned()), (9200, "both".to_owned())].into(),
         ..Redirect::default()
     };
-    let fronts = [
-        front("kubelet", 10250),
-        front("here", 1),
-        front("both", 1),
-        front("gone", 2),
+    let listeners = [
+        listener("kubelet", 10250),
+        listener("here", 1),
+        listener("both", 1),
+        listener("gone", 2),
     ];
     let at = |name: &str, address: &str| (name.to_owned(), Some(address.parse().unwrap()));
     let standing = [
@@ -32,7 +32,7 @@ fn a_front_takes_what_reaches_its_socket_and_no_more() {
         at("both", "[::]:4002"),
         ("gone".to_owned(), None),
     ];
-    let ports = PortMap::new(&redirect, &fronts, &standing);
+    let ports = PortMap::new(&redirect, &listeners, &standing);
     let of = |local, v4| ports.of(local, v4).clone().into_iter().collect::<Vec<_>>();
     assert_eq!(of(true, true), [(9200, 4002), (10250, 4000)]);
     assert_eq!(of(true, false), [(9100, 4001), (9200, 4002)]);
@@ -41,7 +41,7 @@ fn a_front_takes_what_reaches_its_socket_and_no_more() {
 }
 
 #[test]
-fn pods_lead_to_their_front_only_where_it_is_reached() {
+fn pods_lead_to_their_listener_only_where_it_is_reached() {
     let redirect = Redirect {
         pods: Some("pods".to_owned()),
         ..Redirect::default()
@@ -52,7 +52,7 @@ fn pods_lead_to_their_front_only_where_it_is_reached() {
         ("[::1]:4000", [None, Some(4000)], [None; 2]),
     ] {
         let standing = [("pods".to_owned(), Some(address.parse().unwrap()))];
-        let ports = PortMap::new(&redirect, &[front("pods", 1)], &standing);
+        let ports = PortMap::new(&redirect, &[listener("pods", 1)], &standing);
         let of = |local| [true, false].map(|v4| ports.of_pods(local, v4));
         assert_eq!((of(true), of(false)), (local, forwarded), "{address}");
         assert!(ports.leads_pods());

@@ -133,8 +133,8 @@ impl World {
     }
 
     /// Starts a gateway at which edges read by these rules.
-    pub(crate) fn read(readers: &config::ApiCache) -> Self {
-        Self::made(&Workers::here(), false, Some(readers))
+    pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
+        Self::made(&Workers::here(), false, Some(api_cache))
     }
 
     fn with(cores: &Workers, cluster: bool) -> Self {
@@ -147,14 +147,14 @@ impl World {
         Self::built(&Workers::here(), false, None, (settings, places))
     }
 
-    fn made(cores: &Workers, cluster: bool, readers: Option<&config::ApiCache>) -> Self {
-        Self::built(cores, cluster, readers, (impatient(), Places::default()))
+    fn made(cores: &Workers, cluster: bool, api_cache: Option<&config::ApiCache>) -> Self {
+        Self::built(cores, cluster, api_cache, (impatient(), Places::default()))
     }
 
     fn built(
         cores: &Workers,
         cluster: bool,
-        readers: Option<&config::ApiCache>,
+        api_cache: Option<&config::ApiCache>,
         (settings, places): (config::Tunnel, Places),
     ) -> Self {
         install_provider();
@@ -169,7 +169,7 @@ impl World {
         let tls = Tls::new(leaf.resolver(), TrustStore::of(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
         let ledger = NodeRecordWriter::new(&store, &nodes);
-        let reading = readers.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
+        let reading = api_cache.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
         let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
         let admission = TunnelListener {
             instance: "gateway".into(),

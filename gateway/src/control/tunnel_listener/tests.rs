@@ -208,17 +208,17 @@ async fn who_is_let_in_whatever_the_cluster_says_does_not_wait_for_it() {
 }
 
 #[tokio::test]
-async fn a_callers_certificate_gets_no_tunnel() {
+async fn a_clients_certificate_gets_no_tunnel() {
     let world = World::start();
-    let leaf = world.ca.issue_caller("ann", &[], LONG).unwrap();
-    let caller = EdgeIdentity {
+    let leaf = world.ca.issue_client("ann", &[], LONG).unwrap();
+    let client = EdgeIdentity {
         leaf,
         ..world.enrolled("edge-1")
     };
-    let (_edge, heard) = world.says(&caller, welcome("a", 0)).await;
+    let (_edge, heard) = world.says(&client, welcome("a", 0)).await;
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, GoAway::Unwelcome);
-    assert!(detail.contains("kind caller"), "{detail}");
+    assert!(detail.contains("kind client"), "{detail}");
 }
 
 #[tokio::test]
@@ -719,12 +719,12 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     world.readiness.ready();
     world.stop.cancel();
     let grace = LONG;
-    let fronts = CancellationToken::new();
+    let listeners = CancellationToken::new();
     let draining = drain(
         &world.registry,
         &world.metrics,
         &world.readiness,
-        fronts_of(&fronts),
+        listeners_of(&listeners),
         grace,
     );
     let serving = async {
@@ -735,12 +735,12 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
             }
         ));
         assert!(world.readiness.is_draining());
-        assert!(tunnel.is_open() && !fronts.is_cancelled());
+        assert!(tunnel.is_open() && !listeners.is_cancelled());
         asked.reply.send(http::Response::new(()), true).unwrap();
         assert_eq!(opened.answer.await.unwrap().status(), 200);
         drop((opened.send, asked.body));
         edge.ended().await;
-        assert!(fronts.is_cancelled());
+        assert!(listeners.is_cancelled());
     };
     timeout(LONG, async { tokio::join!(draining, serving) })
         .await
@@ -753,10 +753,10 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
 }
 
 /// Returns listeners without clients.
-fn fronts_of(close: &CancellationToken) -> DrainListeners<'_> {
+fn listeners_of(close: &CancellationToken) -> DrainListeners<'_> {
     DrainListeners {
         close,
-        callers: &|| 0,
+        clients: &|| 0,
     }
 }
 
@@ -772,16 +772,16 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
         .unwrap();
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
     let grace = Duration::from_millis(400);
-    let fronts = CancellationToken::new();
+    let listeners = CancellationToken::new();
     drain(
         &world.registry,
         &world.metrics,
         &world.readiness,
-        fronts_of(&fronts),
+        listeners_of(&listeners),
         grace,
     )
     .await;
-    assert!(fronts.is_cancelled());
+    assert!(listeners.is_cancelled());
     assert!(opened.answer.await.is_err());
     drop(asked);
     edge.ended().await;
@@ -807,7 +807,7 @@ async fn silent_connections_keep_no_edge_out() {
     let _tunnel = world.joined(&edge, "a", 0).await;
     let evicted = 4 * FEW.arriving - FEW.arriving * 3 / 4 + 1;
     let line = format!(
-        r#"connections_turned_away_total{{limit="tunnel_arriving",outcome="evicted"}} {evicted}"#
+        r#"connections_rejected_total{{limit="tunnel_arriving",outcome="evicted"}} {evicted}"#
     );
     world.until(|world| world.counted(&line)).await;
 }

@@ -243,9 +243,9 @@ impl ReviewHealth {
             return;
         }
         if let CachedResult::Unknown(ReviewError { says, cause }) = answer {
-            tracing::warn!(kind, %cause, "callers cannot be reviewed, and are refused: {says}");
+            tracing::warn!(kind, %cause, "clients cannot be reviewed, and are refused: {says}");
         } else {
-            tracing::info!("callers are reviewed again");
+            tracing::info!("clients are reviewed again");
         }
     }
 }

@@ -68,7 +68,7 @@ mod tests {
             node: NodeName::parse("edge-1").unwrap(),
         };
         let ask = AuthzRequest {
-            caller: &ClientIdentity::for_test("ann"),
+            client: &ClientIdentity::for_test("ann"),
             from: RemoteAddr::Unix(0),
             destination: Destination::Node(&route),
             act,

@@ -20,18 +20,18 @@ pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
 #[derive(Debug)]
 pub(crate) struct CachedIdentity {
     presented: Vec<u8>,
-    caller: ClientIdentity,
+    client: ClientIdentity,
 }
 
 /// Returns the client that the `Authorization` field identifies.
 pub(super) async fn identify(
-    front: &Authenticator,
+    listener: &Authenticator,
     (presented, expired): (&[u8], Expired<'_>),
     connection: &ClientConnection,
     shared: &ProxyState,
 ) -> Result<ClientIdentity, Error> {
-    if let Some(caller) = remembered(&connection.last_token, presented) {
-        return Ok(caller);
+    if let Some(client) = remembered(&connection.last_token, presented) {
+        return Ok(client);
     }
     let text = std::str::from_utf8(presented).unwrap_or_default();
     let token = match text.split_once(' ') {
@@ -41,20 +41,20 @@ pub(super) async fn identify(
             return Err(Reason::Unauthenticated.error(nothing));
         }
     };
-    let caller = tried(front, (token, expired), connection.peer, shared).await?;
-    if caller.method == AuthMethod::TokenReview {
-        return Ok(caller);
+    let client = tried(listener, (token, expired), connection.peer, shared).await?;
+    if client.method == AuthMethod::TokenReview {
+        return Ok(client);
     }
     let mut last = last(&connection.last_token);
     *last = Some(CachedIdentity {
         presented: presented.to_vec(),
-        caller: caller.clone(),
+        client: client.clone(),
     });
-    Ok(caller)
+    Ok(client)
 }
 
 async fn tried(
-    front: &Authenticator,
+    listener: &Authenticator,
     (token, expired): (&str, Expired<'_>),
     from: RemoteAddr,
     shared: &ProxyState,
@@ -64,25 +64,25 @@ async fn tried(
         jwt::Rejection::Wrong(why) => refuse(why),
         jwt::Rejection::Undecided(why) => Reason::Undecided.error(why),
     };
-    let for_jwts = |jwts: &jwt::JwtAuthenticator| match &front.review {
+    let for_jwts = |jwts: &jwt::JwtAuthenticator| match &listener.review {
         Some(_) => jwts.lists(token),
-        None => front.tokens.is_none() || jwt::is_one(token),
+        None => listener.tokens.is_none() || jwt::is_one(token),
     };
-    if let Some(jwts) = front.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
+    if let Some(jwts) = listener.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
         let bound = shared.timeouts.authorize;
         let named = jwts.identify((token, expired), bound).await;
         let named = named.map_err(unproven)?;
-        let caller = ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, shared);
+        let client = ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, shared);
         return Ok(ClientIdentity {
             validity: Some(named.validity),
-            ..caller
+            ..client
         });
     }
-    let found = front
+    let found = listener
         .tokens
         .as_ref()
         .and_then(|tokens| tokens.lookup(token));
-    match (found, &front.review) {
+    match (found, &listener.review) {
         (Some(found), _) => {
             let groups = found.groups.clone();
             Ok(ClientIdentity::new(
@@ -93,7 +93,7 @@ async fn tried(
             ))
         }
         (None, Some(review)) => review.identify((token, expired), from, shared).await,
-        (None, None) => Err(refuse("token: not one that this front knows".into())),
+        (None, None) => Err(refuse("token: not one that this listener knows".into())),
     }
 }
 
@@ -105,9 +105,9 @@ pub(crate) fn forget(last_token: &TokenCache) {
 fn remembered(last_token: &TokenCache, presented: &[u8]) -> Option<ClientIdentity> {
     let last = last(last_token);
     let known = last.as_ref().filter(|known| known.presented == presented)?;
-    let validity = known.caller.validity.as_ref();
+    let validity = known.client.validity.as_ref();
     let holds = validity.is_none_or(Validity::holds);
-    holds.then(|| known.caller.clone())
+    holds.then(|| known.client.clone())
 }
 
 fn last(last_token: &TokenCache) -> std::sync::MutexGuard<'_, Option<CachedIdentity>> {

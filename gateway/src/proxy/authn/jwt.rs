@@ -247,7 +247,7 @@ impl JwtAuthenticator {
             dangerous::insecure_decode_claims(token).map_err(|_| "jwt: it does not read")?;
         let name = claimed.iss.ok_or("jwt: it names no issuer")?;
         let issuer = self.0.iter().find(|issuer| issuer.name == name);
-        let issuer = issuer.ok_or("jwt: issuer is not one of this front's")?;
+        let issuer = issuer.ok_or("jwt: issuer is not one of this listener's")?;
         issuer.identify((token, expired), &header, bound).await
     }
 }

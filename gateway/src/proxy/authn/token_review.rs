@@ -56,7 +56,7 @@ impl TokenReview {
         let audiences = || self.audiences.clone();
         Ok(ClientIdentity {
             validity: jwt::end(token).map(|end| Validity::reviewed(end, audiences())),
-            ..self.caller(account, shared)?
+            ..self.client(account, shared)?
         })
     }
 
@@ -70,7 +70,7 @@ impl TokenReview {
         (same && validity.is_over()).then(|| before.account.clone())?
     }
 
-    fn caller(&self, account: Arc<UserInfo>, shared: &ProxyState) -> Result<ClientIdentity, Error> {
+    fn client(&self, account: Arc<UserInfo>, shared: &ProxyState) -> Result<ClientIdentity, Error> {
         let said = account.groups.iter();
         let groups: Vec<_> = said
             .filter(|group| group.as_str() != AUTHENTICATED)
@@ -82,10 +82,10 @@ impl TokenReview {
             let why = "token_review: a name or group of its holder is one that no token can give";
             return Err(refuse(why));
         }
-        let caller = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, shared);
+        let client = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, shared);
         Ok(ClientIdentity {
             account: Some(account),
-            ..caller
+            ..client
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Addresses that the networks of a listener which dials itself (`direct`) mean.
+//! Addresses that the networks of a listener which dials itself (`direct_networks`) mean.
 //!
 //! A network is written for machines elsewhere, and is often wide. Other addresses in the network, such as those of this host and
 //! a cloud's metadata service, are meant only by a network that contains nothing else.
@@ -83,7 +83,7 @@ pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
     let own = match getifaddrs() {
         Ok(all) => Arc::new(all.filter_map(|each| own_address(&each)).collect()),
         Err(error) => {
-            tracing::warn!(%error, "the addresses of this host cannot be listed: those known before hold on for fronts with direct");
+            tracing::warn!(%error, "the addresses of this host cannot be listed: those known before hold on for listeners with direct");
             known.take().map(|(_, own)| own).unwrap_or_default()
         }
     };

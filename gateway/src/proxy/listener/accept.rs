@@ -66,12 +66,12 @@ impl ListenerSocket {
         for core in door.cores.all() {
             let (entrance, listener) = (self.clone(), listener.try_clone()?);
             let proxy = &door.proxies[core.0];
-            let span = debug_span!("front", name = proxy.front.name);
+            let span = debug_span!("listener", name = proxy.listener.name);
             let runtime = door.cores.runtime(core);
             proxy.tasks.spawn_on(runtime, span, async move {
                 match listener.attach() {
                     Ok(listener) => entrance.accept(core, listener).await,
-                    Err(error) => tracing::error!(%error, "a front cannot listen on this core"),
+                    Err(error) => tracing::error!(%error, "a listener cannot listen on this core"),
                 }
             });
         }
@@ -80,7 +80,7 @@ impl ListenerSocket {
 
     /// Retires the current configuration, which is about to be replaced or closed.
     pub fn retire(&self, linger: bool) {
-        self.door.load().front().retire(linger);
+        self.door.load().listener().retire(linger);
     }
 
     /// Leads new clients, and those in a handshake, to these proxies. Existing connections end in order: what they have begun is
@@ -132,18 +132,18 @@ pub(super) struct ListenerConfig {
 
 impl ListenerConfig {
     /// Returns the listener, which is the same on all workers.
-    fn front(&self) -> &Listener {
-        &self.proxies[0].front
+    fn listener(&self) -> &Listener {
+        &self.proxies[0].listener
     }
 
     /// Returns the current configuration, for a client that came in by this one and has begun nothing yet. Returns `None` if the
     /// listener is gone, or has another kind.
     pub(super) fn by_now(self) -> Option<Self> {
-        if !self.front().is_retired() {
+        if !self.listener().is_retired() {
             return Some(self);
         }
         let now = self.entrance.upgrade()?.door.load_full();
-        let (old, new) = (self.front(), now.front());
+        let (old, new) = (self.listener(), now.listener());
         let same = old.kind == new.kind && old.tls.is_some() == new.tls.is_some();
         (same && !new.is_retired()).then(|| Self::clone(&now))
     }
@@ -164,7 +164,7 @@ impl ListenerConfig {
     }
 
     async fn welcome(self, core: WorkerId, mut socket: Socket, peer: RemoteAddr, room: Slot) {
-        let front = &self.proxies[core.0].front;
+        let listener = &self.proxies[core.0].listener;
         let Some((peer, original)) = self.told(core, &mut socket, peer).await else {
             return;
         };
@@ -173,7 +173,7 @@ impl ListenerConfig {
             original,
             room,
         };
-        if front.tls.is_some() {
+        if listener.tls.is_some() {
             return https::accept_tls(self, core, socket, arrival).await;
         }
         let home = self.home(core, None, original);
@@ -182,7 +182,7 @@ impl ListenerConfig {
                 return;
             };
             let proxy = door.proxies[home.0].clone();
-            let caller = match peer {
+            let client = match peer {
                 RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
                     &format!("{UID}{uid}"),
                     Vec::new(),
@@ -191,7 +191,7 @@ impl ListenerConfig {
                 )),
                 RemoteAddr::Tcp(_) => None,
             };
-            let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(caller)));
+            let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(client)));
             let place = connection.room.clone();
             let serving = pin!(serve(
                 &proxy,
@@ -212,9 +212,9 @@ impl ListenerConfig {
         peer: RemoteAddr,
     ) -> Option<(RemoteAddr, Option<SocketAddr>)> {
         let proxy = &self.proxies[core.0];
-        let front = &proxy.front;
-        let asked = |original| front.original_destination.then_some(original).flatten();
-        if !front.is_proxied(peer) {
+        let listener = &proxy.listener;
+        let asked = |original| listener.original_destination.then_some(original).flatten();
+        if !listener.is_proxied(peer) {
             return Some((peer, asked(original_destination(socket))));
         }
         let read = timeout(proxy.shared.timeouts.tls, proxy_protocol::read(socket)).await;
@@ -222,9 +222,9 @@ impl ListenerConfig {
             Ok(Some(told)) => Some((RemoteAddr::Tcp(told.source), asked(Some(told.destination)))),
             Ok(None) => Some((peer, None)),
             Err(error) => {
-                let kind = front.kind.as_str();
+                let kind = listener.kind.as_str();
                 proxy.shared.metrics.handshake_failed(kind, "proxy");
-                tracing::debug!(front = front.name, %error, "no PROXY header that can be used");
+                tracing::debug!(listener = listener.name, %error, "no PROXY header that can be used");
                 None
             }
         }
@@ -242,7 +242,7 @@ impl ListenerConfig {
         let asked = RouteInput {
             sni,
             original,
-            fixed: proxy.front.node.as_ref(),
+            fixed: proxy.listener.node.as_ref(),
             ..RouteInput::default()
         };
         route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.cores.of(&node))

@@ -138,7 +138,7 @@ pub(super) async fn serve(
             biased;
             ended = served.as_mut() => {
                 if let Err(error) = ended {
-                    tracing::debug!(%error, "a caller's connection ended");
+                    tracing::debug!(%error, "a client's connection ended");
                     unparsed(proxy, &connection, error.downcast_ref());
                 }
                 return;
@@ -146,11 +146,11 @@ pub(super) async fn serve(
             () = condition.evicted() => return,
             Some(event) = events.next() => match event {
                 Event::Stuck => {
-                    tracing::debug!("a caller reads nothing, and lost a stream");
+                    tracing::debug!("a client reads nothing, and lost a stream");
                     return;
                 }
                 Event::SlowHead => {
-                    tracing::debug!("a caller's head was too slow");
+                    tracing::debug!("a client's head was too slow");
                     proxy.shared.metrics.limit("slow_head");
                     return;
                 }
@@ -160,7 +160,7 @@ pub(super) async fn serve(
                     events.push(idle.map(|()| Event::StillIdle).boxed());
                 }
                 Event::StillIdle => {
-                    tracing::debug!("an idle caller did not take its leave");
+                    tracing::debug!("an idle client did not take its leave");
                     return;
                 }
                 Event::Stop => served.as_mut().graceful_shutdown(),
@@ -218,7 +218,7 @@ async fn last_orders(drain: impl Future<Output = ()>, stop: &CancellationToken, 
 
 /// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
 fn closes(proxy: &Proxy) -> bool {
-    proxy.shared.registry.is_closed() || proxy.front.is_retired()
+    proxy.shared.registry.is_closed() || proxy.listener.is_retired()
 }
 
 /// Announces that the connection of HTTP/1.1 ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
@@ -245,7 +245,7 @@ fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hy
         let detail = error_response::unparsed_detail(reason);
         let record = AccessRecord::unparsed(proxy, connection);
         record.failed(&reason.with_source(detail, error.to_string()));
-        record.answered(match proxy.front.errors {
+        record.answered(match proxy.listener.errors {
             ErrorFormat::Problem => reason.status(),
             ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
         });

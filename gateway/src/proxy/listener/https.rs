@@ -52,7 +52,7 @@ pub(super) async fn accept_tls(
     let proxy = &door.proxies[core.0];
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
     let first = timeout_at(deadline, first_byte(&socket)).await;
-    if proxy.front.kind != ListenerProtocol::Tcp
+    if proxy.listener.kind != ListenerProtocol::Tcp
         && let Ok(Some(b'A'..=b'Z')) = first
     {
         failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
@@ -99,12 +99,14 @@ pub(super) async fn accept_tls(
 /// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the client
 /// gets that answer over HTTP.
 fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &AcceptedSocket) -> bool {
-    let front = &proxy.front;
-    let by_name = matches!(front.kind, ListenerProtocol::Https | ListenerProtocol::Tcp)
-        && front.node.is_none()
+    let listener = &proxy.listener;
+    let by_name = matches!(
+        listener.kind,
+        ListenerProtocol::Https | ListenerProtocol::Tcp
+    ) && listener.node.is_none()
         && arrival.original.is_none();
     let lacks = |tls: &ArcSwap<ListenerTls>| tls.load().lacks(server_name);
-    by_name && proxy.shared.nodes.pending().is_none() && front.tls.as_ref().is_some_and(lacks)
+    by_name && proxy.shared.nodes.pending().is_none() && listener.tls.as_ref().is_some_and(lacks)
 }
 
 /// Returns the first byte that a client sends over TCP, and leaves it to be read.
@@ -135,7 +137,7 @@ async fn finish_handshake(
     (socket, arrival): (Socket, &AcceptedSocket),
     deadline: Instant,
 ) -> Option<TlsStream<Socket>> {
-    let tls = proxy.front.tls.as_ref()?.load();
+    let tls = proxy.listener.tls.as_ref()?.load();
     let config = tls.shown(arrival.original, &proxy.shared.nodes);
     drop(tls);
     let server_name = accepted.client_hello().server_name().map(str::to_owned);
@@ -148,7 +150,7 @@ async fn finish_handshake(
         Ok(Err((error, socket))) => {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::InvalidCertificate(_)) = inner {
-                audit::log_rejected_client(&proxy.front.name, arrival.peer, &error);
+                audit::log_rejected_client(&proxy.listener.name, arrival.peer, &error);
             }
             if let Some(rustls::Error::AlertReceived(alert)) = inner
                 && is_about_certificate(*alert)
@@ -177,7 +179,7 @@ async fn serve_connection(
     door: ListenerConfig,
     home: WorkerId,
 ) {
-    // The front may have become another during the handshake: then whoever comes is judged by that one.
+    // The listener may have become another during the handshake: then whoever comes is judged by that one.
     let Some(door) = door.by_now() else {
         return;
     };
@@ -185,34 +187,34 @@ async fn serve_connection(
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
     // Whoever speaks HTTP is told why in words; the record of what is refused then says it too.
-    let caller = caller(proxy, session).inspect_err(|refused| {
+    let client = client(proxy, session).inspect_err(|refused| {
         failed(proxy, "certificate", refused);
     });
-    let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
+    let connection = Arc::new(arrival.connection(proxy, sni, true, client));
     let io = ClientIo::tls(stream, &connection.condition, proxy.form());
     serve(proxy, io, connection, door.stop.clone()).await;
 }
 
 /// Returns the client that the certificate names, if the client sent one.
-fn caller(
+fn client(
     proxy: &Proxy,
     session: &rustls::ServerConnection,
 ) -> Result<Option<ClientIdentity>, PeerRejected> {
-    let (Some(tls), Some(chain)) = (&proxy.front.tls, session.peer_certificates()) else {
+    let (Some(tls), Some(chain)) = (&proxy.listener.tls, session.peer_certificates()) else {
         return Ok(None);
     };
     let tls = tls.load();
     let trust = &tls.trust;
     let proven = verify_peer(
         Some(chain),
-        Purpose::Caller,
+        Purpose::Client,
         UnixTime::now(),
         trust,
         &none_revoked,
     )?;
     let (name, groups, uris) = match proven.identity {
-        Identity::Caller { name, groups } => {
-            let uri = trust.caller_uri(&name);
+        Identity::Client { name, groups } => {
+            let uri = trust.client_uri(&name);
             (name, groups, vec![uri])
         }
         Identity::Foreign {
@@ -230,7 +232,7 @@ fn caller(
         // `check_peer` lets neither through for this purpose.
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
-    let caller = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared);
+    let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared);
     Ok(Some(ClientIdentity {
         root: proven.root,
         certificate: Serial::try_from(proven.serial).ok().map(|serial| {
@@ -241,7 +243,7 @@ fn caller(
             })
         }),
         validity: Some(Validity::until(proven.not_after)),
-        ..caller.with_uris(uris)
+        ..client.with_uris(uris)
     }))
 }
 
@@ -261,8 +263,8 @@ fn log_refusal(
     (server_name, alert): (Option<&str>, &str),
     message: &'static str,
 ) {
-    if let Some(count) = proxy.front.tls_refusals.happened_within(LOG_INTERVAL) {
-        let (listener, peer) = (&proxy.front.name, arrival.peer);
+    if let Some(count) = proxy.listener.tls_refusals.happened_within(LOG_INTERVAL) {
+        let (listener, peer) = (&proxy.listener.name, arrival.peer);
         tracing::info!(listener, %peer, server_name, alert, count, "{message}");
     }
 }
@@ -271,6 +273,6 @@ fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
     proxy
         .shared
         .metrics
-        .handshake_failed(proxy.front.kind.as_str(), why);
-    tracing::debug!(front = proxy.front.name, why, %error, "a caller's TLS handshake failed");
+        .handshake_failed(proxy.listener.kind.as_str(), why);
+    tracing::debug!(listener = proxy.listener.name, why, %error, "a client's TLS handshake failed");
 }

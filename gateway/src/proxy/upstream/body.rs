@@ -280,7 +280,7 @@ impl BodySource {
                 came.map(|came| {
                     came.map_err(|error| {
                         let why = error::of_stream(route, leaving, (&error, "in mid answer"));
-                        // A code goes on; what was lost is not the caller's connection.
+                        // A code goes on; what was lost is not the client's connection.
                         let reset = error.is_reset();
                         (
                             why,

@@ -43,7 +43,7 @@ impl UpstreamConnection {
         offer: Alpn,
     ) -> Result<Self, Error> {
         let shared = &way.proxy.shared;
-        let deadline = Instant::now() + shared.timeouts.open;
+        let deadline = Instant::now() + shared.timeouts.connect;
         let (send, receive) = relay::open(way).await?;
         let name = tls::name(&way.route.node)
             .ok_or_else(|| error::broken(way.route, "cannot be asked for by this node's name"))?;

@@ -64,7 +64,7 @@ fn of_certificate(why: &CertificateError) -> String {
     match why {
         // The latter where another CA has the same name: a cluster that was made anew.
         CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-            "shows a certificate that none of the CAs of apps has signed".to_owned()
+            "shows a certificate that none of the CAs of upstream_tls has signed".to_owned()
         }
         CertificateError::NotValidForNameContext {
             expected,
@@ -98,7 +98,7 @@ fn plain(name: &str) -> &str {
 
 /// There was no answer, or no more of it.
 pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
-    // The stream may have been given up because of what the caller sent.
+    // The stream may have been given up because of what the client sent.
     if let Some(known) = way.record.failure() {
         return known;
     }
@@ -114,7 +114,7 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
         return broken(route, &of_peer(error));
     }
     if error.is_parse_too_large() {
-        let what = "answered with more fields than limits.headers of this gateway allows, or with a head of more than 256 KiB";
+        let what = "answered with more fields than limits.max_headers of this gateway allows, or with a head of more than 256 KiB";
         return broken(route, what);
     }
     if error.is_parse() {

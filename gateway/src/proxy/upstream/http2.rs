@@ -76,7 +76,7 @@ impl UpstreamHttp2Pool {
         app: &UpstreamTls,
         after: u64,
     ) -> Result<Checkout<'_, Http2Connection>, Error> {
-        let bound = way.proxy.shared.timeouts.open;
+        let bound = way.proxy.shared.timeouts.connect;
         let alive = |connection: &Http2Connection| connection.is_alive(way, app);
         let turn = timeout(bound, self.0.turn(after, alive)).await;
         turn.map_err(|_| {
@@ -105,7 +105,7 @@ impl UpstreamHttp2Pool {
         UpstreamConnection { guarded, life }: UpstreamConnection,
     ) -> Result<UpstreamStreamPermit, Error> {
         let shared = &way.proxy.shared;
-        let deadline = Instant::now() + shared.timeouts.open;
+        let deadline = Instant::now() + shared.timeouts.connect;
         let counted = CountedIo::new(guarded);
         let traffic = counted.traffic();
         let (heard, mut allowed) = observe(counted);

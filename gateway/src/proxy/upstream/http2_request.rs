@@ -61,7 +61,7 @@ pub(super) async fn run(
 }
 
 fn unanswered(way: StreamContext<'_>, broke: &RequestError) -> Error {
-    // The stream may have been given up because of what the caller sent.
+    // The stream may have been given up because of what the client sent.
     way.record.failure().unwrap_or_else(|| {
         let leaving = way.tunnel.leaving();
         error::of_stream(way.route, leaving, (&broke.error, "before it had answered"))

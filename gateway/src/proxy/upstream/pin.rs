@@ -40,10 +40,10 @@ impl KeyMismatch {
         let since = UNIX_EPOCH + std::time::Duration::from_secs(known.since);
         let since = humantime::format_rfc3339_seconds(since);
         let what = format!(
-            "has another key than it had: SHA-256 {met}, and since {since} it is known by {}; if it was made anew, `causeway edge unpin {node} {port}` at the gateway forgets that",
+            "has another key than it had: SHA-256 {met}, and since {since} it is known by {}; if it was made anew, `causeway node unpin {node} {port}` at the gateway forgets that",
             known.key
         );
-        Reason::TargetChanged.error(error::sentence(route, &what))
+        Reason::TargetKeyChanged.error(error::sentence(route, &what))
     }
 
     /// Returns the key mismatch that a TLS error contains.

@@ -148,7 +148,7 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     // The answer is over at once.
     let busy = connection.idle.busy();
     let work = async move {
-        // The app's half is first: it is there at once, and a caller that has left resets it.
+        // The app's half is first: it is there at once, and a client that has left resets it.
         let far = match far.await {
             Ok(far) => UpgradedIo(TokioIo::new(far)),
             Err(error) => {
@@ -157,7 +157,7 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
         };
         let near = match near.await {
             Ok(near) => near,
-            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
         };
         let session = UpgradedClient::new(near, connection, (None, BufferedBody::default()), busy);
         let mut far = CountedIo::new(far, record.passed.clone());

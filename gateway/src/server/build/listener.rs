@@ -40,7 +40,7 @@ use std::{
 /// Listeners of two equal sources behave alike.
 #[derive(Debug, PartialEq)]
 pub(crate) struct ListenerSource {
-    pub(crate) front: config::Listener,
+    pub(crate) listener: config::Listener,
     client_roots: Vec<CertificateDer<'static>>,
     /// Text of the token file, which has hashes only.
     tokens: Option<String>,
@@ -59,40 +59,41 @@ struct JwtIssuerFiles {
 
 impl ListenerSource {
     /// Reads the files that the listener names.
-    pub(crate) fn read(front: &config::Listener) -> Result<Self, BindError> {
-        let tokens = front.callers.tokens.as_deref();
+    pub(crate) fn read(listener: &config::Listener) -> Result<Self, BindError> {
+        let tokens = listener.client_auth.tokens.as_deref();
         Ok(Self {
-            client_roots: client_roots(front)?,
-            tokens: tokens.map(|path| text(&front.name, path)).transpose()?,
-            issuers: issuers(front)?,
-            leaf: leaf(front)?,
-            front: front.clone(),
+            client_roots: client_roots(listener)?,
+            tokens: tokens.map(|path| text(&listener.name, path)).transpose()?,
+            issuers: issuers(listener)?,
+            leaf: leaf(listener)?,
+            listener: listener.clone(),
         })
     }
 
     /// Reads the files that the listener names, in place of those that `current` was made of.
     pub(crate) fn read_in_place_of(
-        front: &config::Listener,
+        listener: &config::Listener,
         current: Option<&Self>,
     ) -> Result<Self, BindError> {
-        let mut read = Self::read(front)?;
-        if let (Some(leaf), Some(files)) = (read.leaf.take(), &front.certificate) {
+        let mut read = Self::read(listener)?;
+        if let (Some(leaf), Some(files)) = (read.leaf.take(), &listener.certificate) {
             let current = current.and_then(|current| current.leaf.as_ref());
             let leaf = leaf.replacing(current, UnixTime::now());
-            let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+            let leaf =
+                leaf.map_err(|error| file(&listener.name, &files.chain, error.to_string()))?;
             read.leaf = Some(leaf);
         }
         Ok(read)
     }
 
     /// Reads the files that the listener names, and checks those that are parsed later.
-    pub(crate) fn check(front: &config::Listener) -> Result<(), BindError> {
-        let read = Self::read(front)?;
+    pub(crate) fn check(listener: &config::Listener) -> Result<(), BindError> {
+        let read = Self::read(listener)?;
         read.tokens()?;
-        for (jwt, files) in front.callers.jwt.iter().zip(&read.issuers) {
+        for (jwt, files) in listener.client_auth.jwt.iter().zip(&read.issuers) {
             if let (Some(path), Some(roots)) = (&jwt.jwks_ca, &files.roots) {
                 let found = causeway_certs::certificates(roots);
-                found.map_err(|why| file(&front.name, path, why))?;
+                found.map_err(|why| file(&listener.name, path, why))?;
             }
         }
         Ok(())
@@ -100,20 +101,23 @@ impl ListenerSource {
 
     /// Whether a client certificate may be valid at both listeners.
     pub(crate) fn shares_ca(&self, other: &Self) -> bool {
-        let own = self.front.callers.own_ca && other.front.callers.own_ca;
+        let own = self.listener.client_auth.own_ca && other.listener.client_auth.own_ca;
         let has = |root: &_| other.client_roots.contains(root);
         own || self.client_roots.iter().any(has)
     }
 
     /// Returns the certificates in the files that the listener names.
     pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
-        let front = &self.front;
-        let file = front.certificate.as_ref().map(|files| files.chain.clone());
+        let listener = &self.listener;
+        let file = listener
+            .certificate
+            .as_ref()
+            .map(|files| files.chain.clone());
         let shown = self.leaf.as_ref().and_then(|leaf| leaf.chain().first());
         let shown = shown.and_then(|shown| {
-            CertificateInUse::read(format!("listener:{}", front.name), shown, file)
+            CertificateInUse::read(format!("listener:{}", listener.name), shown, file)
         });
-        let trusted = format!("listener_client_ca:{}", front.name);
+        let trusted = format!("listener_client_ca:{}", listener.name);
         let roots = self.client_roots.iter();
         let roots = roots.filter_map(|root| CertificateInUse::read(trusted.clone(), root, None));
         let jwks = self
@@ -121,7 +125,7 @@ impl ListenerSource {
             .iter()
             .filter_map(|issuer| issuer.roots.as_deref());
         let jwks = jwks.filter_map(|roots| causeway_certs::certificates(roots).ok());
-        let trusted = format!("listener_jwks_ca:{}", front.name);
+        let trusted = format!("listener_jwks_ca:{}", listener.name);
         let jwks = jwks.flatten();
         let jwks = jwks.filter_map(|root| CertificateInUse::read(trusted.clone(), &root, None));
         shown.into_iter().chain(roots).chain(jwks).collect()
@@ -134,44 +138,43 @@ impl ListenerSource {
         shared: &ProxyState,
         listens: Option<u16>,
     ) -> Result<Listener, BindError> {
-        let front = &self.front;
-        let node = match &front.node {
-            Some(name) => Some(
-                NodeName::parse(name)
-                    .map_err(|error| BindError::Name(format!("front {:?}: {error}", front.name)))?,
-            ),
+        let listener = &self.listener;
+        let node = match &listener.node {
+            Some(name) => Some(NodeName::parse(name).map_err(|error| {
+                BindError::Name(format!("listener {:?}: {error}", listener.name))
+            })?),
             None => None,
         };
         self.without_ca(&ca.get())?;
         let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
-        let shown = front.callers.own_ca || !self.client_roots.is_empty();
+        let shown = listener.client_auth.own_ca || !self.client_roots.is_empty();
         Ok(Listener {
-            name: front.name.clone(),
-            kind: front.kind,
+            name: listener.name.clone(),
+            kind: listener.protocol,
             node,
-            port: front.node_port(),
+            port: listener.node_port(),
             listens,
             authentication: Authenticator {
                 tokens: self.tokens()?,
                 jwts: self.jwts(&ca.get(), issuers)?,
                 review: self.review(&ca.get(), shared)?,
                 certificates: tls.is_some() && shown,
-                anonymous: front.anonymous,
-                anonymous_from: front.anonymous_from.clone(),
-                anonymous_ports: front.anonymous_ports.clone(),
+                anonymous: listener.anonymous,
+                anonymous_from: listener.anonymous_from.clone(),
+                anonymous_ports: listener.anonymous_ports.clone(),
             },
             tls: tls.map(ArcSwap::from_pointee),
-            kubelets: front.subject_access_review.clone(),
-            revoked: front.callers.revoked.iter().cloned().collect(),
-            disconnect_expired: front.disconnect_expired,
-            forward_authorization: front.forward_authorization,
-            told: IdentityHeaderFields::of(&front.identity_headers).map_err(BindError::Name)?,
-            forwarding: ForwardingHeaders::new(front),
-            errors: front.errors,
-            original_destination: front.original_destination,
-            direct: front.direct.clone(),
-            proxy_protocol: front.proxy_protocol.clone(),
-            metrics: shared.metrics.front(&front.name),
+            kubelets: listener.subject_access_review.clone(),
+            revoked: listener.client_auth.revoked.iter().cloned().collect(),
+            disconnect_expired: listener.disconnect_expired,
+            forward_authorization: listener.forward_authorization,
+            told: IdentityHeaderFields::of(&listener.identity_headers).map_err(BindError::Name)?,
+            forwarding: ForwardingHeaders::new(listener),
+            errors: listener.errors,
+            original_destination: listener.original_destination,
+            direct: listener.direct_networks.clone(),
+            proxy_protocol: listener.proxy_protocol.clone(),
+            metrics: shared.metrics.listener(&listener.name),
             tls_refusals: LogThrottle::default(),
             exhaustions: LogThrottle::default(),
             retired: OnceLock::new(),
@@ -181,39 +184,39 @@ impl ListenerSource {
 
     /// Fails if a listener needs a CA and there is none: such a listener would admit no client.
     fn without_ca(&self, ca: &Ca) -> Result<(), BindError> {
-        let (front, callers) = (&self.front, &self.front.callers);
-        if ca.is_believed() || !front.has_tls() {
+        let (listener, client_auth) = (&self.listener, &self.listener.client_auth);
+        if ca.is_believed() || !listener.has_tls() {
             return Ok(());
         }
-        let others = callers.tokens.is_some()
-            || !callers.jwt.is_empty()
-            || callers.token_review.is_some()
-            || front.anonymous;
+        let others = client_auth.tokens.is_some()
+            || !client_auth.jwt.is_empty()
+            || client_auth.token_review.is_some()
+            || listener.anonymous;
         let lacks = if self.leaf.is_none() {
             "certificate: there is no CA to make one"
         } else if self.client_roots.is_empty() && !others {
-            "callers: there is no CA that makes certificates for them; name client_ca, tokens, jwt or token_review"
+            "client_auth: there is no CA that makes certificates for them; name client_ca, tokens, jwt or token_review"
         } else {
             return Ok(());
         };
         Err(BindError::Name(format!(
-            "front {:?} lacks {lacks}",
-            front.name
+            "listener {:?} lacks {lacks}",
+            listener.name
         )))
     }
 
     fn tokens(&self) -> Result<Option<StaticTokens>, BindError> {
-        let (Some(text), Some(path)) = (&self.tokens, &self.front.callers.tokens) else {
+        let (Some(text), Some(path)) = (&self.tokens, &self.listener.client_auth.tokens) else {
             return Ok(None);
         };
         let tokens = StaticTokens::parse(text);
-        let tokens = tokens.map_err(|error| file(&self.front.name, path, error.to_string()))?;
+        let tokens = tokens.map_err(|error| file(&self.listener.name, path, error.to_string()))?;
         Ok(Some(tokens))
     }
 
     /// Returns the authenticator of JWTs. Keys of a URL may still have to be fetched.
     fn jwts(&self, ca: &Ca, issuers: &JwksFetchers) -> Result<Option<JwtAuthenticator>, BindError> {
-        let listed = &self.front.callers.jwt;
+        let listed = &self.listener.client_auth.jwt;
         let mut all = Vec::with_capacity(listed.len());
         for (jwt, files) in listed.iter().zip(&self.issuers) {
             let keys = match &files.keys {
@@ -221,7 +224,7 @@ impl ListenerSource {
                 None => issuers.keys(jwt, files.roots.as_deref()).map_err(|why| {
                     let named = jwt.jwks_ca.clone();
                     let path = named.unwrap_or_else(|| jwt.jwks.to_string().into());
-                    file(&self.front.name, &path, why)
+                    file(&self.listener.name, &path, why)
                 })?,
             };
             let naming = ClaimMappings {
@@ -239,12 +242,12 @@ impl ListenerSource {
 
     /// Returns the review of tokens by the cluster's API. Fails if the listener needs reviews and there is no cluster.
     fn review(&self, ca: &Ca, shared: &ProxyState) -> Result<Option<TokenReview>, BindError> {
-        let (front, review) = (&self.front, &self.front.callers.token_review);
-        let asks = review.is_some() || !front.subject_access_review.is_empty();
+        let (listener, review) = (&self.listener, &self.listener.client_auth.token_review);
+        let asks = review.is_some() || !listener.subject_access_review.is_empty();
         if asks && shared.reviews.is_none() {
             return Err(BindError::Name(format!(
-                "front {:?} asks a cluster's API about callers, and this gateway was started without one (kubernetes)",
-                front.name
+                "listener {:?} asks a cluster's API about clients, and this gateway was started without one (kubernetes)",
+                listener.name
             )));
         }
         Ok(review.as_ref().map(|review| TokenReview {
@@ -259,17 +262,17 @@ impl ListenerSource {
         ca: &Ca,
         (live, nodes): (&LiveCa, &Nodes),
     ) -> Result<Option<ListenerTls>, BindError> {
-        if !self.front.has_tls() {
+        if !self.listener.has_tls() {
             return Ok(None);
         }
         // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
         let trust = ListenerClientTrust {
-            own: self.front.callers.own_ca && ca.is_believed(),
+            own: self.listener.client_auth.own_ca && ca.is_believed(),
             client_roots: self.client_roots.clone(),
             require: false,
         };
         let fault = |cause| BindError::Trust {
-            what: format!("front {:?}", self.front.name),
+            what: format!("listener {:?}", self.listener.name),
             cause,
         };
         let (shown, leaves): (Arc<dyn ResolvesServerCert>, _) = if let Some(leaf) = &self.leaf {
@@ -278,8 +281,8 @@ impl ListenerSource {
             let leaves = self.leaves(live, nodes)?;
             (leaves.clone(), Some(leaves))
         };
-        // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
-        let alpn: &[&[u8]] = match self.front.kind {
+        // A TCP listener speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
+        let alpn: &[&[u8]] = match self.listener.protocol {
             ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             ListenerProtocol::Connect | ListenerProtocol::Http => {
                 &[wire::ALPN_HTTP11, wire::ALPN_HTTP10]
@@ -287,8 +290,8 @@ impl ListenerSource {
             ListenerProtocol::Tcp => &[],
         };
         let required = trust.require;
-        let trust = TrustStore::front(ca, &trust).map_err(fault)?;
-        let config = verify::front_server(shown, &trust, required, alpn).map_err(fault)?;
+        let trust = TrustStore::listener(ca, &trust).map_err(fault)?;
+        let config = verify::listener_server(shown, &trust, required, alpn).map_err(fault)?;
         Ok(Some(ListenerTls {
             config,
             trust,
@@ -300,19 +303,19 @@ impl ListenerSource {
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
         let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
-        let listen = match self.front.listen {
+        let listen = match self.listener.listen {
             ListenAddr::Tcp(address) => address.ip(),
             ListenAddr::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
         };
-        let names = names(&self.front.names, listen)?;
+        let names = names(&self.listener.names, listen)?;
         Ok(Arc::new(SniCertResolver::new(ca.clone(), names, known)?))
     }
 }
 
-fn client_roots(front: &config::Listener) -> Result<Vec<CertificateDer<'static>>, BindError> {
+fn client_roots(listener: &config::Listener) -> Result<Vec<CertificateDer<'static>>, BindError> {
     let mut client_roots = Vec::new();
-    for path in &front.callers.client_ca {
-        let fault = |why: String| file(&front.name, path, why);
+    for path in &listener.client_auth.client_ca {
+        let fault = |why: String| file(&listener.name, path, why);
         let roots =
             CertificateDer::pem_file_iter(path).map_err(|error| fault(error.to_string()))?;
         let before = client_roots.len();
@@ -327,40 +330,40 @@ fn client_roots(front: &config::Listener) -> Result<Vec<CertificateDer<'static>>
 }
 
 /// Reads the files of a listener's issuers.
-fn issuers(front: &config::Listener) -> Result<Vec<JwtIssuerFiles>, BindError> {
+fn issuers(listener: &config::Listener) -> Result<Vec<JwtIssuerFiles>, BindError> {
     let read = |jwt: &config::Jwt| {
         let keys = match &jwt.jwks {
             Jwks::File(path) => {
-                let keys = KeySet::parse(text(&front.name, path)?.as_bytes());
-                Some(keys.map_err(|why| file(&front.name, path, why))?)
+                let keys = KeySet::parse(text(&listener.name, path)?.as_bytes());
+                Some(keys.map_err(|why| file(&listener.name, path, why))?)
             }
             Jwks::Url(_) => None,
         };
         let roots = jwt.jwks_ca.as_deref();
-        let roots = roots.map(|path| text(&front.name, path)).transpose()?;
+        let roots = roots.map(|path| text(&listener.name, path)).transpose()?;
         Ok(JwtIssuerFiles { keys, roots })
     };
-    front.callers.jwt.iter().map(read).collect()
+    listener.client_auth.jwt.iter().map(read).collect()
 }
 
-fn leaf(front: &config::Listener) -> Result<Option<LeafCertificate>, BindError> {
-    let Some(files) = &front.certificate else {
+fn leaf(listener: &config::Listener) -> Result<Option<LeafCertificate>, BindError> {
+    let Some(files) = &listener.certificate else {
         return Ok(None);
     };
-    let chain = text(&front.name, &files.chain)?;
-    let key = text(&front.name, &files.key)?;
+    let chain = text(&listener.name, &files.chain)?;
+    let key = text(&listener.name, &files.key)?;
     let leaf = LeafCertificate::load_for(Role::Server, &chain, &key);
-    let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+    let leaf = leaf.map_err(|error| file(&listener.name, &files.chain, error.to_string()))?;
     Ok(Some(leaf))
 }
 
-fn text(front: &str, path: &Path) -> Result<String, BindError> {
-    std::fs::read_to_string(path).map_err(|error| file(front, path, error.to_string()))
+fn text(listener: &str, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(listener, path, error.to_string()))
 }
 
-fn file(front: &str, path: &Path, why: String) -> BindError {
+fn file(listener: &str, path: &Path, why: String) -> BindError {
     BindError::File {
-        what: format!("front {front:?}"),
+        what: format!("listener {listener:?}"),
         path: path.to_owned(),
         why,
     }

@@ -61,7 +61,7 @@ pub(super) fn admission(
         listed: listed.clone(),
         enrol,
         reading: config
-            .readers
+            .api_cache
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
         early: Arc::default(),

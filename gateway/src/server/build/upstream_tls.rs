@@ -54,7 +54,7 @@ fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindE
         (None, true, _) => ServerTrust::Pinned,
         (None, false, false) => ServerTrust::Any,
         (None, false, true) => {
-            let why = format!("apps.{port} needs \"ca\", or pin: true, or verify: false");
+            let why = format!("upstream_tls.{port} needs \"ca\", or pin: true, or verify: false");
             return Err(BindError::Name(why));
         }
     };
@@ -91,7 +91,7 @@ fn text(port: u16, path: &Path) -> Result<String, BindError> {
 
 fn file(port: u16, path: PathBuf, why: String) -> BindError {
     BindError::File {
-        what: format!("apps.{port}"),
+        what: format!("upstream_tls.{port}"),
         path,
         why,
     }

@@ -336,7 +336,7 @@ pub(super) fn network(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
     let length = u32::from(net.prefix_len());
     match net.network() {
         IpAddr::V4(ip) => (true, (length, ip.to_bits().into())),
-        // Callers' addresses are compared as the IPv4 addresses that they are.
+        // Clients' addresses are compared as the IPv4 addresses that they are.
         IpAddr::V6(ip) => match ip.to_ipv4_mapped() {
             Some(ip) if length >= 96 => (true, (length - 96, ip.to_bits().into())),
             _ => (false, (length, ip.to_bits())),

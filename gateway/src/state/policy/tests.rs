@@ -63,7 +63,7 @@ impl PolicyCase {
         Self {
             user: "ann",
             groups: vec!["ops".into()],
-            uris: vec!["spiffe://td/caller/ann".into()],
+            uris: vec!["spiffe://td/client/ann".into()],
             known: true,
             from: Some("10.1.2.3".parse().unwrap()),
             node: NodeName::parse("edge-1").unwrap(),
@@ -426,7 +426,7 @@ fn some_rule(random: &mut StdRng) -> Rule {
         who: said(Subjects {
             users: words(random, &["ann", "a*", "*", "bob", ANONYMOUS]),
             groups: words(random, &["ops", "dev*", AUTHENTICATED, UNAUTHENTICATED]),
-            spiffe: words(random, &["spiffe://td/caller/*", "spiffe://other/*"]),
+            spiffe: words(random, &["spiffe://td/client/*", "spiffe://other/*"]),
             networks: Specified(pick(random, &networks).0.map(SourceNetworks)),
         }),
         r#where: said(NodeSelector {

@@ -105,7 +105,7 @@ async fn a_download_has_its_length_and_is_the_same_each_time() {
 }
 
 #[tokio::test]
-async fn a_length_that_is_no_number_is_the_callers_fault() {
+async fn a_length_that_is_no_number_is_the_clients_fault() {
     let (head, _) = get_path("/download?bytes=-1").await;
     assert_eq!(head.status(), StatusCode::BAD_REQUEST);
 }

@@ -83,7 +83,7 @@ async fn bad_answers_are_bad() {
 }
 
 #[tokio::test]
-async fn a_silent_app_sees_its_caller_leave() {
+async fn a_silent_app_sees_its_client_leave() {
     let app = App::http(|_| answer::silence()).await;
     let socket = talk(&app, GET).await;
     app.head().await;
@@ -99,7 +99,7 @@ async fn a_silent_app_sees_its_caller_leave() {
 }
 
 #[tokio::test]
-async fn an_endless_app_sees_its_caller_leave() {
+async fn an_endless_app_sees_its_client_leave() {
     let app = App::http(|_| answer::endless()).await;
     let mut socket = talk(&app, GET).await;
     read(&mut socket, 100_000).await;

@@ -5,7 +5,7 @@
 use super::{Causeway, Ended, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
 use crate::world::{
     Metrics,
-    caller::{Caller, Place},
+    client::{Client, Place},
     log::Log,
     tool::Tool,
 };
@@ -18,8 +18,7 @@ use std::{
 use tempfile::TempDir;
 
 /// Listener without authentication and without TLS.
-pub(crate) const OPEN: &str =
-    "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
+pub(crate) const OPEN: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 
 /// The node port that the listener stands for.
 const PORT: u16 = 9100;
@@ -31,7 +30,7 @@ pub(crate) struct Site {
     /// The tunnel port.
     pub(crate) tunnel: String,
     pub(crate) admin: String,
-    pub(crate) front: String,
+    pub(crate) listener: String,
 }
 
 impl Site {
@@ -47,12 +46,12 @@ impl Site {
 
     /// A running gateway with further lines of configuration.
     pub(crate) async fn with(configuration: &str) -> Self {
-        let front = "{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100 }";
-        Self::with_fronts(&format!("fronts: [{front}]\n{configuration}")).await
+        let listener = "{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100 }";
+        Self::with_listeners(&format!("listeners: [{listener}]\n{configuration}")).await
     }
 
     /// The same, which has no listeners but those.
-    pub(crate) async fn with_fronts(configuration: &str) -> Self {
+    pub(crate) async fn with_listeners(configuration: &str) -> Self {
         Self::listening("127.0.0.1:0", configuration).await
     }
 
@@ -65,7 +64,7 @@ impl Site {
             .run()
             .await
             .ok();
-        causeway("ca caller --name alice")
+        causeway("client certificate --name alice")
             .flag("--out", folder.path())
             .flag("--data-dir", &data)
             .run()
@@ -77,7 +76,7 @@ impl Site {
     /// A running gateway in a folder that has all it needs.
     pub(crate) async fn of(folder: TempDir, tunnel: &str, configuration: &str) -> Self {
         write(&folder, configuration);
-        let (gateway, [tunnel, admin, front]) = {
+        let (gateway, [tunnel, admin, listener]) = {
             let first = gateway(causeway(""), folder.path(), tunnel);
             open(first).await
         };
@@ -86,7 +85,7 @@ impl Site {
             gateway,
             tunnel,
             admin,
-            front,
+            listener,
         }
     }
 
@@ -159,13 +158,13 @@ impl Site {
 
     async fn anew(folder: TempDir, (program, flags): (Causeway, &[&str]), tunnel: &str) -> Self {
         let new = gateway(program, folder.path(), tunnel).args(flags);
-        let (gateway, [tunnel, admin, front]) = open(new).await;
+        let (gateway, [tunnel, admin, listener]) = open(new).await;
         Self {
             folder,
             gateway,
             tunnel,
             admin,
-            front,
+            listener,
         }
     }
 
@@ -197,13 +196,13 @@ impl Site {
         let text = text.replace(here.to_str().unwrap(), there.to_str().unwrap());
         fs::write(configuration, text).unwrap();
         let second = gateway(causeway(""), folder.path(), tunnel);
-        let (gateway, [tunnel, admin, front]) = open(second.args(flags)).await;
+        let (gateway, [tunnel, admin, listener]) = open(second.args(flags)).await;
         Self {
             folder,
             gateway,
             tunnel,
             admin,
-            front,
+            listener,
         }
     }
 
@@ -266,14 +265,14 @@ impl Site {
     }
 
     /// Returns a client of the first listener, which serves everyone without TLS.
-    pub(crate) fn nobody(&self) -> Caller {
-        self.nobody_at(Place::Plain(self.front.parse().unwrap()))
+    pub(crate) fn nobody(&self) -> Client {
+        self.nobody_at(Place::Plain(self.listener.parse().unwrap()))
     }
 
     /// The same at another listener.
-    pub(crate) fn nobody_at(&self, place: Place) -> Caller {
+    pub(crate) fn nobody_at(&self, place: Place) -> Client {
         let root = CertificateDer::from_pem_file(self.data().join("ca.pem")).unwrap();
-        Caller::new(place, &root, Log::default())
+        Client::new(place, &root, Log::default())
     }
 
     /// alice's curl to a node's port 9100, to which a URL's rest is added.
@@ -285,7 +284,7 @@ impl Site {
 
     /// The same without a certificate.
     pub(crate) fn curl_as_nobody(&self, node: &str, rest: &str) -> Tool {
-        let to = format!("{node}:{PORT}:{}", self.front);
+        let to = format!("{node}:{PORT}:{}", self.listener);
         Tool::curl()
             .args([Path::new("--cacert"), &self.data().join("ca.pem")])
             .args(["--connect-to", &to])
@@ -313,11 +312,11 @@ fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {
 async fn open(gateway: Causeway) -> (Process, [String; 3]) {
     let mut gateway = gateway.start();
     let ready = gateway.said("gateway ready").await;
-    let front = gateway.said("front open").await;
+    let listener = gateway.said("listener open").await;
     let addresses = [
         address_after(&ready, "tunnel="),
         address_after(&ready, "admin="),
-        address_after(&front, "address="),
+        address_after(&listener, "address="),
     ];
     (gateway, addresses)
 }

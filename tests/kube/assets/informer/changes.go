@@ -36,9 +36,9 @@ func change(client kubernetes.Interface, count int, seed uint64) {
 	for _, slice := range all.Items {
 		known["slice/"+slice.Namespace+"/"+slice.Name] = true
 	}
-	fronts, err := client.CoreV1().Services("").List(context.Background(), options)
+	listeners, err := client.CoreV1().Services("").List(context.Background(), options)
 	must(err)
-	for _, service := range fronts.Items {
+	for _, service := range listeners.Items {
 		known["service/"+service.Namespace+"/"+service.Name] = true
 	}
 	for number := 0; number < count; number++ {

@@ -28,7 +28,7 @@ async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
     let mut members = pool("edge-1", &[&edge]);
     members.members.push(at("edge-2", edge.site));
     gateway.tell(&members);
-    edge.until(|reader| reader.ready && reader.members.len() == 2)
+    edge.until(|api_cache| api_cache.ready && api_cache.members.len() == 2)
         .await;
     (gateway, edge, members)
 }
@@ -74,16 +74,16 @@ async fn a_member_reads_and_nobody_else_does() {
         .ca
         .issue_gateway(&names, Duration::from_hours(1))
         .unwrap();
-    let mut as_caller = identity(&world.ca, "edge-2");
-    as_caller.leaf = world
+    let mut as_client = identity(&world.ca, "edge-2");
+    as_client.leaf = world
         .ca
-        .issue_caller("edge-2", &[], Duration::from_hours(1))
+        .issue_client("edge-2", &[], Duration::from_hours(1))
         .unwrap();
     for (who, stranger) in [
         ("a node of another pool", identity(&world.ca, "edge-3")),
         ("a node of another CA", of_another),
         ("a gateway", as_gateway),
-        ("a caller", as_caller),
+        ("a client", as_client),
     ] {
         let answer = answered(&edge, dials(&stranger)).await;
         assert!(
@@ -165,7 +165,7 @@ async fn one_member_does_not_take_the_places_of_others() {
     let (gateway, edge, mut members) = served(&world).await;
     members.members.push(at("edge-3", edge.site));
     gateway.tell(&members);
-    edge.until(|reader| reader.members.len() == 3).await;
+    edge.until(|api_cache| api_cache.members.len() == 3).await;
     let greedy = dials(&identity(&world.ca, "edge-2"));
     let mut held = Vec::new();
     while let Ok(tls) = watches(&edge, greedy.clone(), "v1/services").await {
@@ -208,7 +208,7 @@ async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
         .members
         .extend(names.iter().map(|name| at(name, edge.site)));
     gateway.tell(&members);
-    edge.until(|reader| reader.ready && reader.members.len() == NodePoolMembers::MOST)
+    edge.until(|api_cache| api_cache.ready && api_cache.members.len() == NodePoolMembers::MOST)
         .await;
     let each = names.iter().map(|name| dials(&identity(&world.ca, name)));
     let all: Vec<_> = each

@@ -411,28 +411,28 @@ impl Node {
         store.write_runtime("members", &text).unwrap();
     }
 
-    /// Starts a cache of Services, for itself and the members of its pool; `more` has further keys of `reader`.
+    /// Starts a cache of Services, for itself and the members of its pool; `more` has further keys of `api_cache`.
     pub(super) async fn start(&self, gateways: &[&Gateway], more: Value) -> Edge {
-        let mut reader = json!({
+        let mut api_cache = json!({
             "listen": "127.0.0.1:0",
             "resources": ["v1/services"],
-            "site": { "listen": "127.0.0.1:0", "addresses": ["localhost:10271"] },
+            "members": { "listen": "127.0.0.1:0", "addresses": ["localhost:10271"] },
             "save_every": "50ms",
         });
-        reader
+        api_cache
             .as_object_mut()
             .unwrap()
             .extend(more.as_object().unwrap().clone());
-        self.start_with(gateways, Some(reader)).await
+        self.start_with(gateways, Some(api_cache)).await
     }
 
-    pub(super) async fn start_with(&self, gateways: &[&Gateway], reader: Option<Value>) -> Edge {
+    pub(super) async fn start_with(&self, gateways: &[&Gateway], api_cache: Option<Value>) -> Edge {
         let nowhere = ["127.0.0.1:9".to_owned()].to_vec();
         let known: Vec<_> = gateways.iter().map(|one| one.address.to_string()).collect();
         let mut config = json!({ "backoff": { "silent_max": "200ms", "refused_max": "500ms" } });
-        if let Some(mut reader) = reader {
-            reader["listen"] = json!("127.0.0.1:0");
-            config["reader"] = reader;
+        if let Some(mut api_cache) = api_cache {
+            api_cache["listen"] = json!("127.0.0.1:0");
+            config["api_cache"] = api_cache;
         }
         let mut config: Config = serde_json::from_value(config).unwrap();
         config.data_dir = self.data.path().into();
@@ -479,7 +479,7 @@ impl Edge {
     pub(super) async fn until(&self, wanted: impl Fn(&ApiCacheStatus) -> bool) -> ApiCacheStatus {
         let began = Instant::now();
         loop {
-            let status = self.reader.status().reader;
+            let status = self.reader.status().api_cache;
             if let Some(status) = status.clone().filter(&wanted) {
                 return status;
             }

@@ -70,13 +70,13 @@ async fn of_gateways_that_name_different_leaders_the_first_counts_until_it_drain
         also(&ca, "b", Vec::new()).await,
     );
     let mut more = every();
-    more["reader"] = json!({ "listen": "127.0.0.1:0" });
+    more["api_cache"] = json!({ "listen": "127.0.0.1:0" });
     let world = World::joined(&ca);
     let edge = world.run(&addresses(&[&first, &second]), more).await;
     let (mut one, mut two) = (first.next().await, second.next().await);
     let led = async |leader: &str| {
         let leads = |status: &crate::status::Status| {
-            let reader = status.reader.as_ref();
+            let reader = status.api_cache.as_ref();
             reader.is_some_and(|reader| reader.leader.as_deref() == Some(leader))
         };
         edge.until(leads).await;
@@ -262,7 +262,7 @@ async fn all_gateways_behind_one_address_are_found_and_no_tunnel_ends_for_it() {
     *balancer.behind.lock().unwrap() = vec![a.address, b.address, again.address];
     let found = again.next().await;
     edge.until(reached(3, 3)).await;
-    // One that drains is none to which callers come.
+    // One that drains is none to which clients come.
     let mut draining = found.control;
     let drain = GatewayMessage::Drain { grace_ms: 1000 };
     draining.tell(&drain).await.unwrap();

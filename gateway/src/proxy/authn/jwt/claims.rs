@@ -168,7 +168,7 @@ mod tests {
             (&open, "system:anonymous", "team", false),
             (&open, "ann", "system:authenticated", false),
             (&open, "ann", "system:unauthenticated", false),
-            (&open, "spiffe://world.test/caller/alice", "team", false),
+            (&open, "spiffe://world.test/client/alice", "team", false),
             (&open, "SPIFFE://World.test/x", "team", false),
             (&bare, "spiffe://elsewhere.test/ns/prom", "team", true),
         ] {

@@ -230,7 +230,7 @@ async fn what_is_wrong_with_a_token_is_said_and_nothing_more() {
         (json!({ "aud": [] }), "jwt: not for this audience".into()),
         (
             json!({ "iss": "https://else.test" }),
-            "jwt: issuer is not one of this front's".into(),
+            "jwt: issuer is not one of this listener's".into(),
         ),
         (json!({ "iss": null }), "jwt: it names no issuer".into()),
         (json!({ "iss": [ISSUER] }), "jwt: it does not read".into()),

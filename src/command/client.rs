@@ -1,0 +1,224 @@
+//! `causeway client certificate|token|revoke`: credentials of clients.
+//!
+//! A token file (a listener's `client_auth.tokens`) has one line with the hash of each token; the token itself is printed once.
+//! A line is added in place under a lock, and removed again if it cannot be written completely. A new file belongs to the user of
+//! its directory, so that a gateway that does not run as root can read it.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, ensure};
+use causeway_certs::{LeafCertificate, StaticTokens, store::open_private};
+
+use super::{data_dir, private_file};
+use crate::cli::{ClientCertificate, ClientCommand, ClientRevoke, ClientToken};
+use crate::output::{errln, outln};
+
+/// Runs the command.
+pub(crate) fn run(client: ClientCommand) -> anyhow::Result<()> {
+    match client {
+        ClientCommand::Certificate(ask) => certificate(&ask),
+        ClientCommand::Token(ask) => {
+            let token = add(&ask)?;
+            let file = ask.file.display();
+            errln!("token of client {}; its hash is in {file}", ask.name);
+            errln!("use it as: Authorization: Bearer TOKEN");
+            outln!("{token}")?;
+            Ok(())
+        }
+        ClientCommand::Revoke(ask) => {
+            let tokens = revoke(&ask)?;
+            let (name, file) = (&ask.name, ask.file.display());
+            outln!(
+                "revoked {tokens} of {name} in {file}; a running gateway applies this at its next reload: causeway reload"
+            )?;
+            Ok(())
+        }
+    }
+}
+
+fn certificate(ask: &ClientCertificate) -> anyhow::Result<()> {
+    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
+    let leaf = ca.issue_client(&ask.name, &ask.groups, ask.ttl)?;
+    let (chain, key) = write_certificate(&ask.out, &ask.name, &leaf)?;
+    outln!("certificate {}", chain.display())?;
+    outln!("key         {}", key.display())?;
+    outln!(
+        "use them as: curl --cacert {} --cert {} --key {} https://…",
+        store.root_path().display(),
+        chain.display(),
+        key.display()
+    )?;
+    Ok(())
+}
+
+/// Writes NAME.pem and NAME-key.pem, the key first. Returns their paths.
+pub(super) fn write_certificate(
+    out: &Path,
+    name: &str,
+    leaf: &LeafCertificate,
+) -> anyhow::Result<(PathBuf, PathBuf)> {
+    let chain = out.join(format!("{name}.pem"));
+    let key = out.join(format!("{name}-key.pem"));
+    private_file::write(&key, leaf.key_pem().expose())?;
+    private_file::write(&chain, &leaf.chain_pem())?;
+    Ok((chain, key))
+}
+
+/// Adds a token to the file, which is created if absent. Returns the token.
+fn add(ask: &ClientToken) -> anyhow::Result<String> {
+    let (token, line) = StaticTokens::generate(&ask.name, &ask.groups)?;
+    let mut options = OpenOptions::new();
+    options.read(true).append(true);
+    let (mut file, text) = open(&ask.file, &options)?;
+    let gap = if text.is_empty() || text.ends_with('\n') {
+        ""
+    } else {
+        "\n"
+    };
+    append(&mut file, &format!("{gap}{line}\n")).with_context(|| ask.file.display().to_string())?;
+    Ok(token.expose().to_owned())
+}
+
+/// Turns the lines of the client's tokens into comments, byte by byte in place, and returns their number ("2 tokens").
+fn revoke(ask: &ClientRevoke) -> anyhow::Result<String> {
+    let place = || ask.file.display().to_string();
+    ensure!(
+        ask.file.exists(),
+        "there is no file {}; --file is a listener's client_auth.tokens",
+        place()
+    );
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    let (file, text) = open(&ask.file, &options)?;
+    let mut count = 0;
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        let token = line.split('#').next().unwrap_or_default();
+        if token.split_whitespace().nth(1) == Some(&ask.name) {
+            file.write_all_at(b"#", start).with_context(place)?;
+            count += 1;
+        }
+        start += line.len() as u64;
+    }
+    file.sync_all().with_context(place)?;
+    match count {
+        0 => anyhow::bail!("{} has no token of client {}", place(), ask.name),
+        1 => Ok("1 token".into()),
+        many => Ok(format!("{many} tokens")),
+    }
+}
+
+/// Opens a token file, locks it, and returns it with its text, which must be valid.
+fn open(path: &Path, options: &OpenOptions) -> anyhow::Result<(File, String)> {
+    let place = || path.display().to_string();
+    let mut file = open_private(path, options).with_context(place)?;
+    file.lock().with_context(place)?;
+    let mut text = String::new();
+    file.read_to_string(&mut text).with_context(place)?;
+    StaticTokens::parse(&text).with_context(place)?;
+    Ok((file, text))
+}
+
+fn append(file: &mut File, text: &str) -> std::io::Result<()> {
+    let before = file.metadata()?.len();
+    file.write_all(text.as_bytes())
+        .and_then(|()| file.sync_all())
+        .inspect_err(|_| {
+            // Half a line would be refused at the next reload; this error is the one to report.
+            let _ = file.set_len(before);
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn ask(file: &Path, name: &str) -> ClientToken {
+        ClientToken {
+            name: name.into(),
+            groups: vec!["ops".into()],
+            file: file.to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_file_keeps_hashes_only_and_grows_by_a_line_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("clients");
+        let first = add(&ask(&file, "prometheus")).unwrap();
+        let text = std::fs::read_to_string(&file).unwrap();
+        std::fs::write(&file, text.trim_end()).unwrap();
+        let second = add(&ask(&file, "curl")).unwrap();
+
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(!text.contains(&first) && !text.contains(&second));
+        let clients = StaticTokens::parse(&text).unwrap();
+        assert_eq!(clients.lookup(&first).unwrap().name, "prometheus");
+        assert_eq!(clients.lookup(&second).unwrap().groups, ["ops"]);
+        let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_file_that_is_something_else_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("notes");
+        std::fs::write(&file, "milk, eggs\n").unwrap();
+        let error = format!("{:#}", add(&ask(&file, "curl")).unwrap_err());
+        assert!(
+            error.contains("notes") && error.contains("line 1"),
+            "{error}"
+        );
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "milk, eggs\n");
+    }
+
+    #[test]
+    fn revoke_comments_out_all_tokens_of_the_client_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("clients");
+        let revoke = |name: &str| {
+            let name = name.to_owned();
+            revoke(&ClientRevoke {
+                name,
+                file: file.clone(),
+            })
+        };
+        assert!(revoke("ann").unwrap_err().to_string().contains("no file"));
+        let first = add(&ask(&file, "ann")).unwrap();
+        let other = add(&ask(&file, "annabel")).unwrap();
+        let second = add(&ask(&file, "ann")).unwrap();
+        assert_eq!(revoke("ann").unwrap(), "2 tokens");
+        let text = std::fs::read_to_string(&file).unwrap();
+        let tokens = StaticTokens::parse(&text).unwrap();
+        assert!(tokens.lookup(&first).is_none() && tokens.lookup(&second).is_none());
+        assert_eq!(tokens.lookup(&other).unwrap().name, "annabel");
+        let again = revoke("ann").unwrap_err().to_string();
+        assert!(again.contains("has no token of client ann"), "{again}");
+    }
+
+    #[test]
+    fn certificate_key_is_private() {
+        let folder = tempfile::tempdir().unwrap();
+        let data = crate::cli::DataDir {
+            data_dir: folder.path().join("data"),
+        };
+        let domain = "causeway.test".parse().unwrap();
+        super::super::ca::ensure(&data.data_dir, &domain).unwrap();
+        certificate(&ClientCertificate {
+            name: "curl".into(),
+            groups: vec!["admins".into()],
+            ttl: std::time::Duration::from_hours(1),
+            out: folder.path().to_owned(),
+            data,
+        })
+        .unwrap();
+        let key = std::fs::metadata(folder.path().join("curl-key.pem")).unwrap();
+        assert_eq!(key.permissions().mode() & 0o777, 0o600);
+        let chain = std::fs::read_to_string(folder.path().join("curl.pem")).unwrap();
+        assert!(chain.starts_with("-----BEGIN CERTIFICATE-----"));
+    }
+}

@@ -1,0 +1,405 @@
+//! API cache by the built binary. The gateway takes objects from manifests. curl reads them at edges as clients of Kubernetes
+//! do, through outages, restarts and damage.
+
+use crate::world::{
+    process::{Causeway, Process, Site, address_after, causeway},
+    tool::{Tool, need},
+    until,
+};
+use serde_json::{Value, json};
+use std::{fs, net::TcpListener, path::Path, time::Instant};
+
+/// The path of all `EndpointSlices`.
+const SLICES: &str = "apis/discovery.k8s.io/v1/endpointslices";
+
+/// A gateway with this many `EndpointSlices` and a Service.
+async fn gateway(slices: u32) -> (tempfile::TempDir, Site) {
+    let objects = tempfile::tempdir().unwrap();
+    for number in 0..slices {
+        write(objects.path(), &format!("slice-{number}"), "10.0.0.1");
+    }
+    let service = json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web", "namespace": "shop" }, "spec": { "clusterIP": "10.96.0.7" } });
+    fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
+    let readers = format!("api_cache: {{ manifests: {} }}", objects.path().display());
+    let site = Site::with(&readers).await;
+    (objects, site)
+}
+
+fn write(objects: &Path, name: &str, address: &str) {
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": { "name": name, "namespace": "shop", "labels": { "kubernetes.io/service-name": "web" } },
+        "addressType": "IPv4",
+        "endpoints": [{ "addresses": [address] }],
+    });
+    fs::write(objects.join(format!("{name}.json")), slice.to_string()).unwrap();
+}
+
+/// Free port of this machine, for an address that others receive.
+fn free() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+/// An edge that reads.
+struct Reading {
+    edge: Process,
+    at: String,
+}
+
+impl Reading {
+    async fn of(edge: Causeway, reader: &str) -> Self {
+        let mut edge = edge.flag("--api-cache", reader).start();
+        let line = edge.said("programs on this node can read").await;
+        let at = address_after(&line, "address=");
+        Self { edge, at }
+    }
+
+    /// A node that joins, in a pool.
+    async fn join(site: &Site, node: &str, reader: &str) -> Self {
+        let token = site.token(&format!("--node {node} --pool north")).await;
+        Self::of(site.edge(node, 1).flag("--join", token), reader).await
+    }
+
+    /// Asks; status, head and body.
+    async fn get(&self, path: &str) -> (u16, String, Value) {
+        let url = format!("http://{}/{path}", self.at);
+        let output = Tool::curl()
+            .args(["-i", "--max-time", "10", &url])
+            .run()
+            .await;
+        let text = output.ok().text();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, head.to_owned(), serde_json::from_str(body).unwrap())
+    }
+
+    /// The names of what is there, or nothing.
+    async fn names(&self, path: &str) -> Vec<String> {
+        let (status, _, list) = self.get(path).await;
+        if status != 200 {
+            return Vec::new();
+        }
+        let items = list["items"].as_array().unwrap();
+        items
+            .iter()
+            .map(|item| item["metadata"]["name"].as_str().unwrap().to_owned())
+            .collect()
+    }
+
+    async fn has(&self, count: usize) {
+        until("all is there to be read", async || {
+            self.names(SLICES).await.len() == count
+        })
+        .await;
+    }
+
+    /// The address that a slice has, as soon as it is this.
+    async fn says(&self, name: &str, address: &str) {
+        let path = format!("apis/discovery.k8s.io/v1/namespaces/shop/endpointslices/{name}");
+        until("the change is there", async || {
+            self.get(&path).await.2["endpoints"][0]["addresses"][0] == address
+        })
+        .await;
+    }
+
+    /// Returns the page of the edge's admin listener at this path.
+    async fn page(&self, path: &str) -> String {
+        let written = self.edge.written();
+        let line = written.line(|line| line.contains("edge runs")).unwrap();
+        let url = format!("http://{}/{path}", address_after(line, "admin="));
+        Tool::curl().args([url]).run().await.ok().text()
+    }
+
+    async fn status(&self) -> Value {
+        let text = self.page("status").await;
+        serde_json::from_str::<Value>(&text).unwrap()["api_cache"].clone()
+    }
+
+    /// All that is configured is in force.
+    async fn is_well(&self) -> bool {
+        let metrics = self.page("metrics").await;
+        metrics.contains("causeway_edge_last_reload_successful 1\n")
+    }
+}
+
+#[tokio::test]
+async fn a_node_reads_at_its_edge_what_the_gateway_has_and_goes_on_when_that_is_gone() {
+    need!("curl");
+    let (objects, site) = gateway(3).await;
+    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    node.has(3).await;
+    let (_, head, list) = node
+        .get(&format!(
+            "{SLICES}?labelSelector=kubernetes.io/service-name%3Dweb&limit=2"
+        ))
+        .await;
+    assert_eq!(list["items"].as_array().unwrap().len(), 2, "{list}");
+    assert!(
+        list["metadata"]["continue"].is_string() && !head.contains("warning"),
+        "{head}"
+    );
+    assert_eq!(node.names("api/v1/services").await, ["web"]);
+    let (status, _, refused) = node.get("api/v1/pods").await;
+    assert_eq!((status, &refused["kind"]), (404, &"Status".into()));
+
+    write(objects.path(), "slice-1", "10.0.0.2");
+    write(objects.path(), "slice-9", "10.0.0.9");
+    node.says("slice-1", "10.0.0.2").await;
+    node.has(4).await;
+    // A manifest that is none changes nothing, and is told.
+    fs::write(objects.path().join("bad.yaml"), "kind: [").unwrap();
+    let mut site = site;
+    site.gateway.said("bad.yaml").await;
+    fs::remove_file(objects.path().join("bad.yaml")).unwrap();
+
+    // Without a gateway all goes on, and says how old it is.
+    let gone = objects.path().join("slice-0.json");
+    let site = site.restart(|_| fs::remove_file(gone).unwrap()).await;
+    node.has(3).await;
+    site.gateway.signal("KILL").await;
+    until("what is read says that it is old", async || {
+        let (status, head, list) = node.get(SLICES).await;
+        assert_eq!(
+            (status, list["items"].as_array().unwrap().len()),
+            (200, 3),
+            "{list}"
+        );
+        head.to_lowercase().contains("\r\nage: ")
+            && head.to_lowercase().contains("\r\nwarning: 299 causeway")
+    })
+    .await;
+    assert_eq!(node.status().await["ready"], false);
+
+    // Also after a reboot.
+    node.edge.kill().await;
+    let again = Reading::of(site.edge("edge-1", 1), "{ listen: \"127.0.0.1:0\" }").await;
+    assert_eq!(again.names(SLICES).await.len(), 3);
+    assert_eq!(again.names("api/v1/services").await, ["web"]);
+    let site = site
+        .restart(|_| write(objects.path(), "slice-9", "10.0.0.10"))
+        .await;
+    again.says("slice-9", "10.0.0.10").await;
+    until("it is in touch again", async || {
+        again.status().await["ready"] == true
+    })
+    .await;
+    drop(site);
+}
+
+/// A gateway that says nothing is noticed by its missing answers to pings, and what was read counts from its last word on.
+#[tokio::test]
+async fn what_was_read_at_a_gateway_that_hangs_is_as_old_as_its_last_word() {
+    need!("curl");
+    let (_objects, site) = gateway(3).await;
+    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    node.has(3).await;
+    let began = Instant::now();
+    site.gateway.signal("STOP").await;
+    let (mut told, mut lasts, mut most) = (None, 0, 0);
+    until("what is read says that it is old", async || {
+        lasts = began.elapsed().as_secs();
+        let (_, head, _) = node.get(SLICES).await;
+        let head = head.to_lowercase();
+        let age = head.lines().find_map(|line| line.strip_prefix("age: "));
+        told = age.and_then(|age| age.trim().parse::<u64>().ok());
+        most = began.elapsed().as_secs();
+        told.is_some()
+    })
+    .await;
+    // It may have been silent for 5 s before, or said a last word while it was being stopped; seconds are whole ones.
+    let (told, least) = (told.unwrap(), lasts.saturating_sub(2));
+    assert!(
+        (least..most + 10).contains(&told),
+        "{told} after {lasts} to {most} s"
+    );
+    site.gateway.signal("CONT").await;
+    until("it is in touch again", async || {
+        node.status().await["ready"] == true
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn of_a_pool_one_reads_at_the_gateway_and_the_others_at_it_and_another_takes_its_place() {
+    need!("curl");
+    let (objects, site) = gateway(3).await;
+    let mut nodes = Vec::new();
+    for number in 1..=3 {
+        let at = free();
+        let reader = format!(
+            "{{ listen: \"127.0.0.1:0\", members: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
+        );
+        nodes.push((
+            Reading::join(&site, &format!("edge-{number}"), &reader).await,
+            reader,
+        ));
+    }
+    for (node, _) in &nodes {
+        node.has(3).await;
+    }
+    let role = async |role: &str| {
+        let mut found = Vec::new();
+        for (at, (node, _)) in nodes.iter().enumerate() {
+            if node.status().await["role"] == role {
+                found.push(at);
+            }
+        }
+        found
+    };
+    until("one leads and two follow", async || {
+        role("leader").await.len() == 1 && role("follower").await.len() == 2
+    })
+    .await;
+    // Nobody else reads at the gateway.
+    until("one reads at the gateway", async || {
+        site.metrics().await.sum("api_cache_connections", &[]) == 1
+    })
+    .await;
+    write(objects.path(), "slice-1", "10.0.0.2");
+    for (node, _) in &nodes {
+        node.says("slice-1", "10.0.0.2").await;
+    }
+    let leader = role("leader").await[0];
+    let (gone, _) = nodes.remove(leader);
+    gone.edge.kill().await;
+    write(objects.path(), "slice-2", "10.0.0.3");
+    for (node, _) in &nodes {
+        node.says("slice-2", "10.0.0.3").await;
+    }
+    let mut leaders = 0;
+    until("another leads", async || {
+        leaders = 0;
+        for (node, _) in &nodes {
+            leaders += usize::from(node.status().await["role"] == "leader");
+        }
+        leaders == 1
+    })
+    .await;
+}
+
+/// Makes the certificate that programs are shown, which is its own CA, in a folder.
+fn show(folder: &Path) {
+    let names = ["kubernetes.default.svc", "127.0.0.1"].map(str::to_owned);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let made = rcgen::CertificateParams::new(names).unwrap();
+    let made = made.self_signed(&key).unwrap();
+    fs::write(folder.join("key.pem"), key.serialize_pem()).unwrap();
+    fs::write(folder.join("endpoint.pem"), made.pem()).unwrap();
+}
+
+/// curl at an endpoint with TLS, by the CA that is in the folder now or was there once.
+fn over_tls(node: &Reading, ca: &Path, path: &str) -> Tool {
+    let url = format!("https://{}/{path}", node.at);
+    let ca = ca.display().to_string();
+    Tool::curl().args(["--no-buffer", "--max-time", "60", "--cacert", &ca, &url])
+}
+
+/// A pair that does not fit leaves the last one in place.
+async fn spoilt(node: &mut Reading, folder: &Path) {
+    let kept = folder.join("kept.pem");
+    fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
+    fs::write(folder.join("key.pem"), "no key").unwrap();
+    let told = node.edge.said("stays as it was").await;
+    assert!(told.contains("api_cache.tls"), "{told}");
+    let version = over_tls(node, &kept, "version").run().await;
+    assert!(version.text().contains("gitVersion"));
+}
+
+#[tokio::test]
+async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_while_watches_go_on()
+ {
+    need!("curl");
+    let (objects, site) = gateway(1).await;
+    let folder = tempfile::tempdir().unwrap();
+    let (shown, kept) = (
+        folder.path().join("endpoint.pem"),
+        folder.path().join("kept.pem"),
+    );
+    let key = folder.path().join("key.pem").display().to_string();
+    let reader = format!(
+        "{{ listen: \"127.0.0.1:0\", tls: {{ certificate: {}, key: {key} }} }}",
+        shown.display()
+    );
+    let check = causeway("edge").args(["--check-config"]);
+    let check = check.flag("--api-cache", &reader).run().await;
+    assert!(
+        check.code != Some(0) && check.stderr.contains("api_cache.tls"),
+        "{}",
+        check.stderr
+    );
+    // An edge is needed without it, too.
+    let mut node = Reading::join(&site, "edge-1", &reader).await;
+    let told = node
+        .edge
+        .said("nobody is let in there until this is mended")
+        .await;
+    assert!(
+        told.contains("api_cache.tls") && told.contains("endpoint.pem"),
+        "{told}"
+    );
+    until("it reads all the same", async || {
+        node.status().await["ready"] == true
+    })
+    .await;
+    assert!(!node.is_well().await);
+    show(folder.path());
+    let version = async |ca: &Path| over_tls(&node, ca, "version").run().await.text();
+    until("programs read over TLS", async || {
+        version(&shown).await.contains("gitVersion")
+    })
+    .await;
+    until("all is in force", async || node.is_well().await).await;
+    let plain = Tool::curl().args([format!("http://{}/version", node.at)]);
+    assert!(!plain.run().await.status.success());
+
+    let mut watch = over_tls(&node, &shown, &format!("{SLICES}?watch=true")).start();
+    let event = watch.json().await;
+    assert_eq!(event["object"]["metadata"]["name"], "slice-0", "{event}");
+    fs::copy(&shown, &kept).unwrap();
+    show(folder.path());
+    until("another certificate is shown", async || {
+        version(&shown).await.contains("gitVersion")
+    })
+    .await;
+    assert_eq!(version(&kept).await, "");
+    spoilt(&mut node, folder.path()).await;
+    write(objects.path(), "slice-0", "10.0.0.2");
+    let event = watch.json().await;
+    assert_eq!(
+        event["object"]["endpoints"][0]["addresses"][0], "10.0.0.2",
+        "{event}"
+    );
+}
+
+#[tokio::test]
+async fn what_is_damaged_on_the_disk_is_set_aside_and_read_anew() {
+    need!("curl");
+    let (_objects, site) = gateway(2).await;
+    let reader = "{ listen: \"127.0.0.1:0\", save_every: 100ms }";
+    let node = Reading::join(&site, "edge-1", reader).await;
+    node.has(2).await;
+    let ended = node.edge.stop().await.ok();
+    assert!(!ended.stderr.contains("panicked"), "{ended:#?}");
+    let mut damaged = 0;
+    let mut folders = vec![site.edge_data("edge-1")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|end| end == "pool") {
+                let mut bytes = fs::read(&path).unwrap();
+                let last = bytes.len() - 1;
+                bytes[last] ^= 1;
+                fs::write(&path, bytes).unwrap();
+                damaged += 1;
+            }
+        }
+    }
+    assert_eq!(damaged, 3, "a file for each resource");
+    let node = Reading::of(site.edge("edge-1", 1), reader).await;
+    node.edge.wrote("checksum", 3, crate::world::PATIENCE).await;
+    node.has(2).await;
+}

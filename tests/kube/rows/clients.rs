@@ -1,0 +1,117 @@
+//! Errors for kube-apiserver as a client: an unknown one, and one that asks a listener for something that it does not serve.
+//!
+//! The error message is what kubectl's user reads. If TLS already ends by an alert, kube-apiserver's own words are all there
+//! is, and the gateway's log gives the reason.
+
+use std::path::Path;
+
+use libtest_mimic::Trial;
+
+use super::{REQUESTS, UPGRADES, each_says, each_says_one_of, exec};
+use crate::{
+    steps::by,
+    world::{Way, World, process::until},
+};
+
+/// Returns the trial of an API server whose egress selector shows a certificate.
+pub(crate) fn over_tcp() -> Trial {
+    let run = |world: &mut World| {
+        an_egress_selector_that_is_not_known_is_told(world);
+        an_egress_selector_that_leads_to_another_listener_is_told(world);
+    };
+    let title = "egress::over_tcp_an_api_server_is_told_what_is_wrong_with_it";
+    by(title.to_owned(), Way::Tcp, run)
+}
+
+/// Message of Go about a connection for HTTP/2 whose alert arrived before the request was begun; it does not mention the
+/// alert.
+const ENDED: &str = "http2: client conn could not be established";
+
+/// Once this is what all commands are told, or requests instead something of the rest.
+fn told(world: &World, wanted: &str, rest: &[&str]) {
+    // What a connection that stands has begun is not taken back.
+    for line in [UPGRADES[0], REQUESTS[0], REQUESTS[1]] {
+        until(wanted, || {
+            let ran = world.cluster.kubectl(line).run();
+            ran.code != Some(0) && ran.stderr.contains(wanted)
+        });
+    }
+    each_says(world, wanted, &UPGRADES);
+    each_says_one_of(world, &[&[wanted], rest].concat(), &REQUESTS);
+}
+
+pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
+    let road = world.the_road();
+    let of = |ca: &Path| format!("client_ca: [{}]", ca.display());
+    let cluster = of(Path::new(&world.cluster.pki.path("ca.pem")));
+    let other = of(&road.ca());
+    road.gateway_anew(|text| text.replace(&cluster, &other));
+    let alert = "remote error: tls: unknown certificate authority";
+    told(world, alert, &[ENDED]);
+    let said = road.said();
+    let why = "a client's certificate is refused listener=\"kubelets\" peer=10.97.0.1:";
+    assert!(
+        said.contains(why) && said.contains("UnknownIssuer"),
+        "{said}"
+    );
+
+    let tokens = "token_review: {}";
+    road.gateway_anew(|text| text.replace(&other, tokens));
+    told(
+        world,
+        "nothing presented; this listener takes a bearer token",
+        &[],
+    );
+    road.gateway_anew(|text| text.replace(tokens, &cluster));
+    until("it is known again", || exec(world).code == Some(0));
+}
+
+/// The way of names, but for the kind of the listener at which they lead to.
+pub(super) fn a_listener_for_connect_tells_whoever_asks_for_more(world: &mut World, way: Way) {
+    let kubelets = "    protocol: https\n    listen: 0.0.0.0:10250\n";
+    let connect = kubelets.replace("https", "connect");
+    world.otherwise(way, |text| text.replace(kubelets, &connect));
+    let all = [UPGRADES, REQUESTS].concat();
+    each_says(world, "this listener serves CONNECT only", &all);
+}
+
+/// The listener that this way comes by, otherwise.
+fn listener(text: &str, change: impl Fn(&str) -> String) -> String {
+    let line = |line: &str| {
+        let ours = line.contains("\"name\":\"tcp\"");
+        let changed = ours.then(|| change(line));
+        changed.unwrap_or_else(|| line.to_owned()) + "\n"
+    };
+    text.lines().map(line).collect()
+}
+
+fn an_egress_selector_that_is_not_known_is_told(world: &mut World) {
+    let (cluster, other) = (world.cluster.pki.path("ca.pem"), world.the_road().ca());
+    let other = other.display().to_string();
+    // A gateway that begins with it: through one that took it up while it ran, a connection to the kubelet from before would
+    // still stand, and the API server would go on asking by it.
+    world.otherwise(Way::Tcp, |text| {
+        listener(&text, |line| line.replace(&cluster, &other))
+    });
+    // Of a CA that is not asked for it shows nothing.
+    each_says(
+        world,
+        "code 502: 502 nothing presented; this listener takes a client certificate (a client shows none",
+        &[UPGRADES, REQUESTS].concat(),
+    );
+    let road = world.the_road();
+    road.gateway_anew(|text| listener(&text, |line| line.replace(&other, &cluster)));
+    until("it is known again", || exec(world).code == Some(0));
+}
+
+fn an_egress_selector_that_leads_to_another_listener_is_told(world: &mut World) {
+    let https = "\"kind\":\"https\",\"port\":10250";
+    world.otherwise(Way::Tcp, |text| {
+        listener(&text, |line| line.replace("\"kind\":\"connect\"", https))
+    });
+    each_says(
+        world,
+        "code 502: 502 CONNECT is served by a listener with protocol connect only",
+        &[UPGRADES, REQUESTS].concat(),
+    );
+}
