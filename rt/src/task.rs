@@ -3,7 +3,7 @@
 //! Dropping a [`TaskGroup`] cancels everything below it. Stopping has three stages, always the same:
 //! *ask* (a token that the tasks hold), *wait* ([`TaskGroup::drain`]'s grace), *end* (cancel).
 
-use std::{future::Future, time::Duration};
+use std::{future::Future, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, time::timeout};
 use tokio_util::{
     future::FutureExt,
@@ -87,6 +87,29 @@ impl TaskGroup {
 impl Drop for TaskGroup {
     fn drop(&mut self) {
         self.stop.cancel();
+    }
+}
+
+/// Executor by which hyper spawns the tasks of a connection in a group.
+#[derive(Clone, Debug)]
+pub struct TaskExecutor {
+    tasks: Arc<TaskGroup>,
+    span: fn() -> Span,
+}
+
+impl TaskExecutor {
+    /// Returns an executor whose tasks run in `tasks`, each in a new `span`.
+    pub fn new(tasks: Arc<TaskGroup>, span: fn() -> Span) -> Self {
+        Self { tasks, span }
+    }
+}
+
+impl<F> hyper::rt::Executor<F> for TaskExecutor
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        self.tasks.spawn((self.span)(), task);
     }
 }
 

@@ -10,14 +10,14 @@ use super::{
     forward::{self, SendError},
     upstream::{Upstream, UpstreamIo},
 };
-use causeway_rt::task::TaskGroup;
+use causeway_rt::task::{TaskExecutor, TaskGroup};
 use causeway_tunnel::{
     http2_observer::observe,
     http2_pool::{self, Http2Pool, StreamPermit},
 };
 use hyper::{Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::TokioIo;
-use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::MutexGuard,
     time::{Instant, timeout_at},
@@ -150,14 +150,15 @@ impl DialGuard<'_> {
         (tasks, deadline): (&Arc<TaskGroup>, Instant),
     ) -> Result<UpstreamStreamPermit, RequestError> {
         let (heard, mut allowed) = observe(connection);
-        let (sender, connection) = http2::Builder::new(TaskExecutor(tasks.clone()))
-            .initial_stream_window_size(STREAM_WINDOW)
-            // As much as a tunnel carries; the engine's own limit is 16 KiB.
-            .max_header_list_size(MOST_HEAD)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .handshake(TokioIo::new(heard))
-            .await
-            .map_err(|error| forward::map_error(app, &error))?;
+        let (sender, connection) =
+            http2::Builder::new(TaskExecutor::new(tasks.clone(), || info_span!("app")))
+                .initial_stream_window_size(STREAM_WINDOW)
+                // As much as a tunnel carries; the engine's own limit is 16 KiB.
+                .max_header_list_size(MOST_HEAD)
+                .initial_connection_window_size(CONNECTION_WINDOW)
+                .handshake(TokioIo::new(heard))
+                .await
+                .map_err(|error| forward::map_error(app, &error))?;
         tasks.spawn(info_span!("app"), async move {
             // How it ended reaches each of its streams.
             let _ = connection.await;
@@ -172,18 +173,5 @@ impl DialGuard<'_> {
         Ok(places
             .add(places.next(), Http2Sender(sender, address), allowed)
             .into())
-    }
-}
-
-/// Executor by which hyper spawns tasks.
-#[derive(Clone)]
-struct TaskExecutor(Arc<TaskGroup>);
-
-impl<F> hyper::rt::Executor<F> for TaskExecutor
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    fn execute(&self, task: F) {
-        self.0.spawn(info_span!("app"), task);
     }
 }

@@ -14,7 +14,7 @@ use causeway_certs::{Fingerprint, Identity, VerifiedNodeCertificate};
 use causeway_rt::{
     connection_limit::{ConnectionLimit, Slot},
     listener::BoundSocket,
-    task::TaskGroup,
+    task::{TaskExecutor, TaskGroup},
 };
 use http_body_util::BodyExt;
 use hyper::{body::Incoming, service::service_fn};
@@ -26,7 +26,7 @@ use serde_json::json;
 use std::{
     borrow::Cow,
     convert::Infallible,
-    future::{Future, pending},
+    future::pending,
     net::IpAddr,
     pin::pin,
     sync::{
@@ -191,7 +191,7 @@ pub(crate) async fn serve(
 }
 
 fn builder(bounds: ServerLimits) -> auto::Builder<TaskExecutor> {
-    let mut builder = auto::Builder::new(TaskExecutor(Arc::new(TaskGroup::default())));
+    let mut builder = auto::Builder::new(TaskExecutor::new(Arc::default(), tracing::Span::current));
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -237,19 +237,6 @@ impl Ending {
         if !is_aged {
             stop.end.cancelled().await;
         }
-    }
-}
-
-/// The owner of a connection's HTTP/2 streams.
-#[derive(Clone, Debug)]
-struct TaskExecutor(Arc<TaskGroup>);
-
-impl<F> hyper::rt::Executor<F> for TaskExecutor
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    fn execute(&self, stream: F) {
-        self.0.spawn(tracing::Span::current(), stream);
     }
 }
 

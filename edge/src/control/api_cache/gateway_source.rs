@@ -12,7 +12,11 @@ use crate::control::{
 };
 use bytes::Bytes;
 use causeway_certs::{LeafCertificate, verify::control_client};
-use causeway_rt::{backoff::Backoff, socket::IoActivity, task::TaskGroup};
+use causeway_rt::{
+    backoff::Backoff,
+    socket::IoActivity,
+    task::{TaskExecutor, TaskGroup},
+};
 use causeway_tunnel::wire;
 use causeway_watch_cache::{ListWatch, SourceResponse};
 use futures_util::future::BoxFuture;
@@ -25,7 +29,6 @@ use hyper::client::conn::http2::{self, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustls::ClientConfig;
 use std::{
-    future::Future,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -185,13 +188,15 @@ impl GatewaySource {
             )));
         }
         let traffic = io.get_ref().0.traffic();
-        let handshake = http2::Builder::new(TaskExecutor(self.tasks.clone()))
-            .timer(TokioTimer::new())
-            .keep_alive_interval(PING)
-            .keep_alive_timeout(PONG)
-            .keep_alive_while_idle(true)
-            .handshake(TokioIo::new(io))
-            .await;
+        let handshake = http2::Builder::new(TaskExecutor::new(self.tasks.clone(), || {
+            info_span!("reading")
+        }))
+        .timer(TokioTimer::new())
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PONG)
+        .keep_alive_while_idle(true)
+        .handshake(TokioIo::new(io))
+        .await;
         let silent = |error: hyper::Error| ConnectError::silent(error_chain(&error));
         let (sender, connection) = handshake.map_err(silent)?;
         let gateway = place.gateway.clone();
@@ -245,14 +250,4 @@ fn http2_only(config: &ClientConfig) -> Arc<ClientConfig> {
     let mut config = config.clone();
     config.alpn_protocols = vec![wire::ALPN_H2.to_vec()];
     Arc::new(config)
-}
-
-/// Runs what an HTTP/2 connection needs as tasks that have an owner.
-#[derive(Clone)]
-struct TaskExecutor(Arc<TaskGroup>);
-
-impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for TaskExecutor {
-    fn execute(&self, future: F) {
-        self.0.spawn(info_span!("reading"), future);
-    }
 }
