@@ -6,7 +6,6 @@
 pub mod audit;
 pub mod config;
 pub mod error;
-mod log_throttle;
 pub mod metrics;
 pub mod state;
 pub mod worker;

@@ -2,17 +2,14 @@
 //!
 //! A gateway retries for as long as it runs: a line for each try would hide all others.
 
-use std::time::Duration;
+use causeway_rt::log_throttle::FailureThrottle;
 use tokio::time::Instant;
-
-/// Interval at which a lasting outage is logged again.
-const SAY: Duration = Duration::from_mins(5);
 
 /// Log throttle of an operation that may fail repeatedly.
 pub(crate) struct LogThrottle {
     what: &'static str,
     since: Option<Instant>,
-    said: Option<(String, Instant)>,
+    said: FailureThrottle,
 }
 
 impl LogThrottle {
@@ -21,7 +18,7 @@ impl LogThrottle {
         Self {
             what,
             since: None,
-            said: None,
+            said: FailureThrottle::default(),
         }
     }
 
@@ -32,21 +29,18 @@ impl LogThrottle {
 
     /// Logs a failure. Returns `false` if it was logged lately.
     pub(crate) fn says(&mut self, why: &str) -> bool {
-        let now = Instant::now();
-        let since = *self.since.get_or_insert(now);
-        let known = self.said.as_ref();
-        if known.is_some_and(|(said, at)| said == why && at.elapsed() < SAY) {
+        let since = *self.since.get_or_insert_with(Instant::now);
+        if !self.said.is_news(why) {
             tracing::debug!(why, "{} still fails", self.what);
             return false;
         }
         tracing::warn!(why, lasts = ?since.elapsed(), "{} fails; trying on", self.what);
-        self.said = Some((why.to_owned(), now));
         true
     }
 
     /// Records a success.
     pub(crate) fn over(&mut self) {
-        self.said = None;
+        self.said = FailureThrottle::default();
         if let Some(since) = self.since.take() {
             tracing::info!(lasted = ?since.elapsed(), "{} goes well again", self.what);
         }

@@ -2,7 +2,7 @@
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
-//! by connections: tasks with an owner, sockets, listeners, limits, a client for one HTTP request.
+//! by connections: tasks with an owner, sockets, listeners, limits, a client for one HTTP request, throttles of log lines.
 
 pub mod backoff;
 mod cache;
@@ -11,6 +11,7 @@ mod exposition;
 pub mod http_client;
 pub mod lingering_close;
 pub mod listener;
+pub mod log_throttle;
 mod process;
 mod resolve;
 pub mod socket;

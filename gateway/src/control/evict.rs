@@ -1,6 +1,7 @@
 //! Evicts streams whose receiver reads nothing, while memory is short or for too long.
 
-use crate::{config::Config, log_throttle::LogThrottle, metrics::Metrics};
+use crate::{config::Config, metrics::Metrics};
+use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::{
     buffered::MemoryBudget,
     eviction::{self, Bounds},

@@ -22,7 +22,6 @@ use crate::{
         node_records::NodeRecordWriter,
         node_sync::untrusted_reason,
     },
-    log_throttle::LogThrottle,
     metrics::Metrics,
     state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
     worker::{WorkerId, Workers},
@@ -33,6 +32,7 @@ use causeway_rt::{
     connection_limit::{ConnectionLimit, Slot},
     lingering_close,
     listener::{self, BoundSocket},
+    log_throttle::LogThrottle,
     socket::{CountedIo, DetachedSocket, Socket},
     task::TaskGroup,
 };

@@ -19,7 +19,6 @@ pub mod tcp;
 
 use crate::{
     config::{ErrorFormat, ListenerProtocol, Serial},
-    log_throttle::LogThrottle,
     metrics::{ConnectionGuard, ListenerMetrics},
     proxy::{
         Proxy, ProxyState,
@@ -37,7 +36,7 @@ use causeway_certs::{
     Fingerprint, NodeName, SniCertResolver,
     verify::{PeerRejected, TrustStore},
 };
-use causeway_rt::{connection_limit::Slot, listener::RemoteAddr};
+use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
 use causeway_tunnel::informational::InformationalResponses;
 use conn_io::ConnState;
 use idle_timer::IdleTimer;

@@ -11,20 +11,17 @@ use crate::{
     metrics::Metrics,
 };
 use axum::{Router, middleware, serve::Listener};
-use causeway_rt::{connection_limit::ConnectionLimit, lingering_close, task::TaskGroup};
+use causeway_rt::{
+    connection_limit::ConnectionLimit, lingering_close, log_throttle::LogThrottle, task::TaskGroup,
+};
 use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
-use std::{
-    net::SocketAddr,
-    pin::pin,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
-    time::{Instant, timeout},
+    time::timeout,
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
@@ -117,21 +114,6 @@ struct AcceptQueue {
     refused: Arc<LogThrottle>,
 }
 
-/// Throttle of a warning that is logged once in a while, for operators who look for the reason of missing clients.
-#[derive(Default)]
-struct LogThrottle(Mutex<Option<Instant>>);
-
-impl LogThrottle {
-    fn is_due(&self) -> bool {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let due = said.is_none_or(|said| said.elapsed() > QUIET);
-        if due {
-            *said = Some(Instant::now());
-        }
-        due
-    }
-}
-
 impl AcceptQueue {
     async fn accept(&self, mut listener: TcpListener, tasks: &TaskGroup) {
         loop {
@@ -163,7 +145,7 @@ impl AcceptQueue {
     /// Logs the reason why a client was refused.
     fn refused(&self, why: &str) {
         let guests = self.guests;
-        if self.refused.is_due() {
+        if self.refused.happened_within(QUIET).is_some() {
             warn!(
                 why,
                 guests, "refused; for ten minutes others are told at debug"

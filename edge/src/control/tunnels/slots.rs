@@ -20,11 +20,11 @@ use crate::control::{
     connect_error::ConnectError, dial::GatewayAddr, network_monitor::NetworkMonitor,
 };
 use crate::status::ANY;
-use causeway_rt::{backoff::Backoff, task::TaskGroup};
+use causeway_rt::{backoff::Backoff, log_throttle::FailureThrottle, task::TaskGroup};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
-    time::{Instant, sleep},
+    time::sleep,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, info_span, warn};
@@ -41,25 +41,6 @@ pub(super) struct TunnelSlots {
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
 pub(super) type PredialledTunnel = (TunnelSession, watch::Receiver<()>);
-
-/// Trouble that lasts is said again this often.
-const SAY: Duration = Duration::from_mins(5);
-
-/// The trouble that was said last, and when.
-#[derive(Default)]
-struct LastReport(Option<(String, Instant)>);
-
-impl LastReport {
-    /// Whether this is to be said: other trouble than before, or some that was not said for a while.
-    fn is_news(&mut self, what: &str) -> bool {
-        let said = self.0.as_ref();
-        let is_old = said.is_some_and(|(said, at)| said == what && at.elapsed() < SAY);
-        if !is_old {
-            self.0 = Some((what.to_owned(), Instant::now()));
-        }
-        !is_old
-    }
-}
 
 /// Tunnels that were asked to leave.
 pub(super) struct Leaving {
@@ -210,7 +191,7 @@ impl TunnelSlots {
         tasks: &Arc<TaskGroup>,
     ) {
         let mut backoff = self.links.backoff();
-        let mut said = LastReport::default();
+        let mut said = FailureThrottle::default();
         let mut old: Option<SessionHandle> = None;
         let (mut begun, anew) = begun.unzip();
         let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
@@ -229,7 +210,7 @@ impl TunnelSlots {
                 Err(TunnelUnavailable::Reached(instance)) => (SlotEvent::Reached(instance), None),
                 Ok(session) => {
                     backoff.reset();
-                    said = LastReport::default();
+                    said = FailureThrottle::default();
                     request_drain(old.take());
                     self.stand(session, (stop, &mut anew), tasks).await
                 }
@@ -403,7 +384,7 @@ impl TunnelSlots {
     async fn pause(
         &self,
         trouble: &ConnectError,
-        (backoff, said): (&mut Backoff, &mut LastReport),
+        (backoff, said): (&mut Backoff, &mut FailureThrottle),
         (changes, anew, stop): (
             &mut NetworkMonitor,
             &mut watch::Receiver<()>,
@@ -498,18 +479,6 @@ fn standing(old: Option<SessionHandle>, backoff: &mut Backoff) -> Option<Session
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn trouble_that_lasts_is_said_when_it_changes_and_now_and_then() {
-        let mut said = LastReport::default();
-        assert!(said.is_news("refused"));
-        for _ in 0..100 {
-            assert!(!said.is_news("refused"));
-        }
-        assert!(said.is_news("silent") && said.is_news("refused"));
-        tokio::time::advance(SAY).await;
-        assert!(said.is_news("refused"));
-    }
 
     #[test]
     fn the_end_of_an_old_tunnel_begins_the_back_off_anew() {

@@ -1,6 +1,7 @@
 //! Reasons for the end of a session, in words for the log and for metrics.
 
-use crate::{audit, log_throttle::LogThrottle};
+use crate::audit;
+use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::{
     StreamError, TunnelEnd,
     control_stream::{ControlStreamError, GoAway},

@@ -5,7 +5,6 @@
 use crate::{
     config::{self, Jwks, ListenAddr, ListenerProtocol},
     control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers},
-    log_throttle::LogThrottle,
     proxy::{
         ProxyState,
         authn::{
@@ -25,6 +24,7 @@ use causeway_certs::{
     Ca, LeafCertificate, ListenerClientTrust, LiveCa, NodeName, Role, SniCertResolver,
     StaticTokens, TrustStore, verify,
 };
+use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::wire;
 use rustls::{
     pki_types::{CertificateDer, UnixTime, pem::PemObject},
