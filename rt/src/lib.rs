@@ -8,6 +8,7 @@ pub mod backoff;
 mod cache;
 pub mod connection_limit;
 mod exposition;
+mod forward;
 pub mod http_client;
 pub mod lingering_close;
 pub mod listener;

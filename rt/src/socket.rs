@@ -20,28 +20,21 @@ use tokio::{
     net::{TcpStream, UnixStream},
     time::Instant,
 };
+use tokio_util::either::Either;
 
 /// A connected stream socket of this runtime.
 #[derive(Debug)]
 pub struct Socket {
-    stream: SocketStream,
+    stream: Either<TcpStream, UnixStream>,
     /// Error that a read returned. The system reports it once, and TLS holds it back for its next read, which may never
     /// come.
     broken: Option<io::ErrorKind>,
 }
 
-#[derive(Debug)]
-enum SocketStream {
-    /// TCP over IPv4 or IPv6.
-    Tcp(TcpStream),
-    /// A unix stream socket.
-    Unix(UnixStream),
-}
-
 impl From<TcpStream> for Socket {
     fn from(tcp: TcpStream) -> Self {
         Self {
-            stream: SocketStream::Tcp(tcp),
+            stream: Either::Left(tcp),
             broken: None,
         }
     }
@@ -50,7 +43,7 @@ impl From<TcpStream> for Socket {
 impl From<UnixStream> for Socket {
     fn from(unix: UnixStream) -> Self {
         Self {
-            stream: SocketStream::Unix(unix),
+            stream: Either::Right(unix),
             broken: None,
         }
     }
@@ -78,16 +71,16 @@ impl Socket {
     /// If the runtime cannot give it up.
     pub fn detach(self) -> io::Result<DetachedSocket> {
         match self.stream {
-            SocketStream::Tcp(tcp) => tcp.into_std().map(DetachedSocket::Tcp),
-            SocketStream::Unix(unix) => unix.into_std().map(DetachedSocket::Unix),
+            Either::Left(tcp) => tcp.into_std().map(DetachedSocket::Tcp),
+            Either::Right(unix) => unix.into_std().map(DetachedSocket::Unix),
         }
     }
 
     /// The TCP socket, if it is one.
     pub fn tcp(&self) -> Option<&TcpStream> {
         match &self.stream {
-            SocketStream::Tcp(tcp) => Some(tcp),
-            SocketStream::Unix(_) => None,
+            Either::Left(tcp) => Some(tcp),
+            Either::Right(_) => None,
         }
     }
 
@@ -101,8 +94,8 @@ impl Socket {
             return Err(kind.into());
         }
         let kept = match &self.stream {
-            SocketStream::Tcp(tcp) => tcp.take_error()?,
-            SocketStream::Unix(unix) => unix.take_error()?,
+            Either::Left(tcp) => tcp.take_error()?,
+            Either::Right(unix) => unix.take_error()?,
         };
         kept.map_or(Ok(()), Err)
     }
@@ -123,7 +116,7 @@ impl DetachedSocket {
 
 impl ResetOnClose for Socket {
     fn abort(&self) {
-        if let SocketStream::Tcp(tcp) = &self.stream {
+        if let Either::Left(tcp) = &self.stream {
             tcp.abort();
         }
     }
@@ -179,10 +172,7 @@ impl AsyncRead for Socket {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let polled = match &mut this.stream {
-            SocketStream::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
-            SocketStream::Unix(unix) => Pin::new(unix).poll_read(cx, buf),
-        };
+        let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
         if let Poll::Ready(Err(error)) = &polled {
             this.broken = Some(error.kind());
         }
@@ -191,45 +181,7 @@ impl AsyncRead for Socket {
 }
 
 impl AsyncWrite for Socket {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().stream {
-            SocketStream::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
-            SocketStream::Unix(unix) => Pin::new(unix).poll_write(cx, buf),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.get_mut().stream {
-            SocketStream::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
-            SocketStream::Unix(unix) => Pin::new(unix).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.get_mut().stream {
-            SocketStream::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
-            SocketStream::Unix(unix) => Pin::new(unix).poll_shutdown(cx),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().stream {
-            SocketStream::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
-            SocketStream::Unix(unix) => Pin::new(unix).poll_write_vectored(cx, bufs),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
+    crate::forward!(stream: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
 }
 
 /// When bytes last passed, and how many, in each direction.

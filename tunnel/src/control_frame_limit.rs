@@ -214,10 +214,6 @@ where
         Pin::new(&mut this.io).poll_flush(cx)
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
-    }
-
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -237,9 +233,7 @@ where
         Poll::Ready(Ok(written))
     }
 
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
+    causeway_rt::forward!(io: poll_shutdown, is_write_vectored);
 }
 
 #[cfg(test)]

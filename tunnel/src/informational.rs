@@ -423,10 +423,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
         Pin::new(&mut this.io).poll_flush(cx)
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
-    }
-
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -446,9 +442,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
         Poll::Ready(Ok(written))
     }
 
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
+    causeway_rt::forward!(io: poll_shutdown, is_write_vectored);
 }
 
 #[cfg(test)]

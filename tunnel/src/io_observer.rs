@@ -108,10 +108,6 @@ impl<S: AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, 
         Poll::Ready(flushed.or_else(|error| this.listener.write_failed(error)))
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
-    }
-
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -134,7 +130,5 @@ impl<S: AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, 
         Poll::Ready(Ok(written))
     }
 
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
+    causeway_rt::forward!(io: poll_shutdown, is_write_vectored);
 }

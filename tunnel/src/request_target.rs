@@ -12,7 +12,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
     task::{Context, Poll, ready},
 };
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Bytes of a target that hyper and h2 take: the limit of `http::Uri`.
 pub const MAX_URI_BYTES: usize = 65_534;
@@ -112,13 +112,7 @@ impl<S> TargetWriter<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for TargetWriter<S> {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_read(cx, buf)
-    }
+    causeway_rt::forward!(io: poll_read);
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
@@ -145,14 +139,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
         Pin::new(&mut this.io).poll_write(cx, buf)
     }
 
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
-    }
-
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -165,9 +151,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
         self.poll_write(cx, first.map_or(&[][..], |buf| buf))
     }
 
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
+    causeway_rt::forward!(io: poll_flush, poll_shutdown, is_write_vectored);
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
     dial::{self, Connected},
     relayed,
-    upstream::{Rewind, Upstream, UpstreamIo},
+    upstream::{Rewind, Upstream},
 };
 use crate::metrics::StreamOutcome;
 use bytes::Bytes;
@@ -26,7 +26,7 @@ pub(super) async fn ask(
     let deadline = dial::deadline(way.timeouts.dial);
     let (tcp, address) = app.dial(way, deadline).await?;
     connected.set(address);
-    let socket = Rewind::new(Bytes::new(), UpstreamIo::Plain(tcp));
+    let socket = Rewind::new(Bytes::new(), tcp.into());
     Ok(UpstreamResponse {
         head: Response::new(()),
         then: ResponseTail::Bytes(Box::new(socket), body),

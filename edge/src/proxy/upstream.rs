@@ -22,6 +22,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_util::either::Either;
 
 /// Key of an upstream, by which connections are pooled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -44,13 +45,14 @@ pub(crate) struct Upstream {
     pub(super) tls: Option<UpstreamTls>,
 }
 
-/// A connection to an upstream.
+/// A connection to an upstream: in the clear, or over TLS.
 #[derive(Debug)]
-pub(super) enum UpstreamIo {
-    /// In the clear.
-    Plain(TcpStream),
-    /// Over TLS.
-    Tls(Box<TlsStream<TcpStream>>),
+pub(super) struct UpstreamIo(Either<TcpStream, Box<TlsStream<TcpStream>>>);
+
+impl From<TcpStream> for UpstreamIo {
+    fn from(tcp: TcpStream) -> Self {
+        Self(Either::Left(tcp))
+    }
 }
 
 /// HTTP versions that a new connection may come to speak.
@@ -77,7 +79,7 @@ impl Upstream {
     ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
         let (tcp, address) = self.dial(way, deadline).await?;
         let connection = match &self.tls {
-            None => UpstreamIo::Plain(tcp),
+            None => tcp.into(),
             Some(tls) => self.secure(tls, tcp, (offer, deadline)).await?,
         };
         Ok((connection, address))
@@ -108,7 +110,7 @@ impl Upstream {
     ) -> Result<UpstreamIo, Rejected> {
         let connector = TlsConnector::from(tls.config(offer));
         match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
-            Ok(Ok(stream)) => Ok(UpstreamIo::Tls(Box::new(stream))),
+            Ok(Ok(stream)) => Ok(UpstreamIo(Either::Right(Box::new(stream)))),
             Ok(Err(error)) => {
                 let why = dial::reason(&error);
                 let detail = format!("{} failed TLS with {}: {why}", self.node, self.target);
@@ -122,78 +124,28 @@ impl Upstream {
 impl UpstreamIo {
     /// Whether the upstream chose HTTP/2.
     pub(super) fn chose_http2(&self) -> bool {
-        match self {
-            Self::Plain(_) => false,
-            Self::Tls(tls) => tls.get_ref().1.alpn_protocol() == Some(b"h2"),
+        match &self.0 {
+            Either::Left(_) => false,
+            Either::Right(tls) => tls.get_ref().1.alpn_protocol() == Some(b"h2"),
         }
     }
 }
 
 impl ResetOnClose for UpstreamIo {
     fn abort(&self) {
-        match self {
-            Self::Plain(tcp) => tcp.abort(),
-            Self::Tls(tls) => tls.get_ref().0.abort(),
+        match &self.0 {
+            Either::Left(tcp) => tcp.abort(),
+            Either::Right(tls) => tls.get_ref().0.abort(),
         }
     }
 }
 
 impl AsyncRead for UpstreamIo {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_read(cx, buf),
-            Self::Tls(tls) => Pin::new(tls).poll_read(cx, buf),
-        }
-    }
+    causeway_rt::forward!(0: poll_read);
 }
 
 impl AsyncWrite for UpstreamIo {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_write(cx, buf),
-            Self::Tls(tls) => Pin::new(tls).poll_write(cx, buf),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_flush(cx),
-            Self::Tls(tls) => Pin::new(tls).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_shutdown(cx),
-            Self::Tls(tls) => Pin::new(tls).poll_shutdown(cx),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
-            Self::Tls(tls) => Pin::new(tls).poll_write_vectored(cx, bufs),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(tcp) => tcp.is_write_vectored(),
-            Self::Tls(tls) => tls.is_write_vectored(),
-        }
-    }
+    causeway_rt::forward!(0: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
 }
 
 /// A connection, behind bytes that were read from it already.
@@ -233,19 +185,5 @@ impl AsyncRead for Rewind {
 }
 
 impl AsyncWrite for Rewind {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().connection).poll_write(cx, buf)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().connection).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().connection).poll_shutdown(cx)
-    }
+    causeway_rt::forward!(connection: poll_write, poll_flush, poll_shutdown);
 }

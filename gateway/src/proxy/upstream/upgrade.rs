@@ -35,13 +35,11 @@ use http_body::Body;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
-    io,
-    pin::{Pin, pin},
+    pin::pin,
     sync::{Arc, atomic::Ordering::Relaxed},
-    task::{Context, Poll},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite},
     time::timeout,
 };
 use tracing::debug_span;
@@ -193,29 +191,9 @@ impl ResetOnClose for UpgradedIo {
 }
 
 impl AsyncRead for UpgradedIo {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, buf)
-    }
+    causeway_rt::forward!(0: poll_read);
 }
 
 impl AsyncWrite for UpgradedIo {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(cx)
-    }
+    causeway_rt::forward!(0: poll_write, poll_flush, poll_shutdown);
 }
