@@ -9,7 +9,7 @@ use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 use axum::{Router, routing::any};
 use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, StaticTokens, Store, TrustDomain};
 use causeway_edge::Edge;
-use causeway_edge::config::{Port, Secret};
+use causeway_edge::config::Port;
 use causeway_gateway::Gateway;
 use causeway_gateway::config::{ClientAuth, ListenAddr, Listener, ListenerProtocol};
 use causeway_gateway::proxy::authz::{Action, Authorize, AuthzDecision, AuthzRequest};
@@ -116,7 +116,7 @@ async fn road(
     let mut config = causeway_edge::Config {
         data_dir: folder.join("edge"),
         gateways: vec![addresses.tunnel.to_string()],
-        join: Some(Secret::new(token.text().expose())),
+        join: Some(token.text()),
         ports: [(9100, port)].into(),
         ..Default::default()
     };

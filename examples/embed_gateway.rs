@@ -7,7 +7,7 @@ use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, routing::get};
 use causeway_certs::{Ca, JoinToken, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
-use causeway_edge::config::{Port, Secret};
+use causeway_edge::config::Port;
 use causeway_edge::{Edge, status::StatusReader};
 use causeway_gateway::config::{ListenAddr, Listener, ListenerProtocol};
 use causeway_gateway::{Bound, Gateway};
@@ -104,7 +104,7 @@ fn edge(
     let mut config = causeway_edge::Config {
         data_dir: folder.join("edge"),
         gateways: vec![gateway.to_string()],
-        join: Some(Secret::new(token.text().expose())),
+        join: Some(token.text()),
         ..Default::default()
     };
     config.admin.listen = SocketAddr::from(([127, 0, 0, 1], 0));

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use crate::name::{NameError, check_client};
-use crate::secret::{Fingerprint, Secret};
+use crate::secret::{Fingerprint, random_secret};
+use causeway_config::Secret;
 
 /// Prefix of each generated token: its kind and version.
 const PREFIX: &str = "cwc1";
@@ -87,7 +88,7 @@ impl StaticTokens {
     pub fn generate(name: &str, groups: &[String]) -> Result<(Secret, String), NameError> {
         check_client(name)?;
         groups.iter().try_for_each(|group| check_client(group))?;
-        let token = Secret::new(format!("{PREFIX}.{}", Secret::random().expose()));
+        let token = Secret::new(format!("{PREFIX}.{}", random_secret().expose()));
         let hash = Fingerprint::digest(token.expose().as_bytes());
         let mut line = format!("sha256:{hash} {name}");
         if !groups.is_empty() {

@@ -14,7 +14,7 @@ use x509_parser::public_key::PublicKey;
 use crate::identity::{edge_uri, gateway_uri};
 use crate::kubernetes_ca::SignerProfile;
 use crate::name::{HostName, NodeName, TrustDomain};
-use crate::secret::Secret;
+use causeway_config::Secret;
 
 /// Largest request that is accepted: an RSA-8192 request takes about 3 KiB.
 const MAX_REQUEST: usize = 16 * 1024;

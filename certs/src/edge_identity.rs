@@ -16,8 +16,9 @@ use crate::identity::{self, Identity};
 use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{NameError, NodeName, TrustDomain};
 use crate::pem;
-use crate::secret::{Fingerprint, Secret};
+use crate::secret::Fingerprint;
 use crate::verify::{PeerRejected, Purpose, TrustError, TrustStore, check_peer, none_revoked};
+use causeway_config::Secret;
 
 /// Error that makes certificates and key unusable as an identity of an edge.
 #[derive(Debug, Error)]

@@ -14,8 +14,8 @@ use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError, date};
 use crate::pem;
-use crate::secret::Secret;
 use crate::verify::provider;
+use causeway_config::Secret;
 
 /// Error that makes a chain and a key unusable as a leaf.
 #[derive(Debug, Error)]

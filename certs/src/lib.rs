@@ -32,6 +32,7 @@ mod pem;
 
 pub use bearer_tokens::{StaticToken, StaticTokens};
 pub use ca::{Ca, CaError, IssuedCertificate, ListenerCaInfo, LiveCa, RootStage, RotationStep};
+pub use causeway_config::Secret;
 pub use certificate::Certificate;
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
@@ -43,7 +44,7 @@ pub use name::{
 };
 pub use pem::{certificates, encode_chain};
 pub use resolver::{ReloadableCert, SniCertResolver};
-pub use secret::{Fingerprint, Secret};
+pub use secret::Fingerprint;
 pub use store::{
     Backup, DirLock, ImportOutcome, NodeRecord, NodeStore, NodeUpdate, OpenMode, PendingCsr, Pin,
     PinTable, Pins, ReleasedClaim, Requested, Revocation, SharedCa, Store, StoreError,

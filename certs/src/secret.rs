@@ -1,15 +1,14 @@
 //! Secrets and fingerprints: bytes that must not be printed, and bytes that must.
 //!
-//! Owns `Secret`, whose `Debug` prints `***` and which has no `Display`; `Fingerprint`, the SHA-256 of a root or of an upstream's
-//! key; and the only source of randomness of this crate. A secret or its hash is compared through `subtle`, so the time of the
+//! Owns `Fingerprint`, the SHA-256 of a root or of an upstream's key; and the only source of randomness of this crate. A secret or its hash is compared through `subtle`, so the time of the
 //! comparison reveals nothing.
 
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use causeway_config::Secret;
 use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
 use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
@@ -17,31 +16,9 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use thiserror::Error;
 
-/// A text that stays out of logs.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(Arc<str>);
-
-impl Secret {
-    /// Wraps a text.
-    pub fn new(text: impl Into<Arc<str>>) -> Self {
-        Self(text.into())
-    }
-
-    /// A new secret of 32 random bytes, as base64url.
-    pub fn random() -> Self {
-        Self::new(base64url(&random::<32>()))
-    }
-
-    /// The text itself; the name makes its uses easy to find.
-    pub fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str("***")
-    }
+/// A new secret of 32 random bytes, as base64url.
+pub(crate) fn random_secret() -> Secret {
+    Secret::new(base64url(&random::<32>()))
 }
 
 /// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (its stored form).
@@ -145,9 +122,8 @@ mod tests {
     use rcgen::PublicKeyData;
 
     #[test]
-    fn a_secret_prints_as_stars() {
-        assert_eq!(format!("{:?}", Secret::new("abc")), "***");
-        assert_ne!(Secret::random(), Secret::random());
+    fn no_two_random_secrets_are_the_same() {
+        assert_ne!(random_secret(), random_secret());
     }
 
     #[test]

@@ -19,7 +19,8 @@ pub(crate) use store::TOKENS;
 pub use store::{NodeStatus, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
-use crate::secret::{self, Fingerprint, Secret};
+use crate::secret::{self, Fingerprint, random_secret};
+use causeway_config::Secret;
 
 /// Prefix of each token: its kind and version.
 const PREFIX: &str = "cwj1";
@@ -73,7 +74,7 @@ impl JoinToken {
         id[0] &= 0x7f;
         Self {
             id: secret::base64url(&id),
-            secret: Secret::random(),
+            secret: random_secret(),
             root,
         }
     }

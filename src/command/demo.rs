@@ -273,7 +273,7 @@ async fn edge(
     let mut config = causeway_edge::Config {
         data_dir: files.dir.join(node),
         gateways: vec![gateway.to_string()],
-        join: Some(causeway_edge::config::Secret::new(token.text().expose())),
+        join: Some(token.text()),
         ..Default::default()
     };
     config.admin.listen = loopback;

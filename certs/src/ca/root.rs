@@ -18,7 +18,8 @@ use crate::certificate::{CLOCK_SKEW, Certificate};
 use crate::identity::{self, IssuerPurpose};
 use crate::name::{HostName, TrustDomain};
 use crate::pem;
-use crate::secret::{self, Fingerprint, Secret};
+use crate::secret::{self, Fingerprint};
+use causeway_config::Secret;
 
 /// Lifetime of a root and of its intermediates.
 const LIFETIME: Duration = Duration::from_hours(24 * 3650);

@@ -172,7 +172,7 @@ fn each_refusal_has_its_word_and_spends_nothing() {
         TokenRejected::UnexpectedCa
     ));
     let wrong_secret = JoinToken {
-        secret: Secret::random(),
+        secret: random_secret(),
         ..token.clone()
     };
     assert!(matches!(

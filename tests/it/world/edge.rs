@@ -192,7 +192,7 @@ impl Edge {
 
     /// From now on it has this token.
     pub(crate) fn take_token(&mut self, token: &causeway_certs::JoinToken) {
-        self.config.join = Some(Secret::new(token.text().expose()));
+        self.config.join = Some(token.text());
     }
 
     /// From now on it starts with `--rejoin`.

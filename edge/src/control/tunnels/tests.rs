@@ -2,7 +2,7 @@
 
 mod every;
 
-use crate::{Bound, Config, Edge, Error, config::Secret, status::StatusReader};
+use crate::{Bound, Config, Edge, Error, status::StatusReader};
 use causeway_certs::{
     Ca, EdgeIdentity, GatewayName, NodeAttributes, NodeName, PrivateKey, Store, TrustDomain,
     VerifiedPublicKey,
@@ -798,7 +798,7 @@ async fn a_token_becomes_an_identity_that_needs_no_token_any_more() {
         ca,
     };
     let mut config = world.config(&[joins.to_string()], json!({}));
-    config.join = Some(Secret::new(token(&world).text().expose()));
+    config.join = Some(token(&world).text());
     let edge = Edge::open(config, &CancellationToken::new()).await.unwrap();
     assert_eq!(edge.node(), "edge-1");
     drop((edge, tasks));
@@ -826,7 +826,7 @@ async fn a_refused_token_is_final_and_so_is_a_gateway_of_another_ca() {
         (another, "the token expects"),
     ] {
         let mut config = world.config(&[gateway.to_string()], json!({}));
-        config.join = Some(Secret::new(token(&world).text().expose()));
+        config.join = Some(token(&world).text());
         let opened = timeout(SOON, Edge::open(config, &CancellationToken::new()))
             .await
             .unwrap();
@@ -893,7 +893,7 @@ async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
             ca: ca.clone(),
         };
         let mut config = joining.config(std::slice::from_ref(&gateway), json!({}));
-        config.join = Some(Secret::new(token(&joining).text().expose()));
+        config.join = Some(token(&joining).text());
         let stop = CancellationToken::new();
         let heard = std::sync::Mutex::new(None);
         let tell = |why: &str| {
@@ -938,7 +938,7 @@ async fn a_silent_gateway_is_asked_to_join_again_until_stopped() {
         ca: ca(),
     };
     let mut config = world.config(&["127.0.0.1:9".to_owned()], json!({}));
-    config.join = Some(Secret::new(token(&world).text().expose()));
+    config.join = Some(token(&world).text());
     let stop = CancellationToken::new();
     let told = AtomicUsize::new(0);
     let tell = |why: &str| {
