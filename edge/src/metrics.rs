@@ -10,7 +10,7 @@ use api_cache::ApiCacheMetrics;
 use causeway_certs::LeafCertificate;
 use causeway_rt::Exposition;
 use causeway_rt::connection_limit::ConnectionLimit;
-use causeway_tunnel::{RejectCode, edge_side::StreamKind};
+use causeway_tunnel::{RejectCode, StreamKind};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{

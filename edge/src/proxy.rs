@@ -35,10 +35,10 @@ use crate::{
 };
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
-    RejectCode, StreamError, StreamReceiver, Target,
+    RejectCode, StreamError, StreamKind, StreamReceiver, Target,
     body::{PumpError, pump},
     copy::CopyOutcome,
-    edge_side::{StreamKind, StreamRequest},
+    edge_side::StreamRequest,
     error::Rejected,
     eviction::Eviction,
     request_target::{OverflowBuffer, TargetOverflow},

@@ -52,7 +52,7 @@ use authn::{ClientIdentity, jwt::Expired};
 use authz::{Action, Authorize, AuthzRequest, Destination};
 use causeway_certs::NodeName;
 use causeway_rt::task::TaskGroup;
-use causeway_tunnel::{headers, informational::ExchangeId};
+use causeway_tunnel::{StreamKind, headers, informational::ExchangeId};
 use error_response::ErrorProtocol;
 use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
@@ -61,7 +61,6 @@ use limits::{Counter, Limits};
 use listener::{ClientConnection, Listener};
 use pod_route::PodLookup;
 use recheck::{GrantedAccess, OpenStreams};
-use request::StreamKind;
 use request_body::RequestBody;
 use response_body::ResponseBody;
 use route::{Route, RouteInput};
@@ -196,7 +195,7 @@ impl Proxy {
         let asked = self
             .listener
             .asked(connection, request::authority(&request)?);
-        if matches!(kind, StreamKind::Connect)
+        if matches!(kind, StreamKind::Tcp)
             && let Some(target) = direct::target(&self.listener.direct, &asked, &self.shared.nodes)
         {
             let client = self.identify(connection, request.headers(), Some(target.port));
@@ -358,8 +357,8 @@ impl StreamContext<'_> {
         request: Request<RequestBody>,
     ) -> Result<Response<ResponseBody>, Error> {
         match (kind, self.proxy.shared.apps.of(self.route)) {
-            (StreamKind::Plain, None) => forward::run(self, request).await,
-            (StreamKind::Plain, Some(app)) => {
+            (StreamKind::Request, None) => forward::run(self, request).await,
+            (StreamKind::Request, Some(app)) => {
                 Box::pin(upstream::forward(self, &app, request)).await
             }
             (StreamKind::Upgrade(token), None) => {
@@ -368,7 +367,7 @@ impl StreamContext<'_> {
             (StreamKind::Upgrade(token), Some(app)) => {
                 Box::pin(upstream::upgrade(self, &app, request, &token)).await
             }
-            (StreamKind::Connect, _) => Box::pin(relay::connect(self, request)).await,
+            (StreamKind::Tcp, _) => Box::pin(relay::connect(self, request)).await,
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     flow_control, headers,
     load::{self, ByteCounter, OpenStreamGuard, TunnelLoad},
     request_target::MAX_OVERFLOW_BYTES,
-    stream::{StreamReceiver, StreamSender},
+    stream::{StreamKind, StreamReceiver, StreamSender},
     target::Target,
     wire,
 };
@@ -96,17 +96,6 @@ pub struct StreamRequest {
     pub body: StreamReceiver,
     /// Responder for the stream.
     pub reply: StreamResponder,
-}
-
-/// Purpose of a stream.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StreamKind {
-    /// A plain request.
-    Request,
-    /// Upgrade to this protocol; the head has the client's own method again.
-    Upgrade(String),
-    /// A TCP session.
-    Tcp,
 }
 
 /// Responder for a stream. Dropping it resets the stream.

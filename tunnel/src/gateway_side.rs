@@ -18,7 +18,7 @@ use crate::{
     liveness::KeepaliveConfig,
     load::{ByteCounter, OpenStreamGuard, TunnelLoad},
     request_target::TargetOverflow,
-    stream::{StreamReceiver, StreamSender},
+    stream::{StreamKind, StreamReceiver, StreamSender},
     target::Target,
     wire,
 };
@@ -74,17 +74,6 @@ impl Default for GatewaySideConfig {
             pressure: Arc::default(),
         }
     }
-}
-
-/// Purpose of a stream that is opened.
-#[derive(Clone, Debug)]
-pub enum OpenKind {
-    /// A plain request.
-    Request,
-    /// An upgrade to this protocol: extended CONNECT (RFC 8441).
-    Upgrade(String),
-    /// A TCP connection: CONNECT.
-    Tcp,
 }
 
 /// The gateway's handle of one tunnel.
@@ -208,7 +197,7 @@ impl Tunnel {
     pub async fn open(
         &self,
         head: Request<()>,
-        ask: &OpenKind,
+        ask: &StreamKind,
         target: &Target,
         end: bool,
     ) -> Result<OpenStream, StreamError> {
@@ -219,7 +208,7 @@ impl Tunnel {
                 "the edge is of a version that takes no targets of more than 65534 bytes",
             ));
         }
-        if matches!(ask, OpenKind::Upgrade(_))
+        if matches!(ask, StreamKind::Upgrade(_))
             && !self.sender.is_extended_connect_protocol_enabled()
         {
             return Err(StreamError::Nonsense(
@@ -413,12 +402,12 @@ impl Tunnel {
 
 fn prepare(
     mut head: Request<()>,
-    ask: &OpenKind,
+    ask: &StreamKind,
     target: &Target,
 ) -> Result<Request<()>, StreamError> {
     let target = target.text();
     match ask {
-        OpenKind::Tcp => {
+        StreamKind::Tcp => {
             *head.method_mut() = Method::CONNECT;
             *head.uri_mut() = Uri::builder()
                 .authority(target)
@@ -426,14 +415,14 @@ fn prepare(
                 .map_err(|_| StreamError::Nonsense("the target is not an authority"))?;
             return Ok(head);
         }
-        OpenKind::Upgrade(token) => {
+        StreamKind::Upgrade(token) => {
             let method = HeaderValue::from_str(head.method().as_str())
                 .map_err(|_| StreamError::Nonsense("the method is not a field value"))?;
             head.headers_mut().insert(wire::METHOD, method);
             *head.method_mut() = Method::CONNECT;
             head.extensions_mut().insert(Protocol::from(token.as_str()));
         }
-        OpenKind::Request => {}
+        StreamKind::Request => {}
     }
     let target = HeaderValue::try_from(target)
         .map_err(|_| StreamError::Nonsense("the target is not a field value"))?;

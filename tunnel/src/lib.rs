@@ -39,5 +39,5 @@ pub mod status_line;
 
 pub use error::{RejectCode, StreamError, TunnelEnd};
 pub use gateway_side::Tunnel;
-pub use stream::{StreamReceiver, StreamSender};
+pub use stream::{StreamKind, StreamReceiver, StreamSender};
 pub use target::Target;

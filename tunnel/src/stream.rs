@@ -20,6 +20,17 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+/// Purpose of a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamKind {
+    /// A plain request.
+    Request,
+    /// Upgrade to this protocol: extended CONNECT (RFC 8441) in the tunnel.
+    Upgrade(String),
+    /// A TCP session: CONNECT.
+    Tcp,
+}
+
 /// Streams of a tunnel from which on each sends smaller frames: h2 lets them take turns by frames.
 const CROWD: usize = 64;
 /// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.

@@ -202,7 +202,7 @@ mod tests {
         super::{LocalNode, Policy},
         *,
     };
-    use causeway_tunnel::{Target, control_stream::AnnouncedPorts, edge_side::StreamKind};
+    use causeway_tunnel::{StreamKind, Target, control_stream::AnnouncedPorts};
     use serde_json::json;
     use tokio::net::TcpListener;
 

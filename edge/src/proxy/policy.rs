@@ -12,7 +12,7 @@ use super::{
 };
 use crate::config::{Allow, AnnouncedPortPolicy, Config, Protocol};
 use causeway_tunnel::{
-    RejectCode, Target, control_stream::AnnouncedPorts, edge_side::StreamKind, error::Rejected,
+    RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
 };
 use std::{
     collections::BTreeMap,

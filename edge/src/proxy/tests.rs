@@ -9,11 +9,10 @@ use bytes::Bytes;
 use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::listener_server};
 use causeway_rt::socket::{IoActivity, ResetOnClose};
 use causeway_tunnel::{
-    StreamError, Tunnel,
+    StreamError, StreamKind, Tunnel,
     control_stream::AnnouncedPorts,
     edge_side::{self, IncomingStream},
-    gateway_side::{self, OpenKind},
-    wire,
+    gateway_side, wire,
 };
 use futures_util::FutureExt;
 use http::{HeaderMap, HeaderValue, StatusCode};
@@ -81,7 +80,7 @@ impl World {
             newest,
             _tasks: tasks,
         };
-        let _ = world.ask(get("/"), OpenKind::Request, "edge-1:1").await;
+        let _ = world.ask(get("/"), StreamKind::Request, "edge-1:1").await;
         world
     }
 
@@ -108,7 +107,7 @@ impl World {
     async fn open(
         &self,
         head: Request<()>,
-        ask: OpenKind,
+        ask: StreamKind,
         target: &str,
         end: bool,
     ) -> gateway_side::OpenStream {
@@ -121,7 +120,7 @@ impl World {
     async fn ask(
         &self,
         head: Request<()>,
-        ask: OpenKind,
+        ask: StreamKind,
         target: &str,
     ) -> Result<Response<StreamReceiver>, StreamError> {
         let opened = self.open(head, ask, target, true).await;
@@ -129,7 +128,7 @@ impl World {
     }
 
     async fn get(&self, path: &str) -> Response<StreamReceiver> {
-        self.ask(get(path), OpenKind::Request, "edge-1:80")
+        self.ask(get(path), StreamKind::Request, "edge-1:80")
             .await
             .unwrap()
     }
@@ -199,7 +198,7 @@ async fn a_head_reaches_the_app_as_the_client_sent_it() {
         head.headers_mut()
             .append(name, HeaderValue::from_static(value));
     }
-    let asking = world.ask(head, OpenKind::Request, "edge-1:80");
+    let asking = world.ask(head, StreamKind::Request, "edge-1:80");
     let serving = async {
         let mut app = accept(&app).await;
         let head = read_to(&mut app, "\r\n\r\n").await;
@@ -318,7 +317,7 @@ async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
 async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes_at_once() {
     let (world, app) = World::with_app().await;
     let mut opened = world
-        .open(get("/"), OpenKind::Request, "edge-1:80", false)
+        .open(get("/"), StreamKind::Request, "edge-1:80", false)
         .await;
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
@@ -344,7 +343,7 @@ async fn an_upload_that_the_app_reads_on_after_its_answer_is_cut_by_silence_alon
         json!({ "ports": { "80": { "target": target } }, "timeouts": { "app_idle": "2s" } });
     let world = World::start(config).await;
     let mut opened = world
-        .open(get("/"), OpenKind::Request, "edge-1:80", false)
+        .open(get("/"), StreamKind::Request, "edge-1:80", false)
         .await;
     let mut app = accept(&app).await;
     read_to(&mut app, "\r\n\r\n").await;
@@ -371,7 +370,7 @@ async fn interim_answers_pass_and_a_body_may_wait_for_them() {
     head.headers_mut()
         .insert("content-length", HeaderValue::from_static("4"));
     let mut opened = world
-        .open(head, OpenKind::Request, "edge-1:80", false)
+        .open(head, StreamKind::Request, "edge-1:80", false)
         .await;
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
@@ -418,7 +417,7 @@ async fn a_head_request_has_the_length_and_no_body() {
             .unwrap();
         app
     };
-    let (answer, _app) = tokio::join!(world.ask(head, OpenKind::Request, "edge-1:80"), serving);
+    let (answer, _app) = tokio::join!(world.ask(head, StreamKind::Request, "edge-1:80"), serving);
     let answer = answer.unwrap();
     assert_eq!(answer.headers()["content-length"], "1000");
     assert_eq!(text(answer.into_body()).await.unwrap(), "");
@@ -434,7 +433,7 @@ async fn assert_reset(mut app: TcpStream) {
 async fn a_client_that_goes_away_ends_the_apps_request_at_once() {
     let (world, app) = World::with_app().await;
     let opened = world
-        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .open(get("/"), StreamKind::Request, "edge-1:80", true)
         .await;
     let mut waiting = accept(&app).await;
     read_to(&mut waiting, "\r\n\r\n").await;
@@ -442,7 +441,7 @@ async fn a_client_that_goes_away_ends_the_apps_request_at_once() {
     assert_reset(waiting).await;
 
     let opened = world
-        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .open(get("/"), StreamKind::Request, "edge-1:80", true)
         .await;
     let mut streaming = accept(&app).await;
     read_to(&mut streaming, "\r\n\r\n").await;
@@ -548,16 +547,16 @@ async fn a_refused_port_says_which_target_whatever_the_stream_is_for() {
         .unwrap();
     let world = World::start(json!({ "ports": { "80": { "target": free.to_string() } } })).await;
     for ask in [
-        OpenKind::Request,
-        OpenKind::Tcp,
-        OpenKind::Upgrade("websocket".into()),
+        StreamKind::Request,
+        StreamKind::Tcp,
+        StreamKind::Upgrade("websocket".into()),
     ] {
         let answer = world.ask(get("/"), ask, "edge-1:80").await.unwrap();
         let detail = format!("edge-1 could not dial {free}: connection refused");
         assert_eq!(failure(&answer), ("target-refused", detail.as_str()));
     }
     let answer = world
-        .ask(get("/"), OpenKind::Tcp, "edge-1:22")
+        .ask(get("/"), StreamKind::Tcp, "edge-1:22")
         .await
         .unwrap();
     assert_eq!(
@@ -580,7 +579,7 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
     let mut opened = world
         .open(
             head,
-            OpenKind::Upgrade("SPDY/3.1".into()),
+            StreamKind::Upgrade("SPDY/3.1".into()),
             "edge-1:80",
             false,
         )
@@ -635,7 +634,7 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     head.headers_mut()
         .insert(wire::CONTENT, HeaderValue::from_static("3"));
     let (ask, target) = (
-        OpenKind::Upgrade("tcp".into()),
+        StreamKind::Upgrade("tcp".into()),
         "edge-1:80".parse().unwrap(),
     );
     let refused = world.tunnel.open(head.clone(), &ask, &target, false).await;
@@ -646,7 +645,7 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     );
     world.tunnel.allow_upgrade_bodies(true);
     let mut opened = world
-        .open(head, OpenKind::Upgrade("tcp".into()), "edge-1:80", false)
+        .open(head, StreamKind::Upgrade("tcp".into()), "edge-1:80", false)
         .await;
     // In one frame with the first bytes of the session.
     let bytes = Bytes::from_static(b"xyzping");
@@ -698,7 +697,7 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
     let asking = world
         .open(
             get("/"),
-            OpenKind::Upgrade("websocket".into()),
+            StreamKind::Upgrade("websocket".into()),
             "edge-1:80",
             false,
         )
@@ -720,7 +719,7 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
 #[tokio::test]
 async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
     let (world, app) = World::with_app().await;
-    let websocket = OpenKind::Upgrade("websocket".into());
+    let websocket = StreamKind::Upgrade("websocket".into());
     let asking = world.open(get("/"), websocket, "edge-1:80", false).await;
     let mut app = accept(&app).await;
     read_to(&mut app, "\r\n\r\n").await;
@@ -741,7 +740,7 @@ async fn an_upgrade_that_nobody_answers_times_out() {
     let asking = world
         .open(
             get("/"),
-            OpenKind::Upgrade("websocket".into()),
+            StreamKind::Upgrade("websocket".into()),
             "edge-1:80",
             false,
         )
@@ -753,12 +752,12 @@ async fn an_upgrade_that_nobody_answers_times_out() {
 
 #[tokio::test]
 async fn a_reset_of_a_session_reaches_the_other_side_as_a_reset() {
-    for ask in [OpenKind::Tcp, OpenKind::Upgrade("x".into())] {
+    for ask in [StreamKind::Tcp, StreamKind::Upgrade("x".into())] {
         for by_app in [true, false] {
             let (world, app) = World::with_app().await;
             let opened = world.open(get("/"), ask.clone(), "edge-1:80", false).await;
             let mut app = accept(&app).await;
-            if matches!(ask, OpenKind::Upgrade(_)) {
+            if matches!(ask, StreamKind::Upgrade(_)) {
                 read_to(&mut app, "\r\n\r\n").await;
                 app.write_all(b"HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
                     .await
@@ -887,7 +886,7 @@ async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
             head.headers_mut()
                 .insert("content-type", HeaderValue::from_static(kind));
             let mut opened = world
-                .open(head, OpenKind::Request, "edge-1:80", false)
+                .open(head, StreamKind::Request, "edge-1:80", false)
                 .await;
             let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
             assert_eq!(failure(&answer), ("", ""));
@@ -946,9 +945,9 @@ async fn a_stream_is_judged_by_the_address_that_it_is_connected_to_and_not_by_ot
     let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";
     let switches = "HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";
     for (scheme, ask, says) in [
-        ("http", OpenKind::Request, begins),
-        ("http", OpenKind::Upgrade("x".into()), switches),
-        ("tcp", OpenKind::Tcp, ""),
+        ("http", StreamKind::Request, begins),
+        ("http", StreamKind::Upgrade("x".into()), switches),
+        ("tcp", StreamKind::Tcp, ""),
     ] {
         let listed = |is: &str| if scheme == is { vec![port] } else { Vec::new() };
         let listed = AnnouncedPorts {

@@ -11,12 +11,8 @@ use crate::{
     },
 };
 use causeway_tunnel::{
-    RejectCode, StreamError, StreamReceiver,
-    gateway_side::{OpenKind, StreamResponse},
-    headers,
-    informational::ExchangeId,
-    request_target::TargetOverflow,
-    wire,
+    RejectCode, StreamError, StreamKind, StreamReceiver, gateway_side::StreamResponse, headers,
+    informational::ExchangeId, request_target::TargetOverflow, wire,
 };
 use http::{
     HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
@@ -47,7 +43,7 @@ pub async fn run(
     let end = body.is_end_stream();
     let opened = way
         .tunnel
-        .open(head, &OpenKind::Request, &way.route.target, end)
+        .open(head, &StreamKind::Request, &way.route.target, end)
         .await
         .map_err(|error| failed(way, &error))?;
     let (go, upload, request) = if end {

@@ -8,7 +8,6 @@
 use super::{
     Proxy,
     authn::{AuthMethod, ClientIdentity},
-    request::StreamKind,
     route::Route,
 };
 use crate::{
@@ -16,7 +15,7 @@ use crate::{
     error::{Error, Reason},
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::Target;
+use causeway_tunnel::{StreamKind, Target};
 use futures_util::future::BoxFuture;
 use http::Request;
 use std::{borrow::Cow, fmt::Debug};
@@ -56,7 +55,7 @@ async fn route(
     let listener = &proxy.listener;
     let asks = listener.errors == ErrorFormat::Kubernetes
         && client.method != AuthMethod::Anonymous
-        && !matches!(kind, StreamKind::Connect)
+        && !matches!(kind, StreamKind::Tcp)
         && error.reason == Reason::NodeUnknown;
     let pods = proxy.shared.pods.as_ref().filter(|_| asks);
     let (Some(pods), Some((namespace, name))) = (pods, meant(path)) else {

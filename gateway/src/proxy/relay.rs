@@ -19,9 +19,7 @@ use crate::{
     },
 };
 use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::{
-    StreamReceiver, StreamSender, copy, gateway_side, informational::ExchangeId,
-};
+use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy, informational::ExchangeId};
 use http::{Method, Request, Response, StatusCode, Version};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -57,12 +55,7 @@ pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, Stream
     let answered = async {
         let opened = way
             .tunnel
-            .open(
-                Request::new(()),
-                &gateway_side::OpenKind::Tcp,
-                &way.route.target,
-                false,
-            )
+            .open(Request::new(()), &StreamKind::Tcp, &way.route.target, false)
             .await?;
         Ok((opened.send, opened.answer.await?))
     };

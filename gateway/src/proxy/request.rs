@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Reason},
 };
 use causeway_tunnel::{
-    headers,
+    StreamKind, headers,
     request_target::{MAX_URI_BYTES, TargetOverflow},
     wire,
 };
@@ -19,23 +19,12 @@ use http::{
 };
 use http_body::Body;
 
-/// Kind of stream that a request asks for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StreamKind {
-    /// A plain request.
-    Plain,
-    /// To switch to this protocol.
-    Upgrade(String),
-    /// A TCP connection.
-    Connect,
-}
-
 impl From<&StreamKind> for config::policy::Action {
     fn from(kind: &StreamKind) -> Self {
         match kind {
-            StreamKind::Plain => Self::Request,
+            StreamKind::Request => Self::Request,
             StreamKind::Upgrade(_) => Self::Upgrade,
-            StreamKind::Connect => Self::Connect,
+            StreamKind::Tcp => Self::Connect,
         }
     }
 }
@@ -186,13 +175,13 @@ pub fn kind<B: Body>(
         {
             Err(Reason::Malformed.error("a CONNECT has no content"))
         }
-        (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Connect),
+        (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Tcp),
         (config::ListenerProtocol::Connect, false) => {
             Err(Reason::MethodNotAllowed.error("this listener serves CONNECT only"))
         }
         (_, true) => Err(Reason::MethodNotAllowed
             .error("CONNECT is served by a listener with protocol connect only")),
-        (_, false) => Ok(upgrade(request).map_or(StreamKind::Plain, |token| {
+        (_, false) => Ok(upgrade(request).map_or(StreamKind::Request, |token| {
             StreamKind::Upgrade(token.to_owned())
         })),
     }
@@ -377,9 +366,9 @@ mod tests {
         );
         for token in ["h2c", "H2C", "TLS/1.0", "HTTP/2.0", "websocket, tls/1.2"] {
             let fields = [("connection", "Upgrade"), ("upgrade", token)];
-            assert_eq!(kind_of(&fields), StreamKind::Plain, "{token}");
+            assert_eq!(kind_of(&fields), StreamKind::Request, "{token}");
         }
-        assert_eq!(kind_of(&[("upgrade", "websocket")]), StreamKind::Plain);
+        assert_eq!(kind_of(&[("upgrade", "websocket")]), StreamKind::Request);
     }
 
     #[test]
@@ -388,7 +377,7 @@ mod tests {
         *connect.method_mut() = Method::CONNECT;
         assert_eq!(
             kind(&connect, config::ListenerProtocol::Connect).unwrap(),
-            StreamKind::Connect
+            StreamKind::Tcp
         );
         assert_eq!(
             authority(&connect).unwrap(),

@@ -16,7 +16,7 @@ use crate::{
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{StreamError, StreamReceiver, StreamSender, gateway_side::OpenKind, wire};
+use causeway_tunnel::{StreamError, StreamKind, StreamReceiver, StreamSender, wire};
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
@@ -53,7 +53,7 @@ pub async fn run(
     if has_content && let Some(length) = content.length(way).await? {
         head.headers_mut().insert(wire::CONTENT, length.into());
     }
-    let ask = OpenKind::Upgrade(token.to_owned());
+    let ask = StreamKind::Upgrade(token.to_owned());
     let opened = way.tunnel.open(head, &ask, &way.route.target, false);
     let opened = within_bound(way, opened).await?;
     let mut send = opened.send;

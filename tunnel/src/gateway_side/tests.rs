@@ -10,7 +10,7 @@ use crate::{
     body::pump,
     control_stream::{EdgeMessage, GatewayMessage},
     copy::{self, ByteCounters},
-    edge_side::{self, EdgeSide, IncomingStream, StreamKind, StreamRequest},
+    edge_side::{self, EdgeSide, IncomingStream, StreamRequest},
     error::{RejectCode, TunnelEnd},
 };
 use causeway_rt::socket::CountedIo;
@@ -68,7 +68,7 @@ async fn a_tunnel_goes_on_after_its_connection_took_nothing_for_a_while() {
     for index in 0..32 {
         let head = Request::new(());
         let target = Target::new("edge-1", 80);
-        let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+        let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
         answers.push((index, opened.unwrap().answer));
     }
     let all_come = async {
@@ -208,7 +208,7 @@ fn get(path: &str) -> Request<()> {
 
 async fn fetch(tunnel: &Tunnel, path: &str) -> Result<Bytes, StreamError> {
     let opened = tunnel
-        .open(get(path), &OpenKind::Request, &target(), true)
+        .open(get(path), &StreamKind::Request, &target(), true)
         .await?;
     let body = opened.answer.await?.into_body();
     Ok(body.collect().await?.to_bytes())
@@ -251,7 +251,7 @@ async fn an_upgrade_keeps_its_method_and_token() {
     let _ = fetch(&tunnel, "/").await;
     let mut head = get("/exec");
     *head.method_mut() = Method::POST;
-    let ask = OpenKind::Upgrade("SPDY/3.1".into());
+    let ask = StreamKind::Upgrade("SPDY/3.1".into());
     let opened = tunnel.open(head, &ask, &target(), false).await.unwrap();
     let answer = opened.answer.await.unwrap();
     assert_eq!(
@@ -269,7 +269,7 @@ async fn an_edges_refusal_carries_its_word_and_sentence() {
     })
     .await;
     let opened = tunnel
-        .open(Request::new(()), &OpenKind::Tcp, &target(), false)
+        .open(Request::new(()), &StreamKind::Tcp, &target(), false)
         .await
         .unwrap();
     let answer = opened.answer.await.unwrap();
@@ -312,7 +312,7 @@ async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
         let mut waiting = Vec::new();
         for _ in 0..50 {
             let opened = tunnel
-                .open(get("/"), &OpenKind::Request, &target(), true)
+                .open(get("/"), &StreamKind::Request, &target(), true)
                 .await
                 .unwrap();
             waiting.push(opened);
@@ -323,7 +323,7 @@ async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
     assert_eq!(tunnel.load().streams(), 0);
     assert!(tunnel.is_open());
     let opened = tunnel
-        .open(get("/"), &OpenKind::Request, &target(), true)
+        .open(get("/"), &StreamKind::Request, &target(), true)
         .await;
     assert!(opened.is_ok(), "5,000 resets are ordinary on a tunnel");
 }
@@ -343,7 +343,7 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
     })
     .await;
     let mut opened = tunnel
-        .open(get("/"), &OpenKind::Request, &target(), false)
+        .open(get("/"), &StreamKind::Request, &target(), false)
         .await
         .unwrap();
     opened.send.data(Bytes::from_static(b"half")).await.unwrap();
@@ -371,7 +371,7 @@ async fn an_answer_before_the_request_is_read_is_whole() {
     })
     .await;
     let mut opened = tunnel
-        .open(get("/"), &OpenKind::Request, &target(), false)
+        .open(get("/"), &StreamKind::Request, &target(), false)
         .await
         .unwrap();
     // May fail already: the edge wants no more of it.
@@ -399,7 +399,7 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
     .await;
     let open = async || {
         let opened = tunnel
-            .open(Request::new(()), &OpenKind::Tcp, &target(), false)
+            .open(Request::new(()), &StreamKind::Tcp, &target(), false)
             .await
             .unwrap();
         let (app, _) = listener.accept().await.unwrap();
@@ -476,7 +476,7 @@ async fn streams_beyond_the_limit_are_refused_and_counted_back() {
     tokio::spawn(async move { while edge.next().await.is_ok() {} });
     let open = || async {
         tunnel
-            .open(get("/"), &OpenKind::Request, &target(), true)
+            .open(get("/"), &StreamKind::Request, &target(), true)
             .await
     };
     let first = open().await.unwrap();
@@ -563,7 +563,7 @@ async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
     let _control = OpenStreamGuard::new(tunnel.load(), 9).unwrap();
     let head = Request::new(());
     let target = Target::new("edge-1", 80);
-    let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+    let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
     let mut body = opened.unwrap().answer.await.unwrap().into_body();
     tokio::spawn(async move { while body.data().await.is_some() {} });
 
@@ -654,7 +654,7 @@ async fn shout(tunnel: Tunnel, times: usize) -> usize {
     let mut moved = 0;
     for _ in 0..times {
         let opened = tunnel
-            .open(get("/"), &OpenKind::Request, &target(), false)
+            .open(get("/"), &StreamKind::Request, &target(), false)
             .await
             .unwrap();
         let mut send = opened.send;
@@ -743,7 +743,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
     let mut crowd = Vec::new();
     for _ in 0..32 {
         let target = target();
-        let opened = tunnel.open(get("/"), &OpenKind::Request, &target, false);
+        let opened = tunnel.open(get("/"), &StreamKind::Request, &target, false);
         crowd.push((opened.await.unwrap(), asked.recv().await.unwrap()));
     }
     let turns = async {

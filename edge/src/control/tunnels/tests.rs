@@ -11,13 +11,12 @@ use causeway_certs::{
 };
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
-    Tunnel,
+    StreamKind, Tunnel,
     control_stream::{
         ControlStream, EdgeHello, EdgeMessage, GatewayHello, GatewayMessage, GoAway,
         NodePoolMembers,
     },
-    gateway_side::{self, OpenKind},
-    wire,
+    gateway_side, wire,
 };
 use http::Request;
 use serde_json::{Value, json};
@@ -290,7 +289,7 @@ async fn session(
 ) {
     let target = "edge-1:7".parse().unwrap();
     let opened = tunnel
-        .open(Request::new(()), &OpenKind::Tcp, &target, false)
+        .open(Request::new(()), &StreamKind::Tcp, &target, false)
         .await
         .unwrap();
     let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();

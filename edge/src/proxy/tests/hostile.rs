@@ -33,7 +33,7 @@ const ELSEWHERE: [&str; 7] = [
 ];
 
 /// How the edge refuses this target.
-async fn refusal(world: &World, ask: OpenKind, target: &str) -> RejectCode {
+async fn refusal(world: &World, ask: StreamKind, target: &str) -> RejectCode {
     let opened = world.open(get("/"), ask, target, true).await;
     let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
     let failure = answer.headers()[wire::FAILURE].to_str().unwrap();
@@ -55,7 +55,7 @@ async fn no_spelling_of_an_address_leads_where_the_owner_has_not_allowed() {
         let config = json!({ "ports": { "80": {} }, "allow": { "hosts": hosts } });
         let world = World::start(config).await;
         for host in spellings {
-            for ask in [OpenKind::Tcp, OpenKind::Request] {
+            for ask in [StreamKind::Tcp, StreamKind::Request] {
                 let refused = refusal(&world, ask, &format!("{host}:{port}")).await;
                 assert_eq!(refused, RejectCode::Policy, "{host}");
             }

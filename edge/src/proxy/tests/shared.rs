@@ -83,7 +83,7 @@ async fn watch(world: &World, times: usize) -> Vec<gateway_side::OpenStream> {
     for _ in 0..times {
         watches.push(
             world
-                .open(get("/watch"), OpenKind::Request, "edge-1:80", true)
+                .open(get("/watch"), StreamKind::Request, "edge-1:80", true)
                 .await,
         );
     }
@@ -125,7 +125,7 @@ async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_n
     assert_eq!(reason, "target-timeout", "{detail}");
     assert!(detail.contains("as many streams as it allows"), "{detail}");
     let waiting = world
-        .open(get("/"), OpenKind::Request, "edge-1:80", true)
+        .open(get("/"), StreamKind::Request, "edge-1:80", true)
         .await;
     watches.pop();
     let answer = timeout(SOON, waiting.answer).await.unwrap().unwrap();
@@ -139,7 +139,7 @@ async fn streams_whose_connection_closed_share_the_one_that_follows() {
     assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
     let mut herd = Vec::new();
     for _ in 0..100 {
-        let opened = world.open(get("/herd"), OpenKind::Request, "edge-1:80", true);
+        let opened = world.open(get("/herd"), StreamKind::Request, "edge-1:80", true);
         herd.push(opened.await);
     }
     app.watched(100).await;

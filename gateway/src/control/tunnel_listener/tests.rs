@@ -16,10 +16,10 @@ use crate::{
 use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, RotationStep, StoreError, verify};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
-    Target,
+    StreamKind, Target,
     control_stream::{EdgeMessage, GatewayMessage, GoAway},
     edge_side::StreamRequest,
-    gateway_side::{OpenKind, OpenStream},
+    gateway_side::OpenStream,
     wire,
 };
 use futures_util::FutureExt;
@@ -93,7 +93,7 @@ async fn a_tunnel_serves_streams_on_the_core_of_its_node() {
         let head = Request::get("/").body(()).unwrap();
         let target = Target::new(node, 9100);
         let opened = tunnel
-            .open(head, &OpenKind::Request, &target, true)
+            .open(head, &StreamKind::Request, &target, true)
             .await
             .unwrap();
         let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
@@ -332,7 +332,7 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
     let head = Request::get("/").body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     let opened = tunnel
-        .open(head, &OpenKind::Request, &target, true)
+        .open(head, &StreamKind::Request, &target, true)
         .await
         .unwrap();
     let leave = EdgeMessage::Leave {
@@ -367,7 +367,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
     let target = Target::new("edge-1", 9100);
     let opened = before
         .tunnel
-        .open(head, &OpenKind::Request, &target, true)
+        .open(head, &StreamKind::Request, &target, true)
         .await
         .unwrap();
     let takes_over = causeway_tunnel::control_stream::EdgeHello {
@@ -419,7 +419,7 @@ async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revoca
         let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
         let head = Request::get("/").body(()).unwrap();
         // The edge answers none of them.
-        open.push(tunnel.open(head, &OpenKind::Request, &target, true).await);
+        open.push(tunnel.open(head, &StreamKind::Request, &target, true).await);
         edges.push(edge);
     }
     world
@@ -596,7 +596,7 @@ async fn request(
 ) -> (OpenStream, Box<StreamRequest>) {
     let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
     let (head, target) = (Request::new(()), Target::new(node, 9100));
-    let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+    let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap();
     (opened.unwrap(), asked.unwrap())
 }
@@ -712,7 +712,7 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     let head = Request::get("/").body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     let opened = tunnel
-        .open(head, &OpenKind::Request, &target, true)
+        .open(head, &StreamKind::Request, &target, true)
         .await
         .unwrap();
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
@@ -767,7 +767,7 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
     let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
     let target = Target::new("edge-1", 22);
     let opened = tunnel
-        .open(Request::new(()), &OpenKind::Tcp, &target, false)
+        .open(Request::new(()), &StreamKind::Tcp, &target, false)
         .await
         .unwrap();
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();

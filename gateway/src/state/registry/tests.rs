@@ -1,9 +1,9 @@
 use super::*;
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
-    Target,
+    StreamKind, Target,
     edge_side::{self, IncomingStream},
-    gateway_side::{self, GatewaySideConfig, OpenKind},
+    gateway_side::{self, GatewaySideConfig},
     load::BULK_BYTES,
 };
 use futures_util::FutureExt;
@@ -93,7 +93,7 @@ async fn open(tunnel: &Tunnel, path: &str) -> gateway_side::OpenStream {
     let head = Request::get(path).body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     tunnel
-        .open(head, &OpenKind::Request, &target, true)
+        .open(head, &StreamKind::Request, &target, true)
         .await
         .unwrap()
 }

@@ -26,7 +26,7 @@ fn settings(pressure: Arc<MemoryBudget>) -> GatewaySideConfig {
 
 async fn open(tunnel: &Tunnel, end: bool) -> OpenStream {
     let target = target();
-    let opened = tunnel.open(get("/"), &OpenKind::Request, &target, end);
+    let opened = tunnel.open(get("/"), &StreamKind::Request, &target, end);
     opened.await.unwrap()
 }
 

@@ -36,7 +36,7 @@ async fn answering() -> Tunnel {
 
 async fn answer(tunnel: &Tunnel, path: &str) -> Result<Response<StreamReceiver>, StreamError> {
     let target = target();
-    let opened = tunnel.open(get(path), &OpenKind::Request, &target, true);
+    let opened = tunnel.open(get(path), &StreamKind::Request, &target, true);
     opened.await?.answer.await
 }
 
@@ -82,7 +82,7 @@ async fn a_request_that_no_tunnel_carries_is_not_sent() {
     let mut head = get("/97/1");
     head.headers_mut().insert("x-large", field(b'a', MAX_HEAD));
     let target = target();
-    let opened = tunnel.open(head, &OpenKind::Request, &target, true).await;
+    let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
     assert!(matches!(opened, Err(StreamError::TooLarge)), "{opened:?}");
     assert!(answer(&tunnel, "/97/1").await.is_ok());
 }

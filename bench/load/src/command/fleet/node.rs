@@ -10,9 +10,9 @@ use causeway_rt::{
     socket::{CountedIo, tune_tunnel},
 };
 use causeway_tunnel::{
-    StreamReceiver, StreamSender,
+    StreamKind, StreamReceiver, StreamSender,
     control_stream::{ControlStream, ControlStreamError, EdgeHello, EdgeMessage, GatewayMessage},
-    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamKind, StreamRequest},
+    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamRequest},
     wire,
 };
 use http::{HeaderValue, Response, header::CONTENT_LENGTH};

@@ -121,7 +121,9 @@ impl Model {
             return;
         };
         let (head, target) = (Request::new(()), Target::new("edge-1", 9100));
-        let opened = picked.tunnel.open(head, &OpenKind::Request, &target, true);
+        let opened = picked
+            .tunnel
+            .open(head, &StreamKind::Request, &target, true);
         let opened = opened.await.unwrap();
         let asked = timeout(LONG, session.edge.streams.recv()).await.unwrap();
         self.streams.push(Stream {
