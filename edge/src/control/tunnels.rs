@@ -9,7 +9,6 @@ mod bulk;
 mod connected_gateways;
 mod discovery;
 mod handshake;
-mod only;
 mod session;
 mod slots;
 mod tls_error;
@@ -105,12 +104,8 @@ impl TunnelContext {
 
     /// Keeps the tunnels until the edge stops, then leaves in order.
     pub(crate) async fn run(self: Arc<Self>, changes: NetworkMonitor) {
-        let stop = self.stop.clone();
         match self.config.tunnels.gateways {
-            TunnelMode::One => {
-                let leaving = TunnelSlots::anywhere(self).run(None, &stop, changes).await;
-                leaving.end(&stop).await;
-            }
+            TunnelMode::One => TunnelSlots::anywhere(self).keep(None, changes).await,
             TunnelMode::Every => Box::pin(all_gateways::run(self, changes)).await,
         }
     }

@@ -28,22 +28,17 @@ struct AllGateways<'a> {
     links: Arc<TunnelContext>,
     tasks: &'a TaskGroup,
     /// Current addresses of the gateways.
-    places: watch::Sender<Vec<GatewayAddr>>,
-    at: BTreeMap<GatewayAddr, AddressTunnels>,
+    places: watch::Sender<BTreeSet<GatewayAddr>>,
+    /// Addresses with tunnels, until the token is cancelled.
+    at: BTreeMap<GatewayAddr, CancellationToken>,
     /// Why names cannot be resolved, as far as it has been said.
     unresolved: BTreeMap<String, String>,
-}
-
-/// The tunnels at one place.
-struct AddressTunnels {
-    wanted: watch::Sender<bool>,
-    over: CancellationToken,
 }
 
 /// Keeps tunnels at every gateway until the edge stops, then leaves in order.
 pub(super) async fn run(links: Arc<TunnelContext>, changes: NetworkMonitor) {
     let tasks = TaskGroup::default();
-    let (places, found) = watch::channel(Vec::new());
+    let (places, found) = watch::channel(BTreeSet::new());
     let every = AllGateways {
         links: links.clone(),
         tasks: &tasks,
@@ -103,7 +98,7 @@ impl AllGateways<'_> {
         again: Duration,
         changes: &NetworkMonitor,
     ) {
-        self.at.retain(|_, kept| !kept.over.is_cancelled());
+        self.at.retain(|_, over| !over.is_cancelled());
         let named: BTreeSet<String> = found.iter().map(|(gateway, _)| gateway.clone()).collect();
         self.unresolved.retain(|gateway, _| named.contains(gateway));
         let mut wanted = BTreeSet::new();
@@ -121,18 +116,16 @@ impl AllGateways<'_> {
             }
         }
         let wanted = self.distinct(wanted);
-        self.places.send_replace(wanted.iter().cloned().collect());
-        for (place, kept) in &self.at {
-            let is_wanted = wanted.contains(place);
-            let was_wanted = kept.wanted.send_replace(is_wanted);
-            if was_wanted && !is_wanted {
+        let before = self.places.send_replace(wanted.clone());
+        for place in before.difference(&wanted) {
+            if self.at.contains_key(place) {
                 info!(%place, "no name of a gateway leads here any more");
             }
         }
         for place in wanted {
             if !self.at.contains_key(&place) {
-                let kept = self.keep(place.clone(), changes.clone());
-                self.at.insert(place, kept);
+                let over = self.keep(place.clone(), changes.clone());
+                self.at.insert(place, over);
             }
         }
     }
@@ -155,20 +148,19 @@ impl AllGateways<'_> {
         distinct
     }
 
-    fn keep(&self, place: GatewayAddr, changes: NetworkMonitor) -> AddressTunnels {
-        let (wanted, is_wanted) = watch::channel(true);
+    fn keep(&self, place: GatewayAddr, changes: NetworkMonitor) -> CancellationToken {
         let over = CancellationToken::new();
         let ended = over.clone().drop_guard();
         let stop = self.links.stop.clone();
         let span = info_span!("gateway", %place);
-        let slots = TunnelSlots::at(self.links.clone(), place, is_wanted);
+        let slots = TunnelSlots::at(self.links.clone(), place, self.places.subscribe());
         self.tasks.spawn(span, async move {
-            let leaving = slots.run(None, &stop, changes).await;
+            let leaving = slots.run(None, changes).await;
             // The place may be dialled anew meanwhile.
             drop(ended);
             leaving.end(&stop).await;
         });
-        AddressTunnels { wanted, over }
+        over
     }
 
     fn resolved(&mut self, gateway: &str) {

@@ -185,9 +185,18 @@ impl ConnectedGateways {
         self.table.borrow().dead.contains(place)
     }
 
-    /// How many there are, each time that this changes.
-    pub(super) fn counts(&self) -> GatewayCountWatch {
-        GatewayCountWatch(self.table.subscribe())
+    /// How many there are now.
+    pub(super) fn count(&self) -> GatewayCount {
+        GatewayCount::of(&self.table.borrow())
+    }
+
+    /// Waits until there is another count than this.
+    pub(super) async fn other_than(&self, count: GatewayCount) {
+        let mut table = self.table.subscribe();
+        // The sender lives as long as this.
+        let _ = table
+            .wait_for(|table| GatewayCount::of(table) != count)
+            .await;
     }
 
     /// Waits until this gateway is reached nowhere.
@@ -206,25 +215,6 @@ impl ConnectedGateways {
             change(table);
             before != GatewayCount::of(table)
         });
-    }
-}
-
-/// How many gateways are reached, now and later.
-pub(super) struct GatewayCountWatch(watch::Receiver<OwnersByInstance>);
-
-impl GatewayCountWatch {
-    /// How many now.
-    pub(super) fn now(&mut self) -> GatewayCount {
-        GatewayCount::of(&self.0.borrow_and_update())
-    }
-
-    /// Waits until it is another count than this.
-    pub(super) async fn other_than(&mut self, count: GatewayCount) {
-        // The sender lives as long as this.
-        let _ = self
-            .0
-            .wait_for(|table| GatewayCount::of(table) != count)
-            .await;
     }
 }
 
@@ -296,16 +286,15 @@ mod tests {
         assert!(reached.claim("c", one, true).is_none());
         assert!(reached.claim("c", one, false).is_none());
         assert!(reached.is_by(one) && !reached.is_by(reached.party()));
-        assert_eq!(reached.counts().now().reached, 2);
+        assert_eq!(reached.count().reached, 2);
     }
 
     #[test]
     fn gateways_are_short_of_the_highest_number_that_one_of_them_says_and_none_is_sought_beyond_64()
     {
         let reached = ConnectedGateways::default();
-        let mut counts = reached.counts();
-        let mut short = || {
-            let count = counts.now();
+        let short = || {
+            let count = reached.count();
             (count.is_short(), count.reached, count.of)
         };
         assert_eq!(short(), (false, 0, None));
@@ -334,11 +323,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_gateway_that_was_of_use_counts_when_it_drains_and_when_it_is_lost() {
         let reached = ConnectedGateways::default();
-        let mut counts = reached.counts();
         let brief = reached.claim("brief", reached.party(), false).unwrap();
         brief.drains();
         drop(brief);
-        assert_eq!(counts.now().lost, 0);
+        assert_eq!(reached.count().lost, 0);
         let (rolls, dies) = (
             reached.claim("rolls", reached.party(), false).unwrap(),
             reached.claim("dies", reached.party(), false).unwrap(),
@@ -346,11 +334,11 @@ mod tests {
         tokio::time::advance(OF_USE).await;
         rolls.drains();
         rolls.drains();
-        assert_eq!(counts.now().lost, 1);
+        assert_eq!(reached.count().lost, 1);
         drop(rolls);
-        assert_eq!(counts.now().lost, 2);
+        assert_eq!(reached.count().lost, 2);
         drop(dies);
-        assert_eq!(counts.now().lost, 3);
+        assert_eq!(reached.count().lost, 3);
         assert!(!reached.is_any());
         reached.none().await;
     }
@@ -361,7 +349,7 @@ mod tests {
         let stays = reached.claim("stays", reached.party(), false).unwrap();
         stays.says(Some(64));
         let mut claims = Vec::new();
-        while reached.counts().now().is_short() {
+        while reached.count().is_short() {
             assert!(claims.len() < 200, "without end");
             let name = claims.len().to_string();
             let claim = reached.claim(&name, reached.party(), false).unwrap();
@@ -369,6 +357,6 @@ mod tests {
             claims.push(claim);
         }
         claims.pop();
-        assert!(reached.counts().now().is_short());
+        assert!(reached.count().is_short());
     }
 }

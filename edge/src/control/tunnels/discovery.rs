@@ -13,18 +13,21 @@
 use super::{
     TunnelContext, TunnelUnavailable,
     connected_gateways::{GatewayCount, OF_USE},
-    slots::{PredialledTunnel, TunnelSlots},
+    slots::TunnelSlots,
 };
 use crate::control::{
     connect_error::ConnectError, dial::GatewayAddr, network_monitor::NetworkMonitor,
 };
 use causeway_rt::task::TaskGroup;
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     sync::watch,
     time::{Instant, sleep_until},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, info_span, warn};
 
 /// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
@@ -39,7 +42,7 @@ const ANEW: u32 = 8;
 pub(super) struct GatewayDiscovery {
     links: Arc<TunnelContext>,
     /// Addresses at which gateways are looked for.
-    places: watch::Receiver<Vec<GatewayAddr>>,
+    places: watch::Receiver<BTreeSet<GatewayAddr>>,
     turn: usize,
     /// Refusal of this edge by the gateways, as far as it has been logged.
     refused: Option<String>,
@@ -47,7 +50,10 @@ pub(super) struct GatewayDiscovery {
 
 impl GatewayDiscovery {
     /// Looks behind these places.
-    pub(super) fn at(links: Arc<TunnelContext>, places: watch::Receiver<Vec<GatewayAddr>>) -> Self {
+    pub(super) fn at(
+        links: Arc<TunnelContext>,
+        places: watch::Receiver<BTreeSet<GatewayAddr>>,
+    ) -> Self {
         Self {
             links,
             places,
@@ -64,11 +70,10 @@ impl GatewayDiscovery {
         let (mut due, mut not_before) = (None, Instant::now());
         // The last attempt failed by what a change of network may mend.
         let mut cut_off = false;
-        let mut counts = links.reached.counts();
         let (mut count, mut said) = (GatewayCount::default(), None);
         let (mut tries, mut backoff) = (DiscoveryBackoff::default(), links.backoff());
         loop {
-            let now = counts.now();
+            let now = links.reached.count();
             if now != count {
                 if now.lost == count.lost {
                     tries.changed(most);
@@ -86,7 +91,7 @@ impl GatewayDiscovery {
             changes.forget();
             tokio::select! {
                 () = links.stop.cancelled() => return,
-                () = counts.other_than(count) => continue,
+                () = links.reached.other_than(count) => continue,
                 () = at(next) => {
                     tries.tried();
                     due = None;
@@ -106,8 +111,8 @@ impl GatewayDiscovery {
             cut_off = false;
             match found {
                 Ok(session) => {
-                    let ends = (links.stop.clone(), changes.clone());
-                    tasks.spawn(info_span!("gateway", %place), serve(slots, session, ends));
+                    let kept = slots.keep(Some(session), changes.clone());
+                    tasks.spawn(info_span!("gateway", %place), kept);
                     backoff.reset();
                     tries.found();
                 }
@@ -125,13 +130,13 @@ impl GatewayDiscovery {
     /// The place whose turn it is.
     fn next(&mut self) -> Option<GatewayAddr> {
         let places = self.places.borrow();
-        let turn = self.turn;
-        let mut turns = (0..places.len()).map(|more| turn.wrapping_add(more));
-        let at = |turn: usize| places.get(turn % places.len().max(1));
-        let lives = |turn: &usize| at(*turn).is_some_and(|at| !self.links.reached.is_dead(at));
-        let turn = turns.find(lives).unwrap_or(turn);
-        self.turn = turn.wrapping_add(1);
-        at(turn).cloned()
+        let begin = self.turn % places.len().max(1);
+        let turns = places.iter().enumerate().cycle().skip(begin);
+        let mut turns = turns.take(places.len());
+        let lives = |(_, place): &(usize, &GatewayAddr)| !self.links.reached.is_dead(place);
+        let (turn, place) = turns.clone().find(lives).or_else(|| turns.next())?;
+        self.turn = turn + 1;
+        Some(place.clone())
     }
 
     /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
@@ -231,16 +236,6 @@ fn say(count: GatewayCount, said: &mut Option<GatewayCount>) {
     } else if reached > 0 && said.take().is_some() {
         info!(reached, of, "all gateways are reached");
     }
-}
-
-/// Keeps the tunnels at a gateway that was found, of which one has begun, until the edge stops or the gateway is lost.
-async fn serve(
-    slots: TunnelSlots,
-    begun: PredialledTunnel,
-    (stop, changes): (CancellationToken, NetworkMonitor),
-) {
-    let leaving = slots.run(Some(begun), &stop, changes).await;
-    leaving.end(&stop).await;
 }
 
 #[cfg(test)]

@@ -13,7 +13,6 @@ use super::{
     LEAVING, TunnelContext, TunnelUnavailable,
     bulk::BulkTracker,
     connected_gateways::{TunnelGroup, wrong_gateway_backoff},
-    only::FixedAddress,
     session::{SessionEnd, SessionHandle, SessionOwner, TunnelSession, request_drain},
 };
 use crate::control::{
@@ -21,7 +20,7 @@ use crate::control::{
 };
 use crate::status::ANY;
 use causeway_rt::{backoff::Backoff, log_throttle::FailureThrottle, task::TaskGroup};
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
     time::sleep,
@@ -36,7 +35,11 @@ pub(super) struct TunnelSlots {
     /// Tracker of those of these slots that move bulk.
     bulk: Arc<BulkTracker>,
     party: TunnelGroup,
-    only: Option<FixedAddress>,
+    /// The one address that is dialled.
+    place: Option<GatewayAddr>,
+    /// Where names lead: the address is dialled for as long as it is among these. Nothing where a gateway was found behind it
+    /// (`discovery`): it is not dialled again for that gateway, since it may lead to any other.
+    wanted: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
 }
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
@@ -86,41 +89,48 @@ impl TunnelSlots {
             party: links.reached.party(),
             links,
             bulk: Arc::default(),
-            only: None,
+            place: None,
+            wanted: None,
         }
     }
 
-    /// At this place, for as long as it is `wanted` or its tunnel stands.
+    /// At this place, for as long as it is among those `wanted` or its tunnel stands.
     pub(super) fn at(
         links: Arc<TunnelContext>,
         place: GatewayAddr,
-        wanted: watch::Receiver<bool>,
+        wanted: watch::Receiver<BTreeSet<GatewayAddr>>,
     ) -> Self {
         Self {
-            only: Some(FixedAddress::named(place, wanted)),
-            ..Self::anywhere(links)
+            wanted: Some(wanted),
+            ..Self::found(links, place)
         }
     }
 
     /// At a gateway that this place may lead to, for as long as its tunnel stands.
     pub(super) fn found(links: Arc<TunnelContext>, place: GatewayAddr) -> Self {
         Self {
-            only: Some(FixedAddress::found(place)),
+            place: Some(place),
             ..Self::anywhere(links)
         }
     }
 
-    /// Keeps the tunnels, of which the first may have `begun`, until `stop`, or until their place is wanted no more; then
-    /// leaves. Returns the tunnels that still have streams.
+    /// Like `run`, and waits for the streams of the tunnels.
+    pub(super) async fn keep(self, begun: Option<PredialledTunnel>, changes: NetworkMonitor) {
+        let stop = self.links.stop.clone();
+        let leaving = self.run(begun, changes).await;
+        leaving.end(&stop).await;
+    }
+
+    /// Keeps the tunnels, of which the first may have `begun`, until the edge stops, or until their place is wanted no more;
+    /// then leaves. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
         mut begun: Option<PredialledTunnel>,
-        stop: &CancellationToken,
         changes: NetworkMonitor,
     ) -> Leaving {
         let tasks = Arc::new(TaskGroup::default());
         let all = TaskGroup::default();
-        let enough = stop.child_token();
+        let enough = self.links.stop.child_token();
         let most = u32::try_from(self.links.config.tunnels.max).unwrap_or(u32::MAX);
         for slot in 0..most {
             let (slots, enough, changes, tasks) =
@@ -138,8 +148,8 @@ impl TunnelSlots {
         }
         enough.cancelled().await;
         self.links.state.mended(&self.whose());
-        if let Some(only) = self.only.as_ref().filter(|only| only.is_named()) {
-            self.links.reached.answers(&only.place, true);
+        if let Some(place) = self.named() {
+            self.links.reached.answers(place, true);
         }
         // Each of these ends as soon as it has told its tunnel to leave.
         all.drain(LEAVING).await;
@@ -220,7 +230,7 @@ impl TunnelSlots {
                     request_drain(served);
                     break;
                 }
-                SlotEvent::Draining if self.only.is_some() => self.outlast(served, stop).await,
+                SlotEvent::Draining if self.place.is_some() => self.outlast(served, stop).await,
                 SlotEvent::Draining => {
                     info!("the gateway drains: connecting elsewhere");
                     old = served.map(SessionHandle::draining);
@@ -262,8 +272,8 @@ impl TunnelSlots {
         }
         let links = &self.links;
         let attempt = async {
-            let dialled = if let Some(only) = &self.only {
-                links.dialler.dial_at(&only.place).await?
+            let dialled = if let Some(place) = &self.place {
+                links.dialler.dial_at(place).await?
             } else {
                 let avoid = old.filter(|old| old.drains).map(|old| &old.place);
                 links.dialler.dial(&links.gateways.all(), avoid).await?
@@ -278,10 +288,9 @@ impl TunnelSlots {
         };
         let attempted = attempt.await;
         // Only the first tunnel of an address is dialled for as long as nothing answers there.
-        let named = self.only.as_ref().filter(|only| only.is_named());
-        if let Some(only) = named.filter(|_| slot == 0) {
+        if let Some(place) = self.named().filter(|_| slot == 0) {
             let is_dead = matches!(&attempted, Err(TunnelUnavailable::Trouble(trouble)) if !trouble.is_refusal());
-            links.reached.answers(&only.place, !is_dead);
+            links.reached.answers(place, !is_dead);
         }
         let outcome = match &attempted {
             Ok(_) => "registered",
@@ -292,14 +301,28 @@ impl TunnelSlots {
         attempted
     }
 
-    /// Whether a tunnel is dialled when there is none.
-    fn is_wanted(&self, slot: u32) -> bool {
-        self.only.as_ref().is_none_or(|only| only.wants(slot))
+    /// The one address that is dialled, if names lead there and no search did.
+    fn named(&self) -> Option<&GatewayAddr> {
+        self.place.as_ref().filter(|_| self.wanted.is_some())
     }
 
+    /// Whether this slot's tunnel is dialled when there is none. At a gateway that was found a further one is for as long as
+    /// the first stands.
+    fn is_wanted(&self, slot: u32) -> bool {
+        match (&self.place, &self.wanted) {
+            (None, _) => true,
+            (Some(_), None) => slot > 0,
+            (Some(place), Some(wanted)) => wanted.borrow().contains(place),
+        }
+    }
+
+    /// Waits until no name leads to the one address any more.
     async fn unwanted(&self) {
-        match &self.only {
-            Some(only) => only.unwanted().await,
+        match self.place.as_ref().zip(self.wanted.clone()) {
+            // Whoever wanted it is gone with the edge.
+            Some((place, mut wanted)) => {
+                drop(wanted.wait_for(|wanted| !wanted.contains(place)).await);
+            }
             None => std::future::pending().await,
         }
     }
@@ -332,8 +355,8 @@ impl TunnelSlots {
 
     /// Returns the gateway for which failures are reported.
     fn whose(&self) -> String {
-        let only = self.only.as_ref();
-        only.map_or_else(|| ANY.to_owned(), |only| only.place.to_string())
+        let place = self.place.as_ref();
+        place.map_or_else(|| ANY.to_owned(), GatewayAddr::to_string)
     }
 
     /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
@@ -350,7 +373,7 @@ impl TunnelSlots {
             leave: CancellationToken::new(),
             over: CancellationToken::new(),
         };
-        if self.only.is_none() {
+        if self.place.is_none() {
             self.links.gateways.stood(&served.place.gateway);
         }
         let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
@@ -393,14 +416,14 @@ impl TunnelSlots {
         old: Option<&SessionHandle>,
     ) {
         // While another gateway is reached it is this address that is dead, and not the network.
-        let is_alone = self.only.is_none() || !self.links.reached.is_any();
+        let is_alone = self.place.is_none() || !self.links.reached.is_any();
         let delay = if is_alone {
             trouble.delay(backoff, rand::random())
         } else {
             trouble.delay_of_one(backoff, rand::random())
         };
         let (whose, refused) = (self.whose(), trouble.is_refusal());
-        let what = match &self.only {
+        let what = match &self.place {
             Some(_) => format!("{whose}: {}", trouble.what()),
             None => trouble.what().to_owned(),
         };
