@@ -27,26 +27,3 @@ pub(crate) mod admin;
 pub(crate) mod api_cache;
 pub(crate) mod evict;
 mod http_server;
-
-#[cfg(test)]
-mod tests {
-    use std::{fs, path::Path};
-
-    /// Whether a file below `path` mentions `word`, which is then its path.
-    fn mentions(path: &Path, word: &str) -> Option<String> {
-        if path.is_dir() {
-            let mut entries = fs::read_dir(path).unwrap();
-            return entries.find_map(|entry| mentions(&entry.unwrap().path(), word));
-        }
-        let found = fs::read_to_string(path).unwrap().contains(word);
-        found.then(|| path.display().to_string())
-    }
-
-    #[test]
-    fn the_way_and_its_control_do_not_know_each_other() {
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        assert_eq!(mentions(&sources.join("proxy"), "control::"), None);
-        let importing = ["crate::", "proxy"].concat();
-        assert_eq!(mentions(&sources.join("control"), &importing), None);
-    }
-}

@@ -398,39 +398,3 @@ fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
 pub(crate) fn is_connect(method: &Method) -> bool {
     method == Method::CONNECT
 }
-
-#[cfg(test)]
-mod tests {
-    use std::path::{Path, PathBuf};
-
-    fn sources(folder: &Path, into: &mut Vec<PathBuf>) {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                sources(&path, into);
-            } else {
-                into.push(path);
-            }
-        }
-    }
-
-    #[test]
-    fn proxy_and_control_import_only_what_lies_between() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        for (side, other) in [("proxy", "control"), ("control", "proxy")] {
-            let mut files = vec![root.join(format!("{side}.rs"))];
-            sources(&root.join(side), &mut files);
-            assert!(files.len() > 5, "{side} has its files");
-            for file in files {
-                let text = std::fs::read_to_string(&file).unwrap();
-                // A list of imports may break its line behind `crate::{`.
-                let guilty = text.lines().find(|line| {
-                    let line = line.trim_start();
-                    line.contains(&format!("crate::{other}::"))
-                        || line.starts_with(&format!("{other}::"))
-                });
-                assert_eq!(guilty, None, "{} imports {other}", file.display());
-            }
-        }
-    }
-}

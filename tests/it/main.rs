@@ -90,6 +90,8 @@ mod tls_scan;
 
 mod binary;
 
+mod imports;
+
 mod bad_input;
 
 mod status;
