@@ -20,7 +20,6 @@ use crate::{
     log_throttle::LogThrottle,
 };
 use ca_configmap::CaPublisher;
-pub(crate) use ca_configmap::KEY;
 use causeway_certs::SignerProfile;
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_rt::backoff::Backoff;
@@ -44,7 +43,6 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout},
 };
-pub(crate) use validate::USAGES;
 use validate::ValidCsr;
 
 /// Time limit of one request.

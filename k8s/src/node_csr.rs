@@ -5,20 +5,14 @@
 
 use crate::{
     client::client,
+    csr::{KEY, NODE, SHOWN_WITHIN, USAGES},
     csr_client::{self, CsrSpec, bounded},
-    csr_controller::{KEY, USAGES},
 };
 use causeway_certs::SignerProfile;
 use causeway_edge::{CsrClient, CsrRequestError, CsrStatus, config::Kubernetes};
 use futures_util::future::BoxFuture;
 use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap};
 use kube::{Api, Client, api::PostParams};
-
-/// Lifetime of a certificate of a signer of the cluster's own, in seconds: it is shown to a gateway once, and not needed any
-/// more.
-pub(crate) const SHOWN_WITHIN: i32 = 2 * 60 * 60;
-/// Key in a pod's token under which the API reports the pod's node.
-pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 
 /// Client by which an edge asks its cluster for its identity.
 #[derive(Debug)]

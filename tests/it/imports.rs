@@ -11,13 +11,6 @@ use std::path::{Path, PathBuf};
 /// Cycles that are still there. Each is a part of a component that is reported without it.
 const KNOWN: &[&[&str]] = &[
     &[
-        "k8s::csr_controller",
-        "k8s::csr_controller::ca_configmap",
-        "k8s::csr_controller::requests",
-        "k8s::csr_controller::validate",
-        "k8s::node_csr",
-    ],
-    &[
         "gateway::config",
         "gateway::config::api_cache",
         "gateway::config::dns",

@@ -7,6 +7,7 @@
 use super::{BOUND, PAUSES};
 use crate::{
     client::{error_message, watch_error_message},
+    csr::KEY,
     log_throttle::LogThrottle,
 };
 use causeway_gateway::config;
@@ -26,8 +27,6 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The key, as Kubernetes itself names it in `kube-root-ca.crt`.
-pub(crate) const KEY: &str = "ca.crt";
 /// Field manager under which the API records writes.
 const MANAGER: &str = "causeway-ca";
 

@@ -4,15 +4,12 @@
 //! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an edge
 //! needs is invalid: the gateway approves nothing that a person should have looked at.
 
-use crate::node_csr::{NODE, SHOWN_WITHIN};
+use crate::csr::{NODE, SHOWN_WITHIN, USAGES};
 use causeway_certs::{NodeName, VerifiedPublicKey};
 use causeway_gateway::{config::CsrSigning, control::signer::Signer};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::time::Duration;
-
-/// Usages that edges need: they sign a handshake as clients.
-pub(crate) const USAGES: [&str; 2] = ["client auth", "digital signature"];
 
 /// A request that is right.
 #[derive(Clone, Debug, PartialEq, Eq)]
