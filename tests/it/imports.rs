@@ -159,17 +159,6 @@ const KNOWN: &[&[&str]] = &[
         "edge::server::reload",
     ],
     &[
-        "tunnel::buffered",
-        "tunnel::eviction",
-        "tunnel::load",
-        "tunnel::stream",
-    ],
-    &[
-        "tunnel::gateway_side",
-        "tunnel::gateway_side::buffer_monitor",
-        "tunnel::gateway_side::driver",
-    ],
-    &[
         "certs::ca",
         "certs::ca::file",
         "certs::ca::listener_ca",

@@ -6,8 +6,8 @@
 //! waits unread in the process.
 
 use crate::{
-    eviction::{Progress, ProgressMark, StallMonitor, StalledStream},
     small_frames::SmallFrames,
+    stall_monitor::{Progress, ProgressMark, StallMonitor, StallSource, StalledStream},
 };
 use h2::FlowControl;
 use slab::Slab;
@@ -87,31 +87,9 @@ impl BufferedStreams {
             }),
             pressure,
         });
-        unread.pressure.stalls.add(&unread);
+        let source: Arc<dyn StallSource> = unread.clone();
+        unread.pressure.stalls.add(Arc::downgrade(&source));
         unread
-    }
-
-    /// Adds the streams that stand still: bytes wait in them and did at the last look, and none has moved since.
-    pub(crate) fn stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
-        let mut streams = self.streams();
-        for (_, stream) in &mut streams.open {
-            let held = stream.flow.used_capacity();
-            let since = stream.mark.look(held > 0, &stream.progress, now);
-            found.extend(since.map(|since| StalledStream {
-                since,
-                held,
-                progress: stream.progress.clone(),
-            }));
-        }
-        for (_, sender) in &mut streams.senders {
-            let waits = sender.progress.is_blocked();
-            let since = sender.mark.look(waits, &sender.progress, now);
-            found.extend(since.map(|since| StalledStream {
-                since,
-                held: 0,
-                progress: sender.progress.clone(),
-            }));
-        }
     }
 
     /// Returns the bytes that all streams hold now. Asks each of them, so it is too costly for every poll.
@@ -133,6 +111,30 @@ impl BufferedStreams {
 
     fn streams(&self) -> MutexGuard<'_, Inner> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StallSource for BufferedStreams {
+    fn stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
+        let mut streams = self.streams();
+        for (_, stream) in &mut streams.open {
+            let held = stream.flow.used_capacity();
+            let since = stream.mark.look(held > 0, &stream.progress, now);
+            found.extend(since.map(|since| StalledStream {
+                since,
+                held,
+                progress: stream.progress.clone(),
+            }));
+        }
+        for (_, sender) in &mut streams.senders {
+            let waits = sender.progress.is_blocked();
+            let since = sender.mark.look(waits, &sender.progress, now);
+            found.extend(since.map(|since| StalledStream {
+                since,
+                held: 0,
+                progress: sender.progress.clone(),
+            }));
+        }
     }
 }
 

@@ -6,23 +6,12 @@
 //! gets no memory either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for
 //! longest, as many as needed, long before that.
 
-use crate::{buffered::BufferedStreams, stream::StreamSender};
+pub use crate::stream::Eviction;
+
+use crate::stall_monitor::{StallMonitor, StalledStream};
 use causeway_rt::tcp_memory::TcpMemory;
-use futures_util::task::AtomicWaker;
-use std::{
-    cmp::Reverse,
-    future::poll_fn,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
-    },
-    task::{Context, Poll},
-    time::Duration,
-};
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep},
-};
+use std::{sync::atomic::Ordering::Relaxed, time::Duration};
+use tokio::time::{Instant, sleep};
 
 /// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
 /// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
@@ -39,228 +28,9 @@ const SLOW_AFTER: Duration = Duration::from_secs(5);
 /// Looks without a stream that stands still, after which the guard rests.
 const IDLE_CHECKS: u32 = 20;
 
-/// Movement of one direction of a stream, and whether the stream was evicted.
-#[derive(Debug, Default)]
-pub(crate) struct Progress {
-    moved: AtomicUsize,
-    /// The sender waits for the peer's window.
-    blocked: AtomicBool,
-    /// The stream stands still: its holder also looks whether the other end has evicted it.
-    still: AtomicBool,
-    /// A plain answer, whose reader has a bound of its own ([`Bounds::patience`]).
-    answer: AtomicBool,
-    evicted: AtomicBool,
-    waker: AtomicWaker,
-}
-
-impl Progress {
-    /// Counts a chunk that moved.
-    pub(crate) fn moved(&self) {
-        self.moved.fetch_add(1, Relaxed);
-    }
-
-    pub(crate) fn set_blocked(&self, blocked: bool) {
-        self.blocked.store(blocked, Relaxed);
-    }
-
-    pub(crate) fn is_blocked(&self) -> bool {
-        self.blocked.load(Relaxed)
-    }
-
-    /// Ready once the stream is evicted.
-    pub(crate) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.waker.register(cx.waker());
-        if self.evicted.load(Relaxed) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
-    }
-
-    pub(crate) fn is_evicted(&self) -> bool {
-        self.evicted.load(Relaxed)
-    }
-
-    /// Has the holder look whether the other end has evicted the stream.
-    fn mark_stalled(&self) {
-        if !self.still.swap(true, Relaxed) {
-            self.waker.wake();
-        }
-    }
-
-    fn evict(&self) {
-        self.evicted.store(true, Relaxed);
-        self.waker.wake();
-    }
-}
-
-/// Handle by which the task that holds a stream learns that the stream is evicted. The task has to drop the stream then.
-#[derive(Clone, Debug)]
-pub struct Eviction {
-    progress: Arc<Progress>,
-    /// The near half, which has ended, and reports a reset by the other end.
-    send: Arc<Mutex<Option<StreamSender>>>,
-}
-
-impl Eviction {
-    pub(crate) fn new(progress: &Arc<Progress>) -> Self {
-        Self {
-            progress: progress.clone(),
-            send: Arc::default(),
-        }
-    }
-
-    /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
-    pub fn attach_sender(&self, send: StreamSender) {
-        *self.send() = Some(send);
-    }
-
-    /// Drops the half that was given to [`Eviction::attach_sender`]: the stream has ended for its holder.
-    pub fn release(&self) {
-        let send = self.send().take();
-        drop(send);
-    }
-
-    /// Ready once the stream is evicted, by this end or the other one. One task at a time is woken.
-    pub fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.progress.poll_evicted(cx).is_ready() {
-            return Poll::Ready(());
-        }
-        if !self.progress.still.load(Relaxed) {
-            return Poll::Pending;
-        }
-        let mut send = self.send();
-        match send.as_mut().map(|send| send.poll_reset(cx)) {
-            Some(Poll::Ready(error)) if error.is_eviction() => {
-                self.progress.evicted.store(true, Relaxed);
-                Poll::Ready(())
-            }
-            // What came before another end is still good, and the reader hears of the end behind it.
-            Some(Poll::Ready(_)) => {
-                *send = None;
-                Poll::Pending
-            }
-            Some(Poll::Pending) | None => Poll::Pending,
-        }
-    }
-
-    /// Waits until the stream is evicted.
-    pub async fn evicted(&self) {
-        poll_fn(|cx| self.poll_evicted(cx)).await;
-    }
-
-    /// Whether the stream is evicted.
-    pub fn is_evicted(&self) -> bool {
-        self.progress.is_evicted()
-    }
-
-    /// Evicts the stream, for another reason than memory.
-    pub fn evict(&self) {
-        self.progress.evict();
-    }
-
-    /// Makes the stream subject to [`Bounds::patience`].
-    pub fn answer(&self) {
-        self.progress.answer.store(true, Relaxed);
-    }
-
-    fn send(&self) -> MutexGuard<'_, Option<StreamSender>> {
-        self.send.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Since when one direction of a stream stands still, by comparison of two looks.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ProgressMark {
-    moved: usize,
-    since: Option<Instant>,
-}
-
-impl ProgressMark {
-    /// Looks at a direction in which bytes wait, or none do. Returns since when nothing has moved.
-    pub(crate) fn look(
-        &mut self,
-        waits: bool,
-        progress: &Progress,
-        now: Instant,
-    ) -> Option<Instant> {
-        let moved = progress.moved.load(Relaxed);
-        if !waits {
-            self.since = None;
-        } else if self.since.is_none() || moved != self.moved {
-            *self = Self {
-                moved,
-                since: Some(now),
-            };
-        }
-        self.since
-    }
-}
-
-/// A stream that stands still.
-#[derive(Clone, Debug)]
-pub(crate) struct StalledStream {
-    pub(crate) since: Instant,
-    /// Bytes that wait at this end.
-    pub(crate) held: usize,
-    pub(crate) progress: Arc<Progress>,
-}
-
 impl StalledStream {
     fn cost(&self) -> usize {
         self.held + STREAM_OVERHEAD_BYTES
-    }
-}
-
-/// Streams of a process that may stand still.
-#[derive(Debug, Default)]
-pub struct StallMonitor {
-    tunnels: Mutex<Vec<Weak<BufferedStreams>>>,
-    /// Streams that stood still at the last look.
-    count: AtomicUsize,
-    /// The guard looks regularly, and need not be woken.
-    looking: AtomicBool,
-    begun: Notify,
-}
-
-impl StallMonitor {
-    /// Adds the streams of a tunnel, until they are dropped.
-    pub(crate) fn add(&self, tunnel: &Arc<BufferedStreams>) {
-        let mut tunnels = self.tunnels();
-        if tunnels.len() == tunnels.capacity() {
-            tunnels.retain(|tunnel| tunnel.strong_count() > 0);
-        }
-        tunnels.push(Arc::downgrade(tunnel));
-    }
-
-    /// Wakes the guard, since a stream may stand still.
-    pub(crate) fn may_begin(&self) {
-        if !self.looking.load(Relaxed) {
-            self.begun.notify_one();
-        }
-    }
-
-    /// Streams that stood still at the last look.
-    pub fn count(&self) -> usize {
-        self.count.load(Relaxed)
-    }
-
-    /// Streams that stand still now, the longest first.
-    fn look(&self, now: Instant) -> Vec<StalledStream> {
-        let mut tunnels = self.tunnels();
-        tunnels.retain(|tunnel| tunnel.strong_count() > 0);
-        let tunnels: Vec<_> = tunnels.iter().filter_map(Weak::upgrade).collect();
-        let mut stalled = Vec::new();
-        for tunnel in tunnels {
-            tunnel.stalled(now, &mut stalled);
-        }
-        self.count.store(stalled.len(), Relaxed);
-        stalled.sort_unstable_by_key(|stream| (stream.since, Reverse(stream.held)));
-        stalled
-    }
-
-    fn tunnels(&self) -> MutexGuard<'_, Vec<Weak<BufferedStreams>>> {
-        self.tunnels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -351,14 +121,6 @@ pub async fn guard(
     }
 }
 
-impl StallMonitor {
-    fn may_begin_unless_idle(&self) {
-        if !self.look(Instant::now()).is_empty() {
-            self.begun.notify_one();
-        }
-    }
-}
-
 /// Evicts what passes the bounds.
 fn relieve(
     stalled: &[StalledStream],
@@ -394,9 +156,8 @@ fn relieve(
     }
     let mut late = 0;
     if let Some(patience) = bounds.patience {
-        let is_late = |stream: &&StalledStream| {
-            stream.progress.answer.load(Relaxed) && now - stream.since >= patience
-        };
+        let is_late =
+            |stream: &&StalledStream| stream.progress.is_answer() && now - stream.since >= patience;
         for stream in stay.iter().filter(is_late) {
             stream.progress.evict();
             late += 1;
@@ -409,6 +170,8 @@ fn relieve(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stall_monitor::{Progress, ProgressMark};
+    use std::sync::Arc;
 
     fn stalled(held: &[usize]) -> Vec<StalledStream> {
         let since = Instant::now();

@@ -28,6 +28,7 @@ pub mod http2_observer;
 pub mod informational;
 pub mod load;
 mod small_frames;
+pub mod stall_monitor;
 pub mod stream;
 pub mod stream_io;
 

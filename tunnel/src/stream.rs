@@ -7,9 +7,9 @@
 use crate::{
     buffered::{BufferedStream, SenderEntry},
     error::StreamError,
-    eviction::Eviction,
     headers,
     load::ByteCounter,
+    stall_monitor::Progress,
     wire,
 };
 use bytes::Bytes;
@@ -17,6 +17,7 @@ use h2::Reason;
 use http::HeaderMap;
 use std::{
     future::poll_fn,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, ready},
 };
 
@@ -338,5 +339,80 @@ impl StreamReceiver {
     /// Whether nothing more will come, not even trailers.
     pub fn is_end(&self) -> bool {
         self.inner.is_end_stream()
+    }
+}
+
+/// Handle by which the task that holds a stream learns that the stream is evicted. The task has to drop the stream then.
+#[derive(Clone, Debug)]
+pub struct Eviction {
+    progress: Arc<Progress>,
+    /// The near half, which has ended, and reports a reset by the other end.
+    send: Arc<Mutex<Option<StreamSender>>>,
+}
+
+impl Eviction {
+    pub(crate) fn new(progress: &Arc<Progress>) -> Self {
+        Self {
+            progress: progress.clone(),
+            send: Arc::default(),
+        }
+    }
+
+    /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
+    pub fn attach_sender(&self, send: StreamSender) {
+        *self.send() = Some(send);
+    }
+
+    /// Drops the half that was given to [`Eviction::attach_sender`]: the stream has ended for its holder.
+    pub fn release(&self) {
+        let send = self.send().take();
+        drop(send);
+    }
+
+    /// Ready once the stream is evicted, by this end or the other one. One task at a time is woken.
+    pub fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.progress.poll_evicted(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        if !self.progress.is_stalled() {
+            return Poll::Pending;
+        }
+        let mut send = self.send();
+        match send.as_mut().map(|send| send.poll_reset(cx)) {
+            Some(Poll::Ready(error)) if error.is_eviction() => {
+                self.progress.set_evicted();
+                Poll::Ready(())
+            }
+            // What came before another end is still good, and the reader hears of the end behind it.
+            Some(Poll::Ready(_)) => {
+                *send = None;
+                Poll::Pending
+            }
+            Some(Poll::Pending) | None => Poll::Pending,
+        }
+    }
+
+    /// Waits until the stream is evicted.
+    pub async fn evicted(&self) {
+        poll_fn(|cx| self.poll_evicted(cx)).await;
+    }
+
+    /// Whether the stream is evicted.
+    pub fn is_evicted(&self) -> bool {
+        self.progress.is_evicted()
+    }
+
+    /// Evicts the stream, for another reason than memory.
+    pub fn evict(&self) {
+        self.progress.evict();
+    }
+
+    /// Makes the stream subject to [`crate::eviction::Bounds::patience`].
+    pub fn answer(&self) {
+        self.progress.set_answer();
+    }
+
+    fn send(&self) -> MutexGuard<'_, Option<StreamSender>> {
+        self.send.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

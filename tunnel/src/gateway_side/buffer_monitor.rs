@@ -4,8 +4,10 @@
 //! send more than all that it may leave here. So a quick check takes place, too, whenever a whole budget of bytes has been
 //! read, or unconsumed small frames cost a part of it more than at the last quick check.
 
-use super::TunnelLoad;
-use crate::buffered::{BufferedBytes, SAMPLE_INTERVAL};
+use crate::{
+    buffered::{BufferedBytes, SAMPLE_INTERVAL},
+    load::TunnelLoad,
+};
 use tokio::time::Instant;
 
 /// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of

@@ -6,7 +6,7 @@
 //! SETTINGS that change nothing.
 
 use super::{
-    GatewaySideConfig, Inner, Tunnel, TunnelLoad,
+    GatewaySideConfig, Inner, Tunnel,
     buffer_monitor::{self, BufferMonitor},
     window_grant::GrantBackoff,
 };
@@ -16,6 +16,7 @@ use crate::{
     flood::{FloodGuardedIo, guard_io},
     flow_control,
     liveness::{Keepalive, KeepaliveAction},
+    load::TunnelLoad,
     wire,
 };
 use bytes::Bytes;
