@@ -10,65 +10,34 @@
 //! Another CA may sign an intermediate for listeners' certificates (`listener_ca`), for clients that trust only that CA.
 //! Never asks whether somebody may have a certificate; that is the token's or the operator's word.
 
-mod file;
+mod error;
+pub(crate) mod file;
 mod listener_ca;
-mod live;
 mod root;
 mod rotation;
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use rcgen::KeyPair;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
-use crate::certificate::{Certificate, CertificateError};
+use crate::certificate::Certificate;
 use crate::csr::VerifiedPublicKey;
 use crate::identity::{self, IssuerPurpose};
-use crate::leaf::{LeafCertificate, LeafCertificateError};
-use crate::name::{self, GatewayName, ListenerName, NameError, NodeName, TrustDomain};
+use crate::leaf::LeafCertificate;
+use crate::name::{self, GatewayName, ListenerName, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::Fingerprint;
+pub use error::CaError;
 use causeway_config::Secret;
-pub(crate) use file::CaFile;
 use listener_ca::ListenerCa;
 pub use listener_ca::ListenerCaInfo;
 #[cfg(test)]
 pub(crate) use listener_ca::signed_request;
-pub use live::LiveCa;
 use root::{LeafProfile, Root, sign_leaf};
-
-/// Error of making or reading a root, or of signing a certificate.
-#[derive(Debug, Error)]
-pub enum CaError {
-    /// The stored CA is unusable.
-    #[error("the CA's {part} is unusable: {why}")]
-    Unusable {
-        /// `certificate`, `key` or `file`.
-        part: &'static str,
-        /// Description of the fault.
-        why: String,
-    },
-    /// The root has expired; no certificate that it signs would be accepted.
-    #[error("the CA's certificate has expired; make a new CA and enrol the edges again")]
-    Expired,
-    /// A step of a rotation comes before another.
-    #[error("{0}")]
-    Order(&'static str),
-    /// A name does not fit into a certificate.
-    #[error(transparent)]
-    Name(#[from] NameError),
-    /// Our own new certificate cannot be parsed.
-    #[error(transparent)]
-    Certificate(#[from] CertificateError),
-    /// Our own new certificate and key do not match.
-    #[error(transparent)]
-    Leaf(#[from] LeafCertificateError),
-    /// rcgen refused.
-    #[error("cannot sign: {0}")]
-    Sign(#[from] rcgen::Error),
-}
 
 /// A certificate for a key that another process holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -410,6 +379,27 @@ fn leaf(
     let mut chain = root.sign(purpose, &key, kind)?;
     chain.extend(behind);
     Ok(LeafCertificate::new(chain, key.serialize_der())?)
+}
+
+/// The CA of a running process. Cheap to clone; all clones share one CA.
+#[derive(Clone, Debug)]
+pub struct LiveCa(Arc<ArcSwap<Ca>>);
+
+impl LiveCa {
+    /// Returns a handle to this CA, until another is swapped in.
+    pub fn new(ca: Ca) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(ca)))
+    }
+
+    /// The CA as it is now.
+    pub fn get(&self) -> Arc<Ca> {
+        self.0.load_full()
+    }
+
+    /// Replaces the CA.
+    pub fn swap(&self, ca: Ca) {
+        self.0.store(Arc::new(ca));
+    }
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
 use crate::identity::{edge_uri, gateway_uri};
-use crate::kubernetes_ca::SignerProfile;
 use crate::name::{HostName, NodeName, TrustDomain};
+use crate::signer_profile::SignerProfile;
 use causeway_config::Secret;
 
 /// Largest request that is accepted: an RSA-8192 request takes about 3 KiB.

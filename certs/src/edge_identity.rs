@@ -17,7 +17,9 @@ use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{NameError, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::Fingerprint;
-use crate::verify::{PeerRejected, Purpose, TrustError, TrustStore, check_peer, none_revoked};
+use crate::verify::peer::{PeerRejected, Purpose, check_peer, none_revoked};
+use crate::verify::roots::TrustError;
+use crate::verify::trust_store::TrustStore;
 use causeway_config::Secret;
 
 /// Error that makes certificates and key unusable as an identity of an edge.

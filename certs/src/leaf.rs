@@ -13,8 +13,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTi
 use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError, date};
+use crate::crypto::provider;
 use crate::pem;
-use crate::verify::provider;
 use causeway_config::Secret;
 
 /// Error that makes a chain and a key unusable as a leaf.

@@ -22,12 +22,14 @@ pub mod token;
 pub mod edge_identity;
 pub mod external;
 pub mod kubernetes_ca;
+pub mod signer_profile;
 
 pub mod resolver;
 pub mod verify;
 
 pub mod store;
 
+mod crypto;
 mod pem;
 
 pub use bearer_tokens::{StaticToken, StaticTokens};
@@ -37,7 +39,7 @@ pub use certificate::Certificate;
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
 pub use identity::{Identity, IssuerPurpose};
-pub use kubernetes_ca::{ClusterCa, SignerProfile, VerifiedNodeCertificate};
+pub use kubernetes_ca::{ClusterCa, VerifiedNodeCertificate};
 pub use leaf::{LeafCertificate, LeafCertificateError, Role};
 pub use name::{
     GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern, TrustDomain,
@@ -45,6 +47,7 @@ pub use name::{
 pub use pem::{certificates, encode_chain};
 pub use resolver::{ReloadableCert, SniCertResolver};
 pub use secret::Fingerprint;
+pub use signer_profile::SignerProfile;
 pub use store::{
     Backup, DirLock, ImportOutcome, NodeRecord, NodeStore, NodeUpdate, OpenMode, PendingCsr, Pin,
     PinTable, Pins, ReleasedClaim, Requested, Revocation, SharedCa, Store, StoreError,

@@ -14,11 +14,11 @@ use x509_parser::prelude::{FromDer, X509Certificate, X509Error};
 use super::root::{Intermediate, LeafProfile, sign_leaf, subject};
 use super::{Ca, CaError, RotationStep};
 use crate::certificate::{CaConstraints, Certificate, date};
+use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::name::HostName;
 use crate::pem;
 use crate::secret::Fingerprint;
-use crate::verify::provider;
 use std::time::Duration;
 
 /// State of the intermediate: the key of a pending request, and the chain in use.

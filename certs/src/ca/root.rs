@@ -13,7 +13,7 @@ use rcgen::{
 use rustls_pki_types::{CertificateDer, UnixTime};
 use time::OffsetDateTime;
 
-use super::CaError;
+use super::error::CaError;
 use crate::certificate::{CLOCK_SKEW, Certificate};
 use crate::identity::{self, IssuerPurpose};
 use crate::name::{HostName, TrustDomain};

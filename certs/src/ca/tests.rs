@@ -1,5 +1,7 @@
+use super::file::CaFile;
 use super::root::subject;
 use super::*;
+use crate::NameError;
 use crate::PrivateKey;
 use crate::identity::Identity;
 use crate::name::HostName;

@@ -5,6 +5,7 @@ use rcgen::{
     Issuer, KeyPair, SanType,
 };
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
+use x509_parser::x509::X509Name;
 
 struct Cluster {
     trust: ClusterCa,

@@ -5,10 +5,12 @@
 //! rename. From then on the next process that opens the directory completes the restore. No process may use the directory
 //! meanwhile.
 
-use super::{NODES, PinTable, Store, StoreError, TICKETS, atomic_file::failed, ca::CA, pins::PINS};
-use crate::ca::{Ca, CaFile};
+use super::atomic_file::{StoreError, failed};
+use super::data_dir::{CA, Store, TICKETS};
+use super::nodes::{NODES, NodeRecord};
+use super::pins::{PINS, PinTable};
+use crate::ca::{Ca, file::CaFile};
 use crate::name::NodeName;
-use crate::store::NodeRecord;
 use crate::token::TOKENS;
 use crate::token::TokenRecord;
 use crate::verify::TicketSecret;

@@ -4,13 +4,12 @@
 //! A directory of an older version has no `ca.json`, but `ca.pem` and `ca.key`. That root is read as before, and moves into the
 //! one file with the first step of a rotation.
 
-use super::{Store, StoreError, TICKETS};
-use crate::ca::{Ca, CaError, CaFile, RotationStep};
+use super::atomic_file::StoreError;
+use super::data_dir::{CA, ROOTS, Store, TICKETS};
+use crate::ca::{Ca, CaError, RotationStep, file::CaFile};
 use crate::token::TokenStore;
 use std::path::PathBuf;
 
-pub(super) const CA: &str = "ca.json";
-pub(super) const ROOTS: &str = "ca.pem";
 /// The key of a root from before `ca.json`.
 const OLD_KEY: &str = "ca.key";
 

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Store, StoreError};
+use super::atomic_file::StoreError;
+use super::data_dir::Store;
 use crate::csr::{CsrError, PrivateKey};
 
 /// The certificate that a request is for.

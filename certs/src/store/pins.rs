@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Dir, Store, StoreError};
+use super::atomic_file::{Dir, StoreError};
+use super::data_dir::Store;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 

@@ -4,8 +4,9 @@
 //! tokens and nodes. A directory with another CA is left unchanged, because its edges would be lost. So is a directory whose
 //! rotation is further ahead. The import would bring back a retired root, or lose the only key of a new root.
 
-use super::{Store, StoreError, TICKETS, atomic_file::failed, ca::CA};
-use crate::ca::{Ca, CaFile};
+use super::atomic_file::{StoreError, failed};
+use super::data_dir::{CA, Store, TICKETS};
+use crate::ca::{Ca, file::CaFile};
 use crate::verify::TicketSecret;
 use std::io;
 use std::path::Path;

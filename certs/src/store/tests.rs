@@ -1,7 +1,10 @@
 use super::*;
-use crate::{Ca, PrivateKey, RotationStep, TrustDomain, VerifiedPublicKey};
+use crate::ca::IssuedCertificate;
+use crate::{Ca, EdgeIdentity, NodeName, PrivateKey, RotationStep, TrustDomain, VerifiedPublicKey};
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::time::Duration;
 
 fn open() -> (tempfile::TempDir, Store) {
@@ -516,7 +519,7 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     let (first, second) = (edge(&ca(), "edge-1"), edge(&ca(), "edge-2"));
     assert_eq!(store.replace_edge(&first, Some("one")).unwrap(), None);
     assert_eq!(store.joined_by().unwrap().as_deref(), Some("one"));
-    let before = fs::read_to_string(data.join(EDGE)).unwrap();
+    let before = fs::read_to_string(data.join("edge.json")).unwrap();
 
     let kept = store.replace_edge(&second, None).unwrap().unwrap();
     assert_eq!(fs::read_to_string(&kept).unwrap(), before);
@@ -525,7 +528,7 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     assert_eq!(store.joined_by().unwrap(), None);
 
     // A file that does not read is given up as well, and what is kept already stays.
-    fs::write(data.join(EDGE), b"\xff").unwrap();
+    fs::write(data.join("edge.json"), b"\xff").unwrap();
     let left = store.leave_edge().unwrap().unwrap();
     assert_ne!(left, kept);
     assert_eq!(fs::read(&left).unwrap(), b"\xff");

@@ -14,7 +14,7 @@ use crate::ca::Ca;
 use crate::certificate::date;
 use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
-use crate::store::{Dir, StoreError};
+use crate::store::atomic_file::{Dir, StoreError};
 
 /// The file in the data directory.
 pub(crate) const TOKENS: &str = "tokens.json";

@@ -18,9 +18,13 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error as ThisError;
 
-use super::{ALPN_CONTROL, ALPN_TUNNEL, Purpose, TrustError, TrustStore, check_peer, none_revoked};
-use super::{PeerRejected, provider};
+use super::alpn::{ALPN_CONTROL, ALPN_TUNNEL};
+use super::peer::PeerRejected;
+use super::peer::{Purpose, check_peer, none_revoked};
+use super::roots::TrustError;
+use super::trust_store::TrustStore;
 use crate::certificate::Certificate;
+use crate::crypto::provider;
 use crate::edge_identity::EdgeIdentity;
 use crate::identity;
 use crate::leaf::LeafCertificate;

@@ -1,6 +1,6 @@
 //! Verification without identity: for servers whose configuration disables the check of their names.
 
-use super::provider;
+use crate::crypto::provider;
 use rustls::{
     DigitallySignedStruct, Error, SignatureScheme,
     client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},

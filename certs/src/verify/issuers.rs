@@ -5,9 +5,10 @@
 //! signature does not change, so [`SignatureCache`] holds digests. Other facts are checked each time: the dates here, revocation
 //! in `check_peer`. Certificates between a leaf and our issuer are ignored.
 
-use super::{TrustError, provider, store, verifier};
+use super::roots::{TrustError, store, verifier};
 use crate::ca::Ca;
 use crate::certificate::Certificate;
+use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::secret::Fingerprint;
 use rustls::{

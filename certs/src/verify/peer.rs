@@ -15,8 +15,9 @@ use thiserror::Error;
 use webpki::{EndEntityCert, KeyUsage};
 
 use super::issuers::is_anothers;
-use super::{TrustStore, provider, root_key};
+use super::trust_store::{TrustStore, root_key};
 use crate::certificate::{Certificate, CertificateError, date};
+use crate::crypto::provider;
 use crate::identity::{Identity, IssuerPurpose, issuer_purpose};
 use crate::name::NameError;
 use crate::secret::Fingerprint;

@@ -9,8 +9,9 @@ use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, ServerName};
 use webpki::EndEntityCert;
 
+use super::alpn::ALPN_CONTROL;
+use super::roots::TrustError;
 use super::server::config;
-use super::{ALPN_CONTROL, TrustError};
 use crate::leaf::LeafCertificate;
 
 /// TLS configuration of a listener without client authentication.

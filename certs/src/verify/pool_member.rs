@@ -20,12 +20,14 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error as ThisError;
 
+use super::alpn::ALPN_CONTROL;
 use super::client::{alert, other, owned};
+use super::peer::{PeerRejected, Purpose, check_peer, none_revoked};
+use super::roots::TrustError;
 use super::server::config;
-use super::{
-    ALPN_CONTROL, PeerRejected, Purpose, TrustError, TrustStore, check_peer, none_revoked, provider,
-};
+use super::trust_store::TrustStore;
 use crate::certificate::Certificate;
+use crate::crypto::provider;
 use crate::edge_identity::EdgeIdentity;
 use crate::identity::Identity;
 use crate::name::NodeName;

@@ -14,9 +14,12 @@ use rustls::server::{
 };
 use rustls::{SupportedProtocolVersion, version};
 
+use super::alpn::{ALPN_CONTROL, ALPN_TUNNEL};
 use super::issuers::ClientVerifier;
+use super::roots::TrustError;
 use super::session_tickets::{SharedTicketer, TicketSecret};
-use super::{ALPN_CONTROL, ALPN_TUNNEL, TrustError, TrustStore, provider};
+use super::trust_store::TrustStore;
+use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::kubernetes_ca::ClusterCa;
 

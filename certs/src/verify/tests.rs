@@ -1,7 +1,8 @@
 use super::*;
+use crate::verify::roots::store;
 use crate::{
     Ca, Certificate, EdgeIdentity, Fingerprint, Identity, IssuerPurpose, LeafCertificate,
-    ListenerName, NodeName, PeerRejected, PrivateKey, VerifiedPublicKey,
+    ListenerName, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey,
 };
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
@@ -9,8 +10,9 @@ use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::{ProducesTickets, ServerConfig};
 use rustls::time_provider::TimeProvider;
 use rustls::{ClientConnection, HandshakeKind, ServerConnection};
-use rustls_pki_types::{ServerName, UnixTime};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 const HOUR: Duration = Duration::from_hours(1);
@@ -661,7 +663,7 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
 
 /// Returns the issuer for this purpose below the CA's first root, with the key.
 fn signer(ca: &Ca, purpose: IssuerPurpose) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
-    let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
+    let file = serde_json::to_value(crate::ca::file::CaFile::of(ca)).unwrap();
     let pair = &file["roots"][0]["issuers"][purpose.to_string()];
     let text = |part: &str| pair[part].as_str().unwrap().to_owned();
     let certificate = crate::pem::certificates(&text("certificate"))
@@ -799,16 +801,16 @@ fn rotated(kept_apart: bool) -> [Ca; 4] {
     let first = World::new().ca;
     let old = || {
         if kept_apart {
-            let file = serde_json::to_value(crate::ca::CaFile::of(&first)).unwrap();
-            let file: crate::ca::CaFile = serde_json::from_value(file).unwrap();
+            let file = serde_json::to_value(crate::ca::file::CaFile::of(&first)).unwrap();
+            let file: crate::ca::file::CaFile = serde_json::from_value(file).unwrap();
             file.read().unwrap()
         } else {
             Ca::load(&first.root_pem(), first.key_pem().expose()).unwrap()
         }
     };
     let again = |ca: &Ca| {
-        let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
-        let file: crate::ca::CaFile = serde_json::from_value(file).unwrap();
+        let file = serde_json::to_value(crate::ca::file::CaFile::of(ca)).unwrap();
+        let file: crate::ca::file::CaFile = serde_json::from_value(file).unwrap();
         file.read().unwrap()
     };
     let prepared = old().prepare().unwrap().0;

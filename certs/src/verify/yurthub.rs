@@ -13,9 +13,11 @@ use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::EndEntityCert;
 
+use super::alpn::ALPN_CONTROL;
 use super::issuers::ClientVerifier;
+use super::peer::PeerRejected;
+use super::roots::{TrustError, client_verifier};
 use super::server::config;
-use super::{ALPN_CONTROL, PeerRejected, TrustError, client_verifier};
 use crate::certificate::Certificate;
 use crate::identity::IssuerPurpose;
 use crate::leaf::LeafCertificate;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::ca::CaFile;
+use crate::ca::file::CaFile;
 use crate::name::{NodeName, TrustDomain};
 use crate::{LeafCertificate, LiveCa, SniCertResolver, VerifiedPublicKey};
 use rcgen::{DnType, Issuer};

@@ -1,0 +1,159 @@
+//! The directory itself: its version, its claim, and the files of one value each.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::atomic_file::{Dir, Lock, StoreError};
+use crate::verify::TicketSecret;
+
+const VERSION_FILE: &str = "version";
+/// The version of the files that this program reads and writes.
+const VERSION: &str = "1";
+/// File of the CA.
+pub(super) const CA: &str = "ca.json";
+/// File of the roots, for clients.
+pub(super) const ROOTS: &str = "ca.pem";
+/// File of the secret from which the keys of session tickets are derived.
+pub(super) const TICKETS: &str = "tickets.key";
+/// Whether a data directory may be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpenMode {
+    /// Create the directory if it does not exist.
+    Create,
+    /// The directory must exist.
+    Existing,
+}
+
+/// Exclusive claim on a data directory. It is released when the value is dropped.
+#[derive(Debug)]
+pub struct DirLock {
+    lock: Lock,
+    dir: Dir,
+}
+
+impl DirLock {
+    /// Releases the directory. The result then shows whether another process has claimed it.
+    pub fn release(self) -> ReleasedClaim {
+        ReleasedClaim {
+            claimed: self.lock.modified(),
+            dir: self.dir,
+        }
+    }
+}
+
+/// Former claim of a process that goes on for a while.
+#[derive(Debug)]
+pub struct ReleasedClaim {
+    claimed: Option<SystemTime>,
+    dir: Dir,
+}
+
+impl ReleasedClaim {
+    /// Whether another process has claimed the directory since.
+    pub fn is_taken(&self) -> bool {
+        self.dir.claimed() != self.claimed
+    }
+}
+
+/// An open data directory. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Store {
+    pub(super) dir: Dir,
+}
+
+impl Store {
+    /// Opens the directory and checks its version.
+    pub fn open(path: impl AsRef<Path>, access: OpenMode) -> Result<Self, StoreError> {
+        let dir = match access {
+            OpenMode::Create => Dir::create(path.as_ref())?,
+            OpenMode::Existing => Dir::existing(path.as_ref())?,
+        };
+        match (dir.read(VERSION_FILE)?, access) {
+            (Some(version), _) if version.trim() == VERSION => {}
+            (Some(version), _) => {
+                let why = format!(
+                    "it says version '{}' and this program reads {VERSION}",
+                    version.trim().chars().take(20).collect::<String>()
+                );
+                return Err(dir.corrupt(VERSION_FILE, why));
+            }
+            (None, OpenMode::Create) => {
+                let _lock = dir.lock()?;
+                dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
+            }
+            // A CA that was copied from another gateway, as for several of them: of this version, or it cannot be read.
+            (None, OpenMode::Existing) if dir.path(CA).exists() => {}
+            (None, OpenMode::Existing) => {
+                return Err(StoreError::Missing {
+                    path: dir.path(VERSION_FILE),
+                });
+            }
+        }
+        let store = Self { dir };
+        store.finish_restore()?;
+        Ok(store)
+    }
+
+    /// Whether a gateway has it, or is going to: there is a CA, or what a gateway makes when it starts.
+    pub fn is_of_a_gateway(&self) -> bool {
+        let there = |name: &str| self.dir.path(name).exists();
+        there(TICKETS) || there(CA) || there(ROOTS)
+    }
+
+    /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
+    pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
+        let _lock = self.dir.lock()?;
+        if let Some(text) = self.dir.read(TICKETS)? {
+            let why =
+                "it is not 32 bytes in base64url; without the file, the next start makes another";
+            return TicketSecret::parse(&text).ok_or_else(|| self.dir.corrupt(TICKETS, why));
+        }
+        let secret = TicketSecret::random();
+        self.dir.write(TICKETS, &format!("{}\n", secret.text()))?;
+        Ok(secret)
+    }
+
+    /// Takes the directory for this process, which is going to live on it. Commands that only change a file
+    /// need no claim.
+    pub fn claim(&self) -> Result<DirLock, StoreError> {
+        let (lock, dir) = (self.dir.claim()?, self.dir.clone());
+        Ok(DirLock { lock, dir })
+    }
+
+    /// Returns the path of the unix socket at which the running process takes commands.
+    pub fn admin_socket(&self) -> PathBuf {
+        self.dir.path(&format!("{}.sock", runtime("admin")))
+    }
+
+    /// Notes a small fact about the running process, such as its admin address.
+    pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.write(&runtime(name), text)
+    }
+
+    /// Reads such a fact.
+    pub fn read_runtime(&self, name: &str) -> Result<Option<String>, StoreError> {
+        self.dir.read(&runtime(name))
+    }
+
+    /// Forgets such a fact, as a process does that ends.
+    pub fn remove_runtime(&self, name: &str) -> Result<(), StoreError> {
+        self.dir.remove(&runtime(name))
+    }
+}
+
+/// Returns the name of a run file. `name` is chosen by our code; any content is made safe, so that the file stays in the
+/// directory.
+fn runtime(name: &str) -> String {
+    let safe: String = name
+        .chars()
+        .map(|char| {
+            if char.is_ascii_alphanumeric() {
+                char
+            } else {
+                '-'
+            }
+        })
+        .collect();
+    format!("run-{safe}")
+}

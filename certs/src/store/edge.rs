@@ -1,0 +1,104 @@
+//! The identity of an edge, in `edge.json`.
+
+use super::atomic_file::StoreError;
+use super::data_dir::Store;
+use super::pending_csr::Requested;
+use crate::edge_identity::{EdgeFile, EdgeIdentity};
+use rustls_pki_types::UnixTime;
+use std::path::PathBuf;
+
+const EDGE: &str = "edge.json";
+/// File of the id of the join token that created the identity in `edge.json`.
+const JOINED_BY: &str = "joined-by";
+/// File of the gateways that an edge has learned, if an external CA makes the edge's identity.
+const GATEWAYS: &str = "gateways.json";
+/// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
+const EDGE_SIZE: usize = 8 * 1024;
+
+impl Store {
+    /// The edge's identity, if this edge has enrolled.
+    pub fn edge(&self) -> Result<Option<EdgeIdentity>, StoreError> {
+        let Some(file) = self.dir.read_json::<EdgeFile>(EDGE)? else {
+            return Ok(None);
+        };
+        EdgeIdentity::from_file(file)
+            .map(Some)
+            .map_err(|error| self.dir.corrupt(EDGE, error))
+    }
+
+    /// Checks that an edge's identity can be stored, before a token is spent on it.
+    pub fn prepare_edge(&self) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.rehearse(EDGE, EDGE_SIZE)
+    }
+
+    /// Stores an edge's identity in place of the one before, atomically. If an external CA makes the identity, only the learned
+    /// gateways are stored.
+    pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        if edge.given {
+            return self.dir.write_json(GATEWAYS, &edge.gateways);
+        }
+        self.dir.write_json(EDGE, &edge.to_file())
+    }
+
+    /// Stores the identity that came from a join token of this id, or from the node's cluster. The identity before it stays in
+    /// the directory. Returns the new place of the old identity.
+    pub fn replace_edge(
+        &self,
+        edge: &EdgeIdentity,
+        token: Option<&str>,
+    ) -> Result<Option<PathBuf>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let kept = match self.dir.read(EDGE)? {
+            Some(text) => {
+                let name = self.unused_name();
+                self.dir.write(&name, &text)?;
+                Some(self.dir.path(&name))
+            }
+            None => None,
+        };
+        self.dir.write_json(EDGE, &edge.to_file())?;
+        match token {
+            // Last: a token that was spent for nothing is only refused once more.
+            Some(id) => self.dir.write(JOINED_BY, &format!("{id}\n"))?,
+            None => self.dir.remove(JOINED_BY)?,
+        }
+        Ok(kept)
+    }
+
+    /// Gives up the edge's identity, which stays in the directory under another name: returns its new place, or `None` if
+    /// there is no identity. The file is not read, so that one that is damaged can be given up as well.
+    pub fn leave_edge(&self) -> Result<Option<PathBuf>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let name = self.unused_name();
+        let left = self.dir.rename(EDGE, &name)?;
+        self.dir.remove(JOINED_BY)?;
+        self.forget_request(Requested::Identity)?;
+        Ok(left.then(|| self.dir.path(&name)))
+    }
+
+    /// Returns an unused name for an identity that is set aside.
+    fn unused_name(&self) -> String {
+        let mut at = UnixTime::now().as_secs();
+        loop {
+            let name = format!("edge-replaced-{at}.json");
+            if !self.dir.path(&name).exists() {
+                return name;
+            }
+            at += 1;
+        }
+    }
+
+    /// Returns the id of the join token that created the edge's identity, if there was a token and its id was recorded.
+    pub fn joined_by(&self) -> Result<Option<String>, StoreError> {
+        let id = self.dir.read(JOINED_BY)?;
+        Ok(id.map(|id| id.trim().to_owned()))
+    }
+
+    /// Returns the gateways that an edge has learned, if an external CA makes the edge's identity.
+    pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
+        let learned = self.dir.read_json::<Vec<String>>(GATEWAYS)?;
+        Ok(learned.unwrap_or_default())
+    }
+}

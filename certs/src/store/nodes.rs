@@ -1,0 +1,270 @@
+//! Records of the enrolled nodes, in `nodes.json`.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::atomic_file::{Dir, StoreError};
+use super::data_dir::Store;
+use crate::ca::IssuedCertificate;
+use crate::name::NodeName;
+use crate::secret::Fingerprint;
+use crate::token::NodeAttributes;
+
+/// File of the records.
+pub(super) const NODES: &str = "nodes.json";
+
+/// Record of a node, as confirmed by enrolment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeRecord {
+    /// The node.
+    pub node: NodeName,
+    /// Confirmed addresses of the node.
+    pub addresses: Vec<IpAddr>,
+    /// Confirmed pool of the node.
+    pub pool: Option<String>,
+    /// Confirmed labels of the node.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// Time of the last enrolment, in Unix seconds: certificates from before are no longer the node's own.
+    pub enrolled_at: u64,
+    /// Serial number of its certificate, in hexadecimal.
+    pub serial: String,
+    /// Root above the certificate. It is unknown for certificates from before roots could be replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<Fingerprint>,
+    /// Last second of the certificate, in Unix time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_after: Option<u64>,
+    /// Start and reason of the node's revocation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revoked: Option<Revocation>,
+    /// Whether the cluster decides if the node is at the edge, if the cluster is watched and has a Node of this name. Then
+    /// neither a token nor a command names this very node. Records of older versions lack the field, and count as named.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub follows_cluster: bool,
+}
+
+/// An update of a node's record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NodeUpdate {
+    /// The node has connected with a certificate of an external CA, without enrolment. Facts that are recorded already stay.
+    Arrived {
+        /// Time of the connection, in Unix seconds.
+        at: u64,
+    },
+    /// Next certificate of the node. It is not recorded for a revoked node.
+    Renewed(IssuedCertificate),
+    /// The node has joined anew by its identity in the cluster; facts that a token has confirmed stay.
+    Joined {
+        /// Certificates from before, in Unix seconds, are not its own any more.
+        at: u64,
+        /// Certificate of the node. It is not recorded for a revoked node.
+        issued: IssuedCertificate,
+    },
+}
+
+impl NodeRecord {
+    /// Returns the record of a node of which only the name is known, because an external CA makes its certificates.
+    pub fn arrived(node: &NodeName, at: u64) -> Self {
+        Self {
+            node: node.clone(),
+            addresses: Vec::new(),
+            pool: None,
+            labels: BTreeMap::new(),
+            enrolled_at: at,
+            serial: String::new(),
+            root: None,
+            not_after: None,
+            revoked: None,
+            follows_cluster: true,
+        }
+    }
+
+    /// Records this certificate, unless the node is revoked.
+    fn note(&mut self, issued: &IssuedCertificate) {
+        if self.revoked.is_none() {
+            self.serial = issued.serial_hex();
+            self.root = Some(issued.root);
+            self.not_after = Some(issued.not_after.as_secs());
+        }
+    }
+}
+
+/// Revocation of a node, in force until the node is allowed again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Revocation {
+    /// Start of the revocation, in Unix seconds.
+    pub at: u64,
+    /// Reason, for people.
+    pub reason: String,
+}
+
+impl Store {
+    /// The enrolled nodes.
+    pub fn nodes(&self) -> NodeStore {
+        NodeStore {
+            dir: self.dir.clone(),
+        }
+    }
+}
+
+/// The enrolled nodes of one data directory.
+#[derive(Debug, Clone)]
+pub struct NodeStore {
+    dir: Dir,
+}
+
+impl NodeStore {
+    /// Notes a node in place of what was known of it; one that is revoked stays so.
+    pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
+        self.put_all([record])
+    }
+
+    /// Stores many records like [`NodeStore::put`], but with one write: one by one, each would rewrite all before it.
+    pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                for mut record in records {
+                    if let Some(before) = nodes.get(&record.node) {
+                        record.revoked.clone_from(&before.revoked);
+                    }
+                    nodes.insert(record.node.clone(), record);
+                }
+                Ok(())
+            })
+    }
+
+    /// Makes many changes by one write, for a fleet that comes at once. What is known of each node then; nothing of one
+    /// that is not known.
+    pub fn change(
+        &self,
+        changes: &[(NodeName, NodeUpdate)],
+    ) -> Result<Vec<Option<NodeRecord>>, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let made = changes.iter().map(|(node, change)| match change {
+                    NodeUpdate::Arrived { at } => {
+                        let record = || NodeRecord::arrived(node, *at);
+                        Some(nodes.entry(node.clone()).or_insert_with(record).clone())
+                    }
+                    NodeUpdate::Renewed(issued) => nodes.get_mut(node).map(|record| {
+                        record.note(issued);
+                        record.clone()
+                    }),
+                    NodeUpdate::Joined { at, issued } => {
+                        let record = || NodeRecord::arrived(node, *at);
+                        let record = nodes.entry(node.clone()).or_insert_with(record);
+                        if record.revoked.is_none() {
+                            record.enrolled_at = record.enrolled_at.max(*at);
+                        }
+                        record.note(issued);
+                        Some(record.clone())
+                    }
+                });
+                Ok(made.collect())
+            })
+    }
+
+    /// Records that a node is revoked, whether it has a record or not.
+    pub fn shut_out(&self, node: &NodeName, revoked: &Revocation) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let record = || NodeRecord::arrived(node, revoked.at);
+                let known = nodes.entry(node.clone()).or_insert_with(record);
+                known.revoked = Some(revoked.clone());
+                Ok(())
+            })
+    }
+
+    /// Sets or removes the revocation of a node. Returns whether the node has a record.
+    pub fn set_revoked(
+        &self,
+        node: &NodeName,
+        revoked: Option<Revocation>,
+    ) -> Result<bool, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let known = nodes.get_mut(node);
+                Ok(known.map(|record| record.revoked = revoked).is_some())
+            })
+    }
+
+    /// Changes the set of revoked nodes, and returns it. Nothing is written if nothing changes.
+    pub fn change_revoked(
+        &self,
+        change: impl FnOnce(&mut BTreeMap<NodeName, Revocation>),
+    ) -> Result<BTreeMap<NodeName, Revocation>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let nodes = self
+            .dir
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        let mut nodes = nodes.unwrap_or_default();
+        let revoked =
+            |(name, node): (&NodeName, &NodeRecord)| Some((name.clone(), node.revoked.clone()?));
+        let before: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
+        let mut after = before.clone();
+        change(&mut after);
+        if after == before {
+            return Ok(after);
+        }
+        for (name, node) in &mut nodes {
+            node.revoked = after.get(name).cloned();
+        }
+        for (name, revoked) in &after {
+            if !nodes.contains_key(name) {
+                let mut node = NodeRecord::arrived(name, revoked.at);
+                node.revoked = Some(revoked.clone());
+                nodes.insert(name.clone(), node);
+            }
+        }
+        self.dir.write_json(NODES, &nodes)?;
+        Ok(after)
+    }
+
+    /// Notes what is confirmed of a node, in place of what was; all else that is known of it stays.
+    pub fn confirm(
+        &self,
+        node: &NodeName,
+        confirmed: NodeAttributes,
+        at: u64,
+    ) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let known = nodes.remove(node);
+                let record = NodeRecord {
+                    addresses: confirmed.addresses,
+                    pool: confirmed.pool,
+                    labels: confirmed.labels,
+                    follows_cluster: false,
+                    ..known.unwrap_or_else(|| NodeRecord::arrived(node, at))
+                };
+                nodes.insert(node.clone(), record);
+                Ok(())
+            })
+    }
+
+    /// Forgets a node; whether it was known.
+    pub fn remove(&self, node: &NodeName) -> Result<bool, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                Ok(nodes.remove(node).is_some())
+            })
+    }
+
+    /// Fails if the file of nodes is missing. Code that has read the file before must not take a missing file for an empty one.
+    pub fn require(&self) -> Result<(), StoreError> {
+        self.dir.require(NODES)
+    }
+
+    /// Returns all nodes, by name.
+    pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
+        let nodes = self
+            .dir
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        Ok(nodes.unwrap_or_default().into_values().collect())
+    }
+}

@@ -1,0 +1,60 @@
+//! Root certificates as rustls takes them.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls_pki_types::CertificateDer;
+use thiserror::Error;
+
+use crate::crypto::provider;
+
+/// Error of building a configuration.
+#[derive(Debug, Error)]
+pub enum TrustError {
+    /// A root certificate is unusable.
+    #[error("unusable root certificate: {0}")]
+    Root(String),
+    /// The certificate is not valid for the address at which it is to be shown.
+    #[error("the certificate is not for {0}: {1}")]
+    Name(IpAddr, String),
+    /// Certificates are required, but no root is trusted to issue one.
+    #[error("a client certificate is required but no CA is trusted to issue one")]
+    NobodyTrusted,
+    /// rustls refused.
+    #[error(transparent)]
+    Tls(#[from] rustls::Error),
+}
+
+pub(super) fn store<'a>(
+    roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
+) -> Result<Arc<RootCertStore>, TrustError> {
+    let mut store = RootCertStore::empty();
+    for root in roots {
+        store
+            .add(root.clone())
+            .map_err(|error| TrustError::Root(error.to_string()))?;
+    }
+    Ok(Arc::new(store))
+}
+
+/// rustls' verifier of client certificates below `roots`.
+pub(super) fn verifier(
+    roots: &Arc<RootCertStore>,
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
+        .build()
+        .map_err(|error| TrustError::Root(error.to_string()))
+}
+
+/// Returns the verifier of client certificates below these roots.
+pub(crate) fn client_verifier(
+    roots: &[CertificateDer<'static>],
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    if roots.is_empty() {
+        return Err(TrustError::NobodyTrusted);
+    }
+    verifier(&store(roots)?)
+}

@@ -1,0 +1,131 @@
+//! The signers that are trusted.
+
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::server::danger::ClientCertVerifier;
+use rustls_pki_types::{CertificateDer, TrustAnchor};
+
+use super::issuers::Issuers;
+use super::roots::{TrustError, store, verifier};
+use crate::ca::Ca;
+use crate::name::TrustDomain;
+use crate::secret::Fingerprint;
+
+/// Client certificates that a listener accepts.
+#[derive(Debug, Clone, Default)]
+pub struct ListenerClientTrust {
+    /// Whether certificates that our own CA issued to clients are accepted.
+    pub own: bool,
+    /// Further roots, from the listener's configuration.
+    pub client_roots: Vec<CertificateDer<'static>>,
+    /// Whether the handshake fails without a certificate.
+    pub require: bool,
+}
+
+/// Signers that an acceptor or a dialler trusts: our own issuers, foreign roots, or both.
+#[derive(Debug, Clone)]
+pub struct TrustStore {
+    pub(super) domain: TrustDomain,
+    /// Our roots, where only these are known: then a chain leads there.
+    pub(super) roots: Arc<RootCertStore>,
+    /// Our own issuers, if they are known.
+    pub(super) issuers: Option<Arc<Issuers>>,
+    pub(super) foreign: Option<Arc<dyn ClientCertVerifier>>,
+    /// Fingerprint of each of `roots` by name and key, if they are an external CA's. Then intermediates state no purposes.
+    pub(super) given: Option<Arc<[Fingerprint]>>,
+}
+
+impl TrustStore {
+    /// Returns a store that trusts only certificates of this CA: for tunnels and joining, at a gateway.
+    pub fn of(ca: &Ca) -> Result<Self, TrustError> {
+        Ok(Self {
+            domain: ca.trust_domain().clone(),
+            roots: store(ca.roots().into_iter().map(|(_, root)| root))?,
+            issuers: Some(Arc::new(Issuers::of(ca)?)),
+            foreign: None,
+            given: None,
+        })
+    }
+
+    /// Returns a store that trusts only certificates below these roots: for gateways, as edges see them.
+    pub fn below<'a>(
+        roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
+        domain: &TrustDomain,
+    ) -> Result<Self, TrustError> {
+        Ok(Self {
+            domain: domain.clone(),
+            roots: store(roots)?,
+            issuers: None,
+            foreign: None,
+            given: None,
+        })
+    }
+
+    /// Returns a store for edges or gateways with certificates of an external CA. It trusts every certificate below these roots
+    /// that has an identity of this trust domain.
+    pub fn given(
+        roots: &[CertificateDer<'static>],
+        domain: &TrustDomain,
+    ) -> Result<Self, TrustError> {
+        let trust = Self::below(roots, domain)?;
+        Ok(Self {
+            given: Some(trust.roots.roots.iter().map(root_key).collect()),
+            ..trust
+        })
+    }
+
+    /// Whether an external CA makes the trusted certificates.
+    pub fn is_given(&self) -> bool {
+        self.given.is_some()
+    }
+
+    /// Returns the store for a listener's configuration. Our roots among its foreign ones count as our own.
+    pub fn listener(ca: &Ca, listener: &ListenerClientTrust) -> Result<Self, TrustError> {
+        let ours = ca.roots();
+        let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
+        let (named, foreign): (Vec<_>, Vec<_>) = listener.client_roots.iter().partition(is_ours);
+        let mut trust = Self::of(ca)?;
+        if !listener.own && named.is_empty() {
+            (trust.roots, trust.issuers) = (store([])?, None);
+        }
+        if !foreign.is_empty() {
+            trust.foreign = Some(verifier(&store(foreign)?)?);
+        }
+        Ok(trust)
+    }
+
+    /// Whether this is a trusted root: one of ours, or one of an external CA.
+    pub fn knows(&self, root: Fingerprint) -> bool {
+        let issuers = self.issuers.as_deref();
+        let given = self.given.as_deref();
+        issuers.is_some_and(|issuers| issuers.know(root))
+            || given.is_some_and(|given| given.contains(&root))
+    }
+
+    /// Returns the verifier of client certificates that are not ours.
+    pub(super) fn of_others(&self) -> Result<Option<Arc<dyn ClientCertVerifier>>, TrustError> {
+        let given = self.given.as_ref().map(|_| verifier(&self.roots));
+        Ok(given.transpose()?.or_else(|| self.foreign.clone()))
+    }
+
+    /// Whether a URI is of our own trust domain, in which another root has no say.
+    pub fn is_own_uri(&self, uri: &str) -> bool {
+        let Some((scheme, rest)) = uri.split_once("://") else {
+            return false;
+        };
+        let domain = rest.split('/').next().unwrap_or_default();
+        scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(self.domain.as_str())
+    }
+
+    /// Returns the URI that identifies a client to which our own root gave this name.
+    pub fn client_uri(&self, name: &str) -> String {
+        crate::identity::client_uri(&self.domain, name)
+    }
+}
+
+/// Returns the fingerprint of an external CA's root, by its name and key. A root that is renewed with the same key has the same
+/// fingerprint.
+pub(super) fn root_key(root: &TrustAnchor<'_>) -> Fingerprint {
+    Fingerprint::digest(&[&*root.subject, &*root.subject_public_key_info].concat())
+}
