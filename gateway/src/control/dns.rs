@@ -5,60 +5,25 @@
 //! path, never asks another server, and accepts only queries.
 
 mod handler;
+mod names;
 mod tcp;
 mod udp;
 mod zones;
 
 pub use handler::{QueryOutcome, Transport, answer};
+pub use names::NodeNames;
 pub use zones::Zones;
 
-use crate::{metrics::Metrics, state::Nodes};
-use arc_swap::ArcSwap;
 use causeway_rt::listener;
 use socket2::{Domain, Protocol, Type};
 use std::{
     io,
     net::{SocketAddr, UdpSocket},
-    sync::Arc,
 };
 use tokio_util::sync::CancellationToken;
 
-/// Maximum length of a query: a name has 255 bytes at most.
-const QUESTION: usize = 4096;
 /// Maximum number of attempts to find a port that is free for datagrams and connections, if the system chooses the port.
 const TRIES: usize = 16;
-
-/// The zones, which a reload replaces, and the table of nodes. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct NodeNames {
-    zones: Arc<ArcSwap<Zones>>,
-    nodes: Nodes,
-    metrics: Arc<Metrics>,
-}
-
-impl NodeNames {
-    /// Returns the names of these zones, resolved by this table.
-    pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
-        Self {
-            zones: Arc::new(ArcSwap::from_pointee(zones)),
-            nodes,
-            metrics,
-        }
-    }
-
-    /// Replaces the zones, and returns whether they have changed.
-    pub fn replace(&self, zones: Zones) -> bool {
-        let new = **self.zones.load() != zones;
-        self.zones.store(Arc::new(zones));
-        new
-    }
-
-    fn answer(&self, question: &[u8], over: Transport) -> Option<Vec<u8>> {
-        let (found, bytes) = answer(question, over, (&self.zones.load(), &self.nodes));
-        self.metrics.dns_query(found.as_str());
-        bytes
-    }
-}
 
 /// Both sockets, which belong to no runtime yet.
 #[derive(Debug)]

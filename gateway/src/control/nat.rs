@@ -7,6 +7,7 @@
 //! connections to added and removed addresses are deleted.
 
 mod conntrack;
+mod family;
 mod netlink;
 mod rules;
 mod table;

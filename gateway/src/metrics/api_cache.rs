@@ -1,6 +1,6 @@
 //! Metrics of the API cache that edges read.
 
-use super::{Metrics, OpenGauge};
+use super::{Metrics, declared::OpenGauge};
 use causeway_watch_cache::Status;
 
 /// A connection by which an edge reads, for as long as it is open.

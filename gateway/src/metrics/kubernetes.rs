@@ -1,6 +1,6 @@
 //! Metrics of a cluster's nodes.
 
-use super::Label;
+use super::declared::Label;
 use prometheus_client::metrics::{family::Family, gauge::Gauge};
 
 /// Handles of the metrics of a cluster's nodes.

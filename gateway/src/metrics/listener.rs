@@ -1,6 +1,9 @@
 //! Metric handles of one listener: resolved when the listener is built, touched without a lock.
 
-use super::{Declared, ListenerLabel, OpenGauge, histogram::AtomicHistogram};
+use super::{
+    declared::{Declared, ListenerLabel, OpenGauge},
+    histogram::AtomicHistogram,
+};
 use crate::error::Reason;
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use std::time::Duration;

@@ -3,7 +3,10 @@
 //! Connections are limited, with a share for each source (`ConnectionLimit`): at the limit, an idle connection is closed for a
 //! new one. All waits have a timeout: for the next query, for the whole of it, and for the client to read the answer.
 
-use super::{NodeNames, QUESTION, Transport};
+use super::{
+    handler::Transport,
+    names::{NodeNames, QUESTION},
+};
 use causeway_rt::{connection_limit::Slot, listener::BoundSocket, socket::Socket, task::TaskGroup};
 use std::{io, pin::pin, time::Duration};
 use tokio::{

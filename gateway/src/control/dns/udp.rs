@@ -4,7 +4,10 @@
 //! to be told the address (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any datagram may be, so
 //! that a slow link does not delay the next query.
 
-use super::{NodeNames, QUESTION, Transport};
+use super::{
+    handler::Transport,
+    names::{NodeNames, QUESTION},
+};
 use nix::{
     cmsg_space,
     libc::{in_addr, in_pktinfo, in6_pktinfo},

@@ -3,7 +3,7 @@
 //! The rules check in this order: the destination is not this host itself, it is TCP to an address of the set, and its port is in
 //! the map; else it is TCP to a pod. The rules contain no address: all redirected destinations are in sets.
 
-use super::table::{Family, header};
+use super::family::{Family, header};
 use netlink_bindings::{
     nftables::{
         Chained, CmpOps, FibFlags, MetaKeys, PayloadBase, PushExprListAttrs, PushRuleAttrs,

@@ -6,6 +6,7 @@
 
 use super::{
     NatError, PortMap, RedirectSet,
+    family::{FAMILIES, Family, header},
     netlink::{Netlink, NetlinkError},
     rules,
 };
@@ -17,44 +18,12 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-/// `NFPROTO_INET`: IPv4 and IPv6 at once.
-const INET: u8 = 1;
 /// `NFNL_SUBSYS_NFTABLES`, the subsystem of a batch.
 const NFTABLES: u16 = 10;
 /// Maximum number of elements in one message, whose attributes are 64 KiB at most.
 const AT_ONCE: usize = 1000;
 /// Type numbers by which `nft` displays the elements of a set.
 const SERVICE: u32 = 13;
-
-/// Differences between IPv4 and IPv6.
-pub(super) struct Family {
-    pub(super) protocol: u8,
-    pub(super) addresses: &'static str,
-    pub(super) pods: &'static str,
-    kind: u32,
-    pub(super) length: u32,
-    /// Offset of the destination address in the header.
-    pub(super) offset: u32,
-}
-
-const FAMILIES: [Family; 2] = [
-    Family {
-        protocol: 2,
-        addresses: "edges4",
-        pods: "pods4",
-        kind: 7,
-        length: 4,
-        offset: 16,
-    },
-    Family {
-        protocol: 10,
-        addresses: "edges6",
-        pods: "pods6",
-        kind: 8,
-        length: 16,
-        offset: 24,
-    },
-];
 
 /// A hook, its number, and the maps of ports of its chain, by family.
 const CHAINS: [(&str, u32, [&str; 2]); 2] = [
@@ -174,12 +143,6 @@ impl Table {
         batch.request().op_batch_end_do(&outer);
         self.netlink.tell(&batch.finalize())
     }
-}
-
-pub(super) fn header() -> Nfgenmsg {
-    let mut header = Nfgenmsg::new();
-    header.nfgen_family = INET;
-    header
 }
 
 fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>) {

@@ -1,0 +1,44 @@
+//! The names that the server answers for.
+
+use super::{
+    handler::{Transport, answer},
+    zones::Zones,
+};
+use crate::{metrics::Metrics, state::Nodes};
+use arc_swap::ArcSwap;
+use std::sync::Arc;
+
+/// Maximum length of a query: a name has 255 bytes at most.
+pub(super) const QUESTION: usize = 4096;
+
+/// The zones, which a reload replaces, and the table of nodes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct NodeNames {
+    zones: Arc<ArcSwap<Zones>>,
+    nodes: Nodes,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+impl NodeNames {
+    /// Returns the names of these zones, resolved by this table.
+    pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
+        Self {
+            zones: Arc::new(ArcSwap::from_pointee(zones)),
+            nodes,
+            metrics,
+        }
+    }
+
+    /// Replaces the zones, and returns whether they have changed.
+    pub fn replace(&self, zones: Zones) -> bool {
+        let new = **self.zones.load() != zones;
+        self.zones.store(Arc::new(zones));
+        new
+    }
+
+    pub(super) fn answer(&self, question: &[u8], over: Transport) -> Option<Vec<u8>> {
+        let (found, bytes) = answer(question, over, (&self.zones.load(), &self.nodes));
+        self.metrics.dns_query(found.as_str());
+        bytes
+    }
+}

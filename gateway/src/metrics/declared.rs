@@ -1,0 +1,142 @@
+//! All metrics by name, with their help texts.
+
+use super::histogram::AtomicHistogram;
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+use std::sync::atomic::AtomicU64;
+
+pub(super) type Label = (&'static str, &'static str);
+/// Label of a listener, whose name is the user's.
+pub(super) type ListenerLabel = (&'static str, String);
+pub(super) type SecondsGauge = Gauge<f64, AtomicU64>;
+
+macro_rules! declare {
+    ($($(#[doc = $help:literal])+ $field:ident: $metric:ty,)+) => {
+        #[derive(Debug, Default)]
+        pub(super) struct Declared {
+            $($(#[doc = $help])+ pub(super) $field: $metric,)+
+        }
+
+        impl Declared {
+            pub(super) fn register(&self, registry: &mut Registry) {
+                $(registry.register(
+                    stringify!($field),
+                    // The library puts the full stop.
+                    concat!($($help),+).trim().trim_end_matches('.'),
+                    self.$field.clone(),
+                );)+
+            }
+        }
+    };
+}
+
+// Behind the macro, which is known from there on.
+
+declare! {
+    /// Open connections of clients.
+    open_connections: Family<[ListenerLabel; 1], Gauge>,
+    /// Connections of clients that were accepted.
+    connections: Family<[ListenerLabel; 1], Counter>,
+    /// TLS handshakes that failed, at listeners and at the tunnel port.
+    handshakes_failed: Family<[Label; 2], Counter>,
+    /// Streams that are open.
+    open_streams: Family<[ListenerLabel; 1], Gauge>,
+    /// Streams that ended, by outcome: ok, or the reason of the failure.
+    streams: Family<[ListenerLabel; 2], Counter>,
+    /// Streams that ended, by class of the status that the client saw.
+    responses: Family<[ListenerLabel; 2], Counter>,
+    /// Time from a stream's begin to its end.
+    stream_duration_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
+    /// Time from a stream's begin to the first byte of its answer.
+    stream_first_byte_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
+    /// Payload bytes of ended streams; up is from the client to the upstream.
+    stream_bytes: Family<[ListenerLabel; 2], Counter>,
+    /// Streams served by another core than their node's.
+    streams_crossed: Counter,
+    /// Times that a limit was reached.
+    limits_reached: Family<[Label; 1], Counter>,
+    /// Connections that were refused for want of a place, or evicted since another one needed theirs, by limit.
+    connections_rejected: Family<[Label; 2], Counter>,
+    /// Tunnels that are registered.
+    tunnels: Gauge,
+    /// Tunnels that take no new streams because a probe is without an answer, at the time of the scrape.
+    suspect_tunnels: Gauge,
+    /// Tunnels' connections whose hello was answered or refused.
+    registrations: Family<[Label; 1], Counter>,
+    /// Tunnels that ended.
+    tunnels_ended: Family<[Label; 1], Counter>,
+    /// Enrolments and renewals of certificates.
+    enrolments: Family<[Label; 2], Counter>,
+    /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
+    tunnel_round_trip_seconds: Family<[Label; 1], SecondsGauge>,
+    /// Bytes buffered here when each stream was last sampled, of answers for clients and of uploads for upstreams.
+    buffered_bytes: Gauge,
+    /// Streams with buffered bytes that the receiver does not take, when each was last sampled.
+    stalled_streams: Gauge,
+    /// Streams that were reset because the receiver did not take their buffered bytes, by the exhausted resource: `memory`
+    /// (`limits.stalled`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
+    evicted_streams: Family<[Label; 1], Counter>,
+    /// DNS queries, by result.
+    dns_queries: Family<[Label; 1], Counter>,
+    /// Connections to upstreams to which the gateway itself speaks TLS, by the version of HTTP that the upstream chose.
+    upstream_connections: Family<[Label; 1], Counter>,
+    /// Whether the gateway drains.
+    draining: Gauge,
+    /// Fetches of the keys of issuers of JWTs, by outcome.
+    jwks_fetches: Family<[Label; 1], Counter>,
+    /// Reviews of clients that the cluster's API was asked for, by kind and by outcome.
+    reviews: Family<[Label; 2], Counter>,
+    /// Configurations that were read anew, by outcome.
+    reloads: Family<[Label; 1], Counter>,
+    /// Whether the newest configuration that was read is the one in force.
+    last_reload_successful: Gauge,
+    /// Nodes of the cluster, by where they are.
+    cluster_nodes: Family<[Label; 1], Gauge>,
+    /// Confirmed addresses that several nodes have, so that none of them is reached by it.
+    node_address_conflicts: Gauge,
+    /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
+    cluster_lost_timestamp_seconds: Gauge,
+    /// Whether this gateway is the one that writes the cluster's hosts file.
+    cluster_hosts_leading: Gauge,
+    /// Writes of the cluster's hosts file, by outcome.
+    cluster_hosts_writes: Family<[Label; 1], Counter>,
+    /// Whether the list of ports in the cluster is refused as it is.
+    cluster_ports_refused: Gauge,
+    /// Certificate signing requests of the cluster's API, by action: approved, signed, left (unchanged), failed.
+    cluster_certificates: Family<[Label; 1], Counter>,
+    /// Objects that are cached for edges, by resource.
+    api_cache_objects: Family<[ListenerLabel; 1], Gauge>,
+    /// Version of the cluster of each cached resource.
+    api_cache_version: Family<[ListenerLabel; 1], Gauge>,
+    /// Time since which the source of a resource is lost, in Unix time; 0 while it is not lost.
+    api_cache_lost_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
+    /// Watches that are open, by resource.
+    api_cache_watchers: Family<[ListenerLabel; 1], Gauge>,
+    /// Connections by which edges read.
+    api_cache_connections: Gauge,
+    /// Maximum number of concurrent connections of edges to the API cache (`api_cache.connections`).
+    api_cache_connections_limit: Gauge,
+    /// Pools with a leader among the edges that are connected here.
+    api_cache_leaders: Gauge,
+    /// Expiry of certificates in use, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
+    certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
+}
+
+/// Something that is open; dropping it closes the count.
+#[derive(Debug)]
+pub(super) struct OpenGauge(Gauge);
+
+impl OpenGauge {
+    pub(super) fn new(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for OpenGauge {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
