@@ -3,9 +3,11 @@
 //! `bind` builds everything that can fail (data directory, certificates, sockets) and names each failure. `run` opens the
 //! listeners, serves until it is stopped, and then drains.
 
+mod addresses;
 mod build;
 mod ca_reload;
 mod certificates;
+mod data_dir;
 mod error;
 mod listeners;
 mod reload;

@@ -7,15 +7,18 @@ mod tunnel_listener;
 pub(super) mod upstream_tls;
 
 use super::{
-    AdminListeners, AuthorizerSource, BindError, Bound, Gateway, OwnedWorkers,
+    AdminListeners, AuthorizerSource, Bound, Gateway, OwnedWorkers,
+    addresses::{advertised, bind},
     ca_reload::CaReload,
     certificates,
+    data_dir::DataDirState,
+    error::BindError,
     listeners::Listeners,
     reload::{Reloadable, Reloader},
-    tunnel_identity::{ExternalIdentity, TunnelIdentity},
+    tunnel_identity::TunnelIdentity,
 };
 use crate::{
-    config::{self, Config, ListenAddr, ReloadSender},
+    config::{Config, ListenAddr, ReloadSender},
     control::{
         admin,
         ca_rotation::CaReloadFn,
@@ -23,8 +26,7 @@ use crate::{
         dns::{self, NodeNames, Zones},
         drain::Readiness,
         nat::{Nat, PortMap},
-        node_sync::{self, NodeSync},
-        pin_writer::PinWriter,
+        node_sync::NodeSync,
         tunnel_listener::TunnelListener,
     },
     metrics::Metrics,
@@ -37,88 +39,18 @@ use crate::{
         recheck::OpenStreams,
         upstream::{ConnectionPool, UpstreamTlsPorts},
     },
-    state::{
-        AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints, NodesWriter, Pins, Registry,
-        pins::{NewPin, pins},
-    },
+    state::{AdvertisedGateways, AnnouncedPortsCell, Registry},
     worker::{WorkerId, Workers},
 };
-use causeway_certs::{Ca, LiveCa, OpenMode, Store, StoreError};
+use causeway_certs::Store;
 use causeway_rt::{listener::BoundSocket, task::TaskGroup};
 use std::{
     net::SocketAddr,
     sync::{Arc, Mutex},
 };
-use tokio::{
-    runtime::Handle,
-    sync::{mpsc, watch},
-};
+use tokio::{runtime::Handle, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_listener::admission;
-
-/// Reason for refusals until the cluster's nodes are known.
-const NODES_PENDING: &str = "the nodes of the cluster are not known yet";
-
-/// Contents of a data directory, the CA and the nodes that have joined, and the external CA that replaces that CA.
-struct DataDirState {
-    store: Store,
-    ca: LiveCa,
-    nodes: NodesWriter,
-    pins: Pins,
-    keeper: PinWriter,
-    meetings: mpsc::Receiver<NewPin>,
-    given: Option<ExternalIdentity>,
-}
-
-impl DataDirState {
-    fn open(config: &Config) -> Result<Self, BindError> {
-        let given = config.tunnel.identity.as_ref().map(ExternalIdentity::read);
-        let given = given.transpose()?;
-        let no_ca = || BindError::NoCa(config.data_dir.clone());
-        // Where edges bring certificates there may be no CA, and so nothing to begin with.
-        let access = given
-            .as_ref()
-            .map_or(OpenMode::Existing, |_| OpenMode::Create);
-        let there = config.data_dir.exists();
-        let store = match Store::open(&config.data_dir, access) {
-            Err(StoreError::Missing { .. }) => return Err(no_ca()),
-            opened => opened?,
-        };
-        let ca = match (store.ca()?, &given) {
-            (Some(ca), Some(given)) if *ca.trust_domain() != given.domain => {
-                let (own, given) = (ca.trust_domain(), &given.domain);
-                return Err(BindError::Name(format!(
-                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one; take that CA's ca.json away, or make one by `causeway ca init --trust-domain {given}`",
-                    config.data_dir.display()
-                )));
-            }
-            (Some(ca), _) => ca,
-            (None, Some(given)) => Ca::unbelieved(&given.domain)?,
-            (None, None) => return Err(no_ca()),
-        };
-        if !there {
-            let data_dir = config.data_dir.display();
-            tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
-        }
-        let nodes = known(config, &store)?;
-        let (pins, writer, meetings) = pins(store.pins().all()?);
-        let keeper = PinWriter {
-            store: store.clone(),
-            nodes: nodes.reader(),
-            cluster: config.kubernetes.is_some(),
-            writer,
-        };
-        Ok(Self {
-            nodes,
-            pins,
-            keeper,
-            meetings,
-            ca: LiveCa::new(ca),
-            store,
-            given,
-        })
-    }
-}
 
 pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let Gateway {
@@ -351,44 +283,6 @@ fn shared(
         kubernetes_uri_bytes: config.limits.max_kubernetes_uri_bytes,
         header_bytes: config.limits.max_header_bytes,
         max_headers: config.limits.max_headers,
-    })
-}
-
-/// Returns the endpoints that edges learn: this gateway's addresses (by default its listen address), those of further gateways,
-/// and the number of gateways.
-pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> GatewayEndpoints {
-    let mut all = config.advertise.clone();
-    if all.is_empty() {
-        let listens = listens.filter(|address| !address.ip().is_unspecified());
-        all.extend(listens.map(|address| address.to_string()));
-    }
-    all.extend_from_slice(&config.gateways);
-    GatewayEndpoints {
-        gateways: all,
-        replicas: config.replicas,
-    }
-}
-
-fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
-    let nodes = NodesWriter::default();
-    nodes.replace(node_sync::records(store)?);
-    nodes.zones(&config.zones());
-    nodes.revoke(config.tunnel.unwelcome());
-    if config.kubernetes.is_some() {
-        nodes.pending(NODES_PENDING);
-    }
-    Ok(nodes)
-}
-
-pub(super) fn bind(what: &str, listen: &ListenAddr) -> Result<BoundSocket, BindError> {
-    let bound = match listen {
-        ListenAddr::Tcp(address) => BoundSocket::tcp(*address),
-        ListenAddr::Unix(path) => BoundSocket::unix(path),
-    };
-    bound.map_err(|cause| BindError::Listen {
-        what: what.to_owned(),
-        listen: listen.to_string(),
-        cause,
     })
 }
 

@@ -6,7 +6,7 @@
 //! 4. Informs the edges. If a root is gone, edges whose certificates depend on it are disconnected, and clients whose
 //!    certificates do cannot begin a new request (`proxy.rs`).
 
-use super::{BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};
+use super::{error::BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};
 use crate::{
     control::{
         ca_rotation,

@@ -6,10 +6,7 @@
 //! A listener keeps its socket as long as its address stays the same. A listener whose configuration and files have not changed
 //! is not touched, and keeps all of its connections.
 
-use super::{
-    BindError,
-    build::{bind, listener::ListenerSource},
-};
+use super::{addresses::bind, build::listener::ListenerSource, error::BindError};
 use crate::{
     config,
     control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers},

@@ -4,9 +4,10 @@
 //! timeouts) are reported, and take effect at the next start.
 
 use super::{
-    BindError,
-    build::{advertised, upstream_tls},
+    addresses::advertised,
+    build::upstream_tls,
     ca_reload::CaReload,
+    error::BindError,
     listeners::{ListenerDiff, ListenerUpdate, Listeners},
     tunnel_identity::{PendingIdentity, TunnelIdentity},
 };

@@ -6,7 +6,7 @@
 
 mod kubernetes;
 
-use super::BindError;
+use super::error::BindError;
 use crate::{
     config,
     control::{certificate_expiry::CertificateInUse, tunnel_listener::Tls},

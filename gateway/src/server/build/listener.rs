@@ -16,7 +16,7 @@ use crate::{
         identity_headers::IdentityHeaderFields,
         listener::{Listener, ListenerTls},
     },
-    server::{BindError, tunnel_identity::names},
+    server::{error::BindError, tunnel_identity::names},
     state::{JwksCache, KeySet, Nodes},
 };
 use arc_swap::ArcSwap;

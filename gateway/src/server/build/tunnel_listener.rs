@@ -1,6 +1,5 @@
 //! Builds the tunnel listener, which admits edges.
 
-use super::DataDirState;
 use crate::{
     config::{self, Config},
     control::{
@@ -10,7 +9,7 @@ use crate::{
         tunnel_listener::{Places, TunnelListener},
     },
     proxy::ProxyState,
-    server::{BindError, tunnel_identity::TunnelIdentity},
+    server::{data_dir::DataDirState, error::BindError, tunnel_identity::TunnelIdentity},
     state::{AdvertisedGateways, AnnouncedPortsCell},
     worker::Workers,
 };

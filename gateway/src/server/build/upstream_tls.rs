@@ -6,7 +6,7 @@
 use crate::{
     config,
     proxy::upstream::{ByPort, ServerTrust, UpstreamTls, UpstreamTlsPorts, UpstreamTlsSource},
-    server::BindError,
+    server::error::BindError,
     state::{Nodes, Pins},
 };
 use causeway_certs::{LeafCertificate, Role};

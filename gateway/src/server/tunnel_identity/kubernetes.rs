@@ -1,7 +1,9 @@
 //! CA of a cluster's own signers, read from its files: edges join by client certificates of these signers (`control/enrol.rs`).
 
 use super::{file, text};
-use crate::{config::CsrSigning, control::certificate_expiry::CertificateInUse, server::BindError};
+use crate::{
+    config::CsrSigning, control::certificate_expiry::CertificateInUse, server::error::BindError,
+};
 use causeway_certs::{ClusterCa, SignerProfile, external};
 use std::sync::{Mutex, PoisonError};
 use std::{path::PathBuf, sync::Arc};

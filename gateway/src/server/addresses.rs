@@ -1,0 +1,36 @@
+//! Addresses at which a gateway listens, and those that it tells edges.
+
+use super::error::BindError;
+use crate::{
+    config::{self, ListenAddr},
+    state::GatewayEndpoints,
+};
+use causeway_rt::listener::BoundSocket;
+use std::net::SocketAddr;
+
+/// Returns the endpoints that edges learn: this gateway's addresses (by default its listen address), those of further gateways,
+/// and the number of gateways.
+pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> GatewayEndpoints {
+    let mut all = config.advertise.clone();
+    if all.is_empty() {
+        let listens = listens.filter(|address| !address.ip().is_unspecified());
+        all.extend(listens.map(|address| address.to_string()));
+    }
+    all.extend_from_slice(&config.gateways);
+    GatewayEndpoints {
+        gateways: all,
+        replicas: config.replicas,
+    }
+}
+
+pub(super) fn bind(what: &str, listen: &ListenAddr) -> Result<BoundSocket, BindError> {
+    let bound = match listen {
+        ListenAddr::Tcp(address) => BoundSocket::tcp(*address),
+        ListenAddr::Unix(path) => BoundSocket::unix(path),
+    };
+    bound.map_err(|cause| BindError::Listen {
+        what: what.to_owned(),
+        listen: listen.to_string(),
+        cause,
+    })
+}
