@@ -8,6 +8,7 @@
 
 pub(crate) mod broadcast;
 pub mod ca_rotation;
+pub(crate) mod eligibility;
 pub mod enrol;
 pub mod node_sync;
 pub mod startup_hold;

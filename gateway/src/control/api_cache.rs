@@ -8,6 +8,7 @@
 //!
 //! `leaders` determines in each pool the edge that reads here for all other members.
 
+mod connected_reader;
 mod leader_policy;
 pub mod leaders;
 mod membership_message;
@@ -16,8 +17,8 @@ mod membership_message;
 mod tests;
 
 use super::{
+    eligibility::rejection_reason,
     http::{self, Peer, ServerLimits},
-    node_sync::rejection_reason,
 };
 use crate::{
     config::{self, AccessLevel},
@@ -37,6 +38,7 @@ use axum::{
 use causeway_certs::NodeName;
 use causeway_rt::socket::{CountedIo, Socket};
 use causeway_watch_cache::{AccessScope, GroupVersionResource, WatchCache};
+use connected_reader::NodePoolLeaders;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use serde_json::json;
@@ -80,7 +82,7 @@ pub struct ApiCacheServer {
     metrics: Arc<Metrics>,
     /// Notified when the leaders of pools have to be checked.
     stirred: Arc<Notify>,
-    led: leaders::NodePoolLeaders,
+    led: NodePoolLeaders,
     /// Endpoints at which `YurtHub`s read.
     hubs: Arc<watch::Sender<YurtHubEndpoints>>,
 }
@@ -116,7 +118,7 @@ impl ApiCacheServer {
             )),
             metrics: metrics.clone(),
             stirred: Arc::default(),
-            led: leaders::NodePoolLeaders::default(),
+            led: NodePoolLeaders::default(),
             hubs: Arc::default(),
         }
     }

@@ -14,9 +14,9 @@ mod tests;
 use crate::{
     audit,
     control::{
+        eligibility::rejection_reason,
         http::{Peer, ProblemDetails},
         node_records::NodeRecordWriter,
-        node_sync::rejection_reason,
     },
     metrics::Metrics,
     state::{AdvertisedGateways, NodesWriter, registry::EdgeCertificate},

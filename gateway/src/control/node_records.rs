@@ -4,7 +4,7 @@
 //! fleet that connects or renews at once takes a few writes. A write that has begun ends, whether or not a task still waits for
 //! it.
 
-use super::node_sync::known;
+use super::eligibility::known;
 use crate::state::NodesWriter;
 use causeway_certs::{IssuedCertificate, NodeName, NodeRecord, NodeUpdate, Store, StoreError};
 use rustls::pki_types::UnixTime;

@@ -3,14 +3,16 @@
 //! Commands beside a gateway change the directory and then request this reload. An edge that connects at the same moment is
 //! checked before it is registered and again afterwards: it meets either the new table or this reload.
 
-use super::{api_cache::ApiCacheServer, pin_writer::PinWriter, tunnel_listener::LiveTls};
-use crate::state::{
-    Node, Nodes, NodesWriter, Registry, TunnelInfo, nodes::record_revoked,
-    registry::EdgeCertificate,
+use super::{
+    api_cache::ApiCacheServer,
+    eligibility::{goaway_message, known, rejection_reason, untrusted_reason},
+    pin_writer::PinWriter,
+    tunnel_listener::LiveTls,
 };
-use causeway_certs::{NodeName, NodeRecord, Store, StoreError};
+use crate::state::{Node, NodesWriter, Registry, TunnelInfo};
+use causeway_certs::{NodeName, Store, StoreError};
 use causeway_rt::task::TaskGroup;
-use causeway_tunnel::control_stream::{GatewayMessage, GoAway};
+use causeway_tunnel::control_stream::GoAway;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -19,13 +21,6 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
-/// Time for which a rejected edge stays away. The edge adds up to half of that, which makes the minute that is its maximum
-/// backoff.
-pub(super) const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
-/// Time for which an edge stays away, likewise, that cannot be checked yet.
-const SOON: Duration = Duration::from_secs(10);
-/// Message to such an edge.
-const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
 /// Time to wait for further changes of nodes after the first.
 const GATHER: Duration = Duration::from_millis(500);
 /// Time for an edge to read why it is disconnected. Then the gateway closes the connection.
@@ -215,69 +210,6 @@ async fn send_away(leaving: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName
     gone
 }
 
-/// Returns the message that makes an edge retry soon, since it cannot be checked yet.
-pub(super) fn retry_later_message() -> GatewayMessage {
-    GatewayMessage::Dismiss {
-        why: GoAway::Full,
-        detail: EARLY.to_owned(),
-        retry_after_ms: u64::try_from(SOON.as_millis()).unwrap_or(u64::MAX),
-    }
-}
-
-/// Returns the message that makes an edge disconnect.
-pub(super) fn goaway_message(why: GoAway, detail: String) -> GatewayMessage {
-    GatewayMessage::Dismiss {
-        why,
-        detail,
-        retry_after_ms: u64::try_from(REJECTED_BACKOFF.as_millis()).unwrap_or(u64::MAX),
-    }
-}
-
-/// Returns the reason why a node is rejected with the certificate that it has `shown`, if it is.
-pub(super) fn rejection_reason(
-    nodes: &Nodes,
-    node: &NodeName,
-    shown: &EdgeCertificate,
-) -> Option<String> {
-    match nodes.get(node) {
-        None if nodes.is_clusters_edge(node) == Some(false) => Some(format!(
-            "the cluster's Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels, and no token names it"
-        )),
-        None if shown.given.is_some() => Some(format!(
-            "node {node} is not known at this gateway: `causeway node add {node}` there lets it in"
-        )),
-        None => Some(format!(
-            "node {node} is not enrolled at this gateway (or was removed); join again with a new token of `causeway token create --node {node}`"
-        )),
-        Some(Node {
-            revoked: Some(reason),
-            ..
-        }) => {
-            let why = nodes.revoked(node);
-            Some(why.unwrap_or_else(|| record_revoked(node, &reason)))
-        }
-        // A machine that was stolen has the certificate of the one that took its place.
-        Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
-            "this certificate of node {node} is from before the node joined anew; join again with a new token of `causeway token create --node {node}`"
-        )),
-        Some(_) => None,
-    }
-}
-
-/// Returns the reason why the certificate that a node has `shown` is no longer valid, if it is not `believed`.
-pub(super) fn untrusted_reason(
-    believed: bool,
-    node: &NodeName,
-    shown: &EdgeCertificate,
-) -> Option<String> {
-    let why = if shown.given.is_some() {
-        "is not believed here any more (tunnel.identity.client_ca)".to_owned()
-    } else {
-        format!("was retired; join again with a new token of `causeway token create --node {node}`")
-    };
-    (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
-}
-
 /// Replaces the records in the table by those on the disk.
 ///
 /// # Errors
@@ -295,18 +227,4 @@ pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), S
 /// Returns the node records of the disk.
 pub(crate) fn records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
     Ok(store.nodes().all()?.into_iter().map(known).collect())
-}
-
-/// Converts a record of the disk to an entry of the table.
-pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
-    let node = Node {
-        addresses: record.addresses,
-        pool: record.pool,
-        labels: record.labels,
-        joined_at: record.enrolled_at,
-        revoked: record.revoked.map(|revoked| revoked.reason),
-        follows_cluster: record.follows_cluster,
-        ..Node::default()
-    };
-    (record.node, node)
 }

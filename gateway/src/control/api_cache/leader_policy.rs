@@ -5,7 +5,7 @@
 //! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates the one with the
 //! fewest streams leads, among those that have been connected for a while.
 
-use super::leaders::ConnectedReader;
+use super::connected_reader::ConnectedReader;
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use std::time::Duration;

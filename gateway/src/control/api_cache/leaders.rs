@@ -13,18 +13,18 @@
 
 use super::{
     ApiCacheServer,
+    connected_reader::ConnectedReader,
     leader_policy::{self, Candidate},
     membership_message::{members, with_itself},
 };
 use crate::state::{
     NodePoolEndpoints, Nodes, NodesWriter, Registry, TunnelId, TunnelInfo, YurtHubEndpoints,
-    advertised::SharedCell,
 };
 use causeway_certs::NodeName;
 use causeway_config::host_port;
 use causeway_tunnel::{
     Tunnel,
-    control_stream::{GatewayMessage, NodePoolMember, NodePoolMembers, YurtHubAddr},
+    control_stream::{GatewayMessage, NodePoolMember, NodePoolMembers},
 };
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -45,51 +45,6 @@ const GATHER: Duration = Duration::from_secs(3);
 const MOST_ADDRESSES: usize = 4;
 /// Maximum length of an address: a DNS name and a port.
 const LONGEST: usize = 260;
-
-/// Leader of each pool, shared with the components that show it.
-pub type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
-
-/// Connected node with an API cache.
-pub(super) struct ConnectedReader {
-    pub(super) node: NodeName,
-    pool: Option<String>,
-    /// Addresses at which the node serves other members.
-    pub(super) at: Vec<String>,
-    /// Endpoint at which the node serves `YurtHub`s.
-    hubs: Option<Box<YurtHubAddr>>,
-    instance: String,
-    /// Tunnels that get announcements.
-    tunnels: Vec<TunnelInfo>,
-}
-
-impl ConnectedReader {
-    fn handles(&self) -> impl Iterator<Item = &Tunnel> {
-        self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
-    }
-
-    /// Whether other members may use this node.
-    pub(super) fn serves(&self) -> bool {
-        !self.at.is_empty() && self.staying().next().is_some()
-    }
-
-    /// Returns the tunnels that do not drain, whether they answer or not.
-    pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
-        self.handles().filter(|tunnel| !tunnel.is_draining())
-    }
-
-    /// Returns the number of streams of the node's tunnels.
-    pub(super) fn streams(&self) -> usize {
-        self.handles().map(|tunnel| tunnel.load().streams()).sum()
-    }
-
-    fn may_lead(&self) -> bool {
-        !self.at.is_empty() && self.is_open()
-    }
-
-    fn is_open(&self) -> bool {
-        self.handles().any(Tunnel::is_open)
-    }
-}
 
 /// Last announcement, and its time.
 #[derive(Clone)]

@@ -1,6 +1,6 @@
 //! Message that announces a pool's members to an edge: as many members as fit.
 
-use super::leaders::ConnectedReader;
+use super::connected_reader::ConnectedReader;
 use causeway_certs::NodeName;
 use causeway_tunnel::{
     control_stream::{NodePoolMember, NodePoolMembers},

@@ -224,7 +224,7 @@ async fn what_a_node_watches_ends_when_its_root_is_retired_though_nothing_else_i
     let roll = world.roll();
     let (reading, tls) = (roll.reading.unwrap(), roll.tls.load_full());
     reading.judge(|node, shown| {
-        super::super::node_sync::untrusted_reason(tls.believes(shown), node, shown)
+        super::super::eligibility::untrusted_reason(tls.believes(shown), node, shown)
     });
     over(watch).await;
 }

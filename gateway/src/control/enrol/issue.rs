@@ -5,7 +5,7 @@ use super::{
     unknown,
 };
 use crate::{
-    control::{http::ProblemDetails, node_sync::untrusted_reason, signer::Signer},
+    control::{eligibility::untrusted_reason, http::ProblemDetails, signer::Signer},
     state::{Node, nodes::record_revoked, registry::EdgeCertificate},
 };
 use axum::http::StatusCode;

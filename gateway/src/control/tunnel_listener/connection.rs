@@ -4,9 +4,12 @@
 //! to the [`TunnelConnection`], and the entry in the registry to the [`Registration`]: dropping either on any path leaves nothing
 //! behind.
 
-use super::{HandshakenEdge, TunnelListener, close_reason::CloseReason};
+use super::{
+    close_reason::CloseReason,
+    context::{HandshakenEdge, TunnelListener},
+};
 use crate::{
-    control::node_sync::goaway_message,
+    control::eligibility::goaway_message,
     metrics::TunnelGuard,
     state::{
         Registry, TunnelId,

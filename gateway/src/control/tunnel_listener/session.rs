@@ -7,16 +7,16 @@
 //! registered.
 
 use super::{
-    HandshakenEdge, TunnelListener,
     close_reason::CloseReason,
     connection::{
         DrainingTunnel, Registration, TunnelConnection, drained, register_error, retire_replaced,
     },
+    context::{HandshakenEdge, TunnelListener},
 };
 use crate::control::{
     broadcast::listing,
     ca_rotation,
-    node_sync::{rejection_reason, retry_later_message, untrusted_reason},
+    eligibility::{rejection_reason, retry_later_message, untrusted_reason},
 };
 use crate::state::{NewTunnel, registry::EdgeCertificate};
 use arc_swap::ArcSwapOption;

@@ -1,6 +1,5 @@
 //! The tunnel port's TLS: the presented certificate, the trusted CAs, and the handshake.
 
-use super::Io;
 use crate::state::registry::EdgeCertificate;
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -16,7 +15,10 @@ use rustls::{
 };
 use std::{io, sync::Arc, time::Duration};
 use tokio::time::Instant;
-use tokio_rustls::LazyConfigAcceptor;
+use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
+
+/// Connection of an edge.
+pub(super) type Io = TlsStream<CountedIo<Socket>>;
 
 /// The tunnel port's TLS: two configurations, and the trusted CAs.
 #[derive(Clone, Debug)]

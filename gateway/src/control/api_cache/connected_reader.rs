@@ -1,0 +1,51 @@
+//! Connected nodes that have an API cache, and the leaders among them.
+
+use crate::state::{TunnelInfo, advertised::SharedCell};
+use causeway_certs::NodeName;
+use causeway_tunnel::{Tunnel, control_stream::YurtHubAddr};
+use std::collections::BTreeMap;
+
+/// Leader of each pool, shared with the components that show it.
+pub(super) type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
+
+/// Connected node with an API cache.
+pub(super) struct ConnectedReader {
+    pub(super) node: NodeName,
+    pub(super) pool: Option<String>,
+    /// Addresses at which the node serves other members.
+    pub(super) at: Vec<String>,
+    /// Endpoint at which the node serves `YurtHub`s.
+    pub(super) hubs: Option<Box<YurtHubAddr>>,
+    pub(super) instance: String,
+    /// Tunnels that get announcements.
+    pub(super) tunnels: Vec<TunnelInfo>,
+}
+
+impl ConnectedReader {
+    pub(super) fn handles(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
+    }
+
+    /// Whether other members may use this node.
+    pub(super) fn serves(&self) -> bool {
+        !self.at.is_empty() && self.staying().next().is_some()
+    }
+
+    /// Returns the tunnels that do not drain, whether they answer or not.
+    pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
+        self.handles().filter(|tunnel| !tunnel.is_draining())
+    }
+
+    /// Returns the number of streams of the node's tunnels.
+    pub(super) fn streams(&self) -> usize {
+        self.handles().map(|tunnel| tunnel.load().streams()).sum()
+    }
+
+    pub(super) fn may_lead(&self) -> bool {
+        !self.at.is_empty() && self.is_open()
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.handles().any(Tunnel::is_open)
+    }
+}

@@ -1,0 +1,91 @@
+//! Decides whether a node may connect, by its record and its certificate, and makes the messages to edges that may not.
+
+use crate::state::{Node, Nodes, nodes::record_revoked, registry::EdgeCertificate};
+use causeway_certs::{NodeName, NodeRecord};
+use causeway_tunnel::control_stream::{GatewayMessage, GoAway};
+use std::time::Duration;
+
+/// Time for which a rejected edge stays away. The edge adds up to half of that, which makes the minute that is its maximum
+/// backoff.
+const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
+/// Time for which an edge stays away, likewise, that cannot be checked yet.
+const SOON: Duration = Duration::from_secs(10);
+/// Message to such an edge.
+const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
+
+/// Returns the message that makes an edge retry soon, since it cannot be checked yet.
+pub(super) fn retry_later_message() -> GatewayMessage {
+    GatewayMessage::Dismiss {
+        why: GoAway::Full,
+        detail: EARLY.to_owned(),
+        retry_after_ms: u64::try_from(SOON.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// Returns the message that makes an edge disconnect.
+pub(super) fn goaway_message(why: GoAway, detail: String) -> GatewayMessage {
+    GatewayMessage::Dismiss {
+        why,
+        detail,
+        retry_after_ms: u64::try_from(REJECTED_BACKOFF.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// Returns the reason why a node is rejected with the certificate that it has `shown`, if it is.
+pub(super) fn rejection_reason(
+    nodes: &Nodes,
+    node: &NodeName,
+    shown: &EdgeCertificate,
+) -> Option<String> {
+    match nodes.get(node) {
+        None if nodes.is_clusters_edge(node) == Some(false) => Some(format!(
+            "the cluster's Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels, and no token names it"
+        )),
+        None if shown.given.is_some() => Some(format!(
+            "node {node} is not known at this gateway: `causeway node add {node}` there lets it in"
+        )),
+        None => Some(format!(
+            "node {node} is not enrolled at this gateway (or was removed); join again with a new token of `causeway token create --node {node}`"
+        )),
+        Some(Node {
+            revoked: Some(reason),
+            ..
+        }) => {
+            let why = nodes.revoked(node);
+            Some(why.unwrap_or_else(|| record_revoked(node, &reason)))
+        }
+        // A machine that was stolen has the certificate of the one that took its place.
+        Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
+            "this certificate of node {node} is from before the node joined anew; join again with a new token of `causeway token create --node {node}`"
+        )),
+        Some(_) => None,
+    }
+}
+
+/// Returns the reason why the certificate that a node has `shown` is no longer valid, if it is not `believed`.
+pub(super) fn untrusted_reason(
+    believed: bool,
+    node: &NodeName,
+    shown: &EdgeCertificate,
+) -> Option<String> {
+    let why = if shown.given.is_some() {
+        "is not believed here any more (tunnel.identity.client_ca)".to_owned()
+    } else {
+        format!("was retired; join again with a new token of `causeway token create --node {node}`")
+    };
+    (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
+}
+
+/// Converts a record of the disk to an entry of the table.
+pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
+    let node = Node {
+        addresses: record.addresses,
+        pool: record.pool,
+        labels: record.labels,
+        joined_at: record.enrolled_at,
+        revoked: record.revoked.map(|revoked| revoked.reason),
+        follows_cluster: record.follows_cluster,
+        ..Node::default()
+    };
+    (record.node, node)
+}
