@@ -20,6 +20,7 @@ pub(crate) mod csr_bootstrap;
 pub(crate) mod enrol;
 pub(crate) mod enrol_client;
 pub(crate) mod rejoin;
+pub(crate) mod rejoin_state;
 pub(crate) mod renew;
 mod trust_roots;
 

@@ -19,7 +19,7 @@ mod metrics;
 pub use config::Config;
 pub use control::csr_bootstrap::{CsrClient, CsrRequestError, CsrStatus};
 pub use control::enrol::EnrolError;
-pub use control::rejoin::TokenReadError;
+pub use control::rejoin_state::TokenReadError;
 pub use proxy::TlsError;
 pub use server::{
     Bound, Edge, Error, PendingReload, ReloadSummary, Reloader, check, knows_gateway,

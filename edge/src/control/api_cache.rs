@@ -11,14 +11,16 @@
 //! Nothing here waits for a tunnel or is in the data path of a stream. Without `api_cache` in the configuration none of it
 //! runs.
 
+mod changes;
 mod disk;
 mod gateway_source;
 mod list_watch_http;
 mod local_server;
 mod member_server;
 mod member_source;
-mod membership;
+pub(crate) mod membership;
 mod quota;
+mod selected_source;
 mod source_policy;
 mod source_selector;
 mod status;
@@ -26,18 +28,19 @@ mod sync;
 mod tls_acceptor;
 mod yurthub_server;
 
-use super::{http_server, identity_store::IdentityStore, tunnels::TunnelContext};
+use super::{http_server, identity_store::IdentityStore, tunnels::context::TunnelContext};
 use crate::{config, metrics::Metrics, status::StatusReader};
 use causeway_certs::verify::{ServerOnlyTls, YurtHubServerTls};
 use causeway_rt::{backoff::Backoff, task::TaskGroup};
 use causeway_watch_cache::{CacheLimits, GroupVersionResource, WatchCache};
 use disk::DiskWriter;
-use futures_util::future::{BoxFuture, select_all};
+use futures_util::future::BoxFuture;
 use gateway_source::GatewaySource;
 use local_server::LocalServer;
 use member_server::{MemberClients, MemberTls};
-pub(crate) use membership::{Membership, MembershipUpdater};
-use source_selector::{SelectedSource, SourceSelector};
+use membership::Membership;
+use selected_source::SelectedSource;
+use source_selector::SourceSelector;
 use status::StatusReporter;
 use std::{io, sync::Arc};
 use tls_acceptor::QuotaAcceptor;
@@ -274,15 +277,6 @@ impl FinalSave {
     pub(crate) async fn end(self) {
         self.0.end().await;
     }
-}
-
-/// Waits until one of these stores is another, or has lost or found its source.
-async fn any_changed(changes: &mut [watch::Receiver<u64>]) {
-    if changes.is_empty() {
-        return std::future::pending().await;
-    }
-    // A store is there as long as whoever waits for it.
-    let _ = select_all(changes.iter_mut().map(|one| Box::pin(one.changed()))).await;
 }
 
 #[cfg(test)]

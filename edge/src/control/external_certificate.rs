@@ -2,7 +2,10 @@
 //!
 //! Tunnels are dialled anew with it and keep their streams until these end, as after a renewal (`tunnels`).
 
-use super::{identity_store::IdentityStore, renew::RenewalSchedule, tunnels::TunnelContext};
+use super::{
+    identity_store::IdentityStore, renew::schedule::RenewalSchedule,
+    tunnels::context::TunnelContext,
+};
 use causeway_certs::{EdgeIdentity, verify::tunnel_client};
 use std::{
     sync::Arc,

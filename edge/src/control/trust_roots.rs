@@ -3,7 +3,7 @@
 //! The announcement comes over a tunnel, whose gateway was trusted when it was dialled. New roots are on the disk before
 //! they are used to dial. They replace the roots that were trusted before: that is how a root goes out of use.
 
-use super::{identity_store::IdentityStore, tunnels::TunnelContext};
+use super::{identity_store::IdentityStore, tunnels::context::TunnelContext};
 use causeway_certs::verify::tunnel_client;
 use tracing::{info, warn};
 

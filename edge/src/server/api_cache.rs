@@ -1,13 +1,13 @@
 //! API cache as a part of an edge: its listeners are bound with the admin listener, it begins with the tunnels, and when
 //! these are gone it saves its objects on the disk.
 
-use super::{Error, LOOK, reload::Reloadable};
+use super::{LOOK, error::Error, reload::Reloadable};
 use crate::{
     config::Config,
     control::{
         api_cache::{self, ApiCacheConfig, ApiCacheContext, FinalSave},
         identity_store::IdentityStore,
-        tunnels::TunnelContext,
+        tunnels::context::TunnelContext,
     },
     status::StatusReader,
 };

@@ -1,12 +1,12 @@
 //! The identity of an edge when it starts: the stored one, or one that a join token or the cluster brings.
 
-use super::Error;
+use super::error::Error;
 use crate::{
     config::Config,
     control::{
         csr_bootstrap::{self, CsrClient},
         enrol,
-        rejoin::TokenSource,
+        rejoin_state::TokenSource,
     },
 };
 use causeway_certs::{EdgeIdentity, Store, StoreError};

@@ -1,7 +1,7 @@
 //! Why an edge cannot start, and whether time mends that.
 
 use crate::{
-    control::{enrol::EnrolError, rejoin::TokenReadError},
+    control::{enrol::EnrolError, rejoin_state::TokenReadError},
     proxy::TlsError,
 };
 use causeway_certs::StoreError;

@@ -1,7 +1,7 @@
 //! Identity of an edge whose certificate an external CA issues and renews: by files, which are read when it starts and at
 //! each reload. The renewal of the files causes a reload.
 
-use super::Error;
+use super::error::Error;
 use crate::{config, metrics::Metrics};
 use causeway_certs::{
     EdgeIdentity, LeafCertificate, Role, Store, external,

@@ -5,14 +5,14 @@
 //! start.
 
 use super::{
-    Error,
+    error::Error,
     external_identity::{self, ApiCacheTls, Leaves},
 };
 use crate::{
     config::{ApiCache, Config},
     control::{
-        rejoin::{RejoinState, TokenSource},
-        tunnels::{AnnouncedPortsFn, ServeFn},
+        rejoin_state::{RejoinState, TokenSource},
+        tunnels::context::{AnnouncedPortsFn, ServeFn},
     },
     metrics::Metrics,
     proxy::{LocalNode, Policy, Proxy},

@@ -4,7 +4,7 @@
 //! order has saved all of it. A process that is killed has the state of `save_every` before. Once a minute the time is
 //! recorded until which the saved state was the newest.
 
-use super::{any_changed, membership::Membership};
+use super::{changes::any_changed, membership::Membership};
 use causeway_certs::Store as DataDir;
 use causeway_watch_cache::{Store, WatchCache, disk::SnapshotDir};
 use std::{

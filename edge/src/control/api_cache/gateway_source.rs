@@ -8,7 +8,7 @@ use super::list_watch_http::{build_request, error_chain, to_answer};
 use crate::control::{
     connect_error::ConnectError,
     dial::{GatewayConnection, GatewayConnector},
-    tunnels::TunnelContext,
+    tunnels::context::TunnelContext,
 };
 use bytes::Bytes;
 use causeway_certs::{LeafCertificate, verify::control_client};

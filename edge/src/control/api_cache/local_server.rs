@@ -4,7 +4,7 @@
 //! own (`listen`): over TLS the names of the certificate count.
 
 use super::{
-    source_selector::SelectedSource,
+    selected_source::SelectedSource,
     tls_acceptor::{ClientPolicy, PresentedChain, QuotaAcceptor},
 };
 use crate::{

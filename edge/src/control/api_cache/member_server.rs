@@ -7,7 +7,7 @@
 
 use super::{
     membership::Membership,
-    source_selector::SelectedSource,
+    selected_source::SelectedSource,
     tls_acceptor::{ClientPolicy, PresentedChain},
 };
 use crate::control::identity_store::IdentityStore;

@@ -10,6 +10,7 @@ use super::{
     member_server::MemberTls,
     member_source::{ANSWER, MemberSource},
     membership::Membership,
+    selected_source::{SelectedSource, SourceKind, SourceLost},
     source_policy::{Freshness, SelectionInput, SourceChoice, choose_source, freshest_member},
 };
 use crate::metrics::Metrics;
@@ -17,7 +18,7 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::control_stream::NodePoolMember;
 use causeway_watch_cache::{ListWatch, ReflectorError, Store, WatchCache};
 use futures_util::{StreamExt, future::BoxFuture, stream::iter};
-use std::{fmt, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{mpsc, watch},
     time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout_at},
@@ -37,32 +38,6 @@ const STRAGGLER_WAIT: Duration = Duration::from_millis(300);
 /// Between two rounds of questions to all members, when none of them is in touch: each costs each of them a handshake.
 const POLL_BACKOFF_MIN: Duration = Duration::from_secs(1);
 const POLL_BACKOFF_MAX: Duration = Duration::from_secs(40);
-
-/// Source that is read from.
-#[derive(Clone)]
-pub(super) struct SelectedSource {
-    /// Another one at each change.
-    pub(super) turn: u64,
-    pub(super) who: SourceKind,
-    pub(super) source: Option<Arc<dyn ListWatch>>,
-}
-
-/// Kind and name of the source.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum SourceKind {
-    Nobody,
-    Gateway,
-    Leader(NodePoolMember),
-    Neighbour(NodePoolMember),
-}
-
-/// Message of a store whose source has ended.
-pub(super) struct SourceLost {
-    pub(super) turn: u64,
-    pub(super) why: ReflectorError,
-    /// How long it was followed.
-    pub(super) lasted: Duration,
-}
 
 /// Selects the source that the API cache is filled from, and switches it when the source fails.
 pub(super) struct SourceSelector {
@@ -95,33 +70,6 @@ struct SelectorState {
     touch: Option<Instant>,
     /// A tunnel stood when it last looked.
     stood: bool,
-}
-
-impl fmt::Display for SourceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nobody => f.write_str("nobody"),
-            Self::Gateway => f.write_str("a gateway"),
-            Self::Leader(leader) => write!(f, "the leader {}", leader.node),
-            Self::Neighbour(member) => write!(f, "the neighbour {}", member.node),
-        }
-    }
-}
-
-impl SelectedSource {
-    /// At the beginning.
-    pub(super) fn nobody() -> Arc<Self> {
-        Arc::new(Self {
-            turn: 0,
-            who: SourceKind::Nobody,
-            source: None,
-        })
-    }
-
-    /// Whether the objects come from a gateway, and from no other member.
-    pub(super) fn is_first_hand(&self) -> bool {
-        self.who == SourceKind::Gateway
-    }
 }
 
 impl SourceSelector {

@@ -5,10 +5,10 @@
 //! has.
 
 use super::{
-    any_changed,
+    changes::any_changed,
     gateway_source::GatewaySource,
     membership::Membership,
-    source_selector::{SelectedSource, SourceKind},
+    selected_source::{SelectedSource, SourceKind},
 };
 use crate::status::ApiCacheStatus;
 use causeway_watch_cache::WatchCache;

@@ -3,7 +3,7 @@
 //! When another source is selected, the store continues there from the version that it has. When its source ends, the store
 //! reports that and tries again after a pause, as long as no other source is selected.
 
-use super::source_selector::{SelectedSource, SourceLost};
+use super::selected_source::{SelectedSource, SourceLost};
 use causeway_rt::backoff::Backoff;
 use causeway_watch_cache::{ListWatch, ReflectorError, Store, WatchCache, reflect};
 use futures_util::StreamExt;

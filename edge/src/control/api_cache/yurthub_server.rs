@@ -8,7 +8,7 @@
 
 use super::{
     local_server,
-    source_selector::{SelectedSource, SourceKind},
+    selected_source::{SelectedSource, SourceKind},
     tls_acceptor::{ClientPolicy, PresentedChain},
 };
 use axum::{

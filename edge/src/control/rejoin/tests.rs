@@ -1,4 +1,5 @@
 use super::*;
+use crate::control::rejoin_state::TokenSource;
 use IdentityRefusal::{NotAccepted, UnknownCa};
 use RejoinReason::{Asked, Refused};
 use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};

@@ -6,7 +6,11 @@
 //! cannot be resolved changes nothing. If an address leads to several gateways, `discovery` finds those to which it did not
 //! lead at first.
 
-use super::{LEAVING, TunnelContext, discovery::GatewayDiscovery, slots::TunnelSlots};
+use super::{
+    context::{LEAVING, TunnelContext},
+    discovery::GatewayDiscovery,
+    slots::TunnelSlots,
+};
 use crate::control::{
     connect_error::ConnectError, dial::GatewayAddr, network_monitor::NetworkMonitor,
 };

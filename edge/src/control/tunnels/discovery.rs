@@ -11,8 +11,8 @@
 //! A balancer that leads to one of them only, for any reason, costs one attempt in each of the longest pauses.
 
 use super::{
-    TunnelContext, TunnelUnavailable,
     connected_gateways::{GatewayCount, OF_USE},
+    context::{TunnelContext, TunnelUnavailable},
     slots::TunnelSlots,
 };
 use crate::control::{

@@ -4,11 +4,10 @@
 //! says of itself is data.
 
 use super::{
-    super::{api_cache::MembershipUpdater, connect_error::ConnectError, trust_roots},
-    TunnelContext, TunnelUnavailable,
+    super::{api_cache::membership::MembershipUpdater, connect_error::ConnectError, trust_roots},
     connected_gateways::{GatewayLease, TunnelGroup},
-    session::TunnelIo,
-    tls_error::TlsErrorSlot,
+    context::{TunnelContext, TunnelUnavailable},
+    tls_error::{TlsErrorSlot, TunnelIo},
 };
 use crate::config::{self, TunnelMode};
 use causeway_tunnel::{

@@ -7,19 +7,19 @@
 
 use super::{
     super::{
-        api_cache::MembershipUpdater,
+        api_cache::membership::MembershipUpdater,
         connect_error::ConnectError,
         dial::{GatewayAddr, GatewayConnection},
         trust_roots,
     },
-    TunnelContext, TunnelUnavailable,
     bulk::BulkTracker,
     connected_gateways::{GatewayLease, TunnelGroup},
+    context::{TunnelContext, TunnelUnavailable},
     handshake::{TunnelHandshake, unexpected},
-    tls_error::TlsErrorSlot,
+    tls_error::{TlsErrorSlot, TunnelIo},
 };
 use crate::{metrics::TunnelGuard, status::TunnelSummary};
-use causeway_rt::{socket::CountedIo, task::TaskGroup};
+use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode,
     control_stream::{ControlStream, ControlStreamError, EdgeMessage, GatewayMessage, GoAway},
@@ -28,18 +28,11 @@ use causeway_tunnel::{
     load::TunnelLoad,
 };
 use rustls_pki_types::CertificateDer;
-use std::{
-    collections::HashMap,
-    net::IpAddr,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
-    net::TcpStream,
     sync::oneshot,
     time::{Instant, interval, timeout},
 };
-use tokio_rustls::client::TlsStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
@@ -53,8 +46,6 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// A stopping edge serves new streams while one is older than this; short requests end within it.
 const SETTLE: Duration = Duration::from_secs(1);
-
-pub(super) type TunnelIo = ObservedIo<TlsStream<CountedIo<TcpStream>>, TlsErrorSlot>;
 
 /// A registered tunnel.
 pub(super) struct TunnelSession {
@@ -79,28 +70,6 @@ pub(super) struct TunnelSession {
     claim: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
     voice: Option<MembershipUpdater>,
-}
-
-/// The newest session of each slot at each gateway process, for as long as its tunnel stands.
-#[derive(Debug, Default)]
-pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
-
-impl NewestSessions {
-    /// Whether the newest session of this slot at this gateway process still has its tunnel.
-    pub(super) fn stands(&self, gateway: &str, slot: u32) -> bool {
-        let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let session = sessions.get(&(gateway.to_owned(), slot));
-        session.is_some_and(|over| !over.is_cancelled())
-    }
-
-    /// Enters a session, which counts until the returned guard is dropped.
-    fn enter(&self, gateway: String, slot: u32) -> DropGuard {
-        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sessions.retain(|_, over| !over.is_cancelled());
-        let over = CancellationToken::new();
-        sessions.insert((gateway, slot), over.clone());
-        over.drop_guard()
-    }
 }
 
 /// A tunnel that is served by a task of its own.

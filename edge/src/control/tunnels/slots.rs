@@ -10,9 +10,9 @@
 //! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
 
 use super::{
-    LEAVING, TunnelContext, TunnelUnavailable,
     bulk::BulkTracker,
     connected_gateways::{TunnelGroup, wrong_gateway_backoff},
+    context::{LEAVING, TunnelContext, TunnelUnavailable},
     session::{SessionEnd, SessionHandle, SessionOwner, TunnelSession, request_drain},
 };
 use crate::control::{

@@ -422,7 +422,7 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
     // Longer than a tunnel without streams would have stayed.
-    pass(super::super::tunnels::LEAVING).await;
+    pass(super::context::LEAVING).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert_eq!(edge.reader.status().tunnels.len(), 2);
     send.end().unwrap();

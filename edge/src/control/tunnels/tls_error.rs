@@ -5,11 +5,20 @@
 //! only after the edge's handshake is done.
 
 use super::super::connect_error::{self, ConnectError};
-use causeway_tunnel::{TunnelEnd, io_observer::IoObserver};
+use causeway_rt::socket::CountedIo;
+use causeway_tunnel::{
+    TunnelEnd,
+    io_observer::{IoObserver, ObservedIo},
+};
 use std::{
     io,
     sync::{Arc, Mutex, PoisonError},
 };
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+
+/// Connection of a tunnel.
+pub(super) type TunnelIo = ObservedIo<TlsStream<CountedIo<TcpStream>>, TlsErrorSlot>;
 
 /// TLS's own error, where it was the end of a connection.
 #[derive(Clone, Debug, Default)]

@@ -3,7 +3,7 @@
 use super::super::{
     member_server::{MemberClients, MemberTls},
     membership::Membership,
-    source_selector::{SelectedSource, SourceKind},
+    selected_source::{SelectedSource, SourceKind},
     tls_acceptor::{ClientPolicy, PresentedChain},
 };
 use super::world::{SOON, at, identity};

@@ -1,0 +1,58 @@
+//! The source that the API cache is filled from.
+
+use causeway_tunnel::control_stream::NodePoolMember;
+use causeway_watch_cache::{ListWatch, ReflectorError};
+use std::{fmt, sync::Arc, time::Duration};
+
+/// Source that is read from.
+#[derive(Clone)]
+pub(super) struct SelectedSource {
+    /// Another one at each change.
+    pub(super) turn: u64,
+    pub(super) who: SourceKind,
+    pub(super) source: Option<Arc<dyn ListWatch>>,
+}
+
+/// Kind and name of the source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum SourceKind {
+    Nobody,
+    Gateway,
+    Leader(NodePoolMember),
+    Neighbour(NodePoolMember),
+}
+
+/// Message of a store whose source has ended.
+pub(super) struct SourceLost {
+    pub(super) turn: u64,
+    pub(super) why: ReflectorError,
+    /// How long it was followed.
+    pub(super) lasted: Duration,
+}
+
+impl fmt::Display for SourceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nobody => f.write_str("nobody"),
+            Self::Gateway => f.write_str("a gateway"),
+            Self::Leader(leader) => write!(f, "the leader {}", leader.node),
+            Self::Neighbour(member) => write!(f, "the neighbour {}", member.node),
+        }
+    }
+}
+
+impl SelectedSource {
+    /// At the beginning.
+    pub(super) fn nobody() -> Arc<Self> {
+        Arc::new(Self {
+            turn: 0,
+            who: SourceKind::Nobody,
+            source: None,
+        })
+    }
+
+    /// Whether the objects come from a gateway, and from no other member.
+    pub(super) fn is_first_hand(&self) -> bool {
+        self.who == SourceKind::Gateway
+    }
+}

@@ -1,0 +1,81 @@
+//! Inputs of the decision whether an edge replaces its identity: the configured join token, and how gateways refuse the identity.
+
+use super::connect_error::IdentityRefusal;
+use crate::config::{Config, Secret};
+use arc_swap::ArcSwap;
+use causeway_certs::{JoinToken, TokenError};
+use std::{io, path::PathBuf, sync::Arc};
+use tokio::sync::watch;
+
+/// Source of the join token in the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TokenSource {
+    pub(super) token: Option<Secret>,
+    pub(super) file: Option<PathBuf>,
+}
+
+/// Why the configured join token cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenReadError {
+    /// The text is no token.
+    #[error(transparent)]
+    Malformed(#[from] TokenError),
+    /// The file cannot be read.
+    #[error(
+        "cannot read the join token in {path} (join_file): {source}; \
+         `causeway token create --node NAME` makes one"
+    )]
+    File {
+        /// The file.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl TokenSource {
+    pub(crate) fn of(config: &Config) -> Self {
+        Self {
+            token: config.join.clone(),
+            file: config.join_file.clone(),
+        }
+    }
+
+    /// Returns the token as it is now, or `None` if none is configured. Blocks on the disk.
+    pub(crate) fn read(&self) -> Result<Option<JoinToken>, TokenReadError> {
+        let text = match (&self.token, &self.file) {
+            (Some(token), _) => token.clone(),
+            (None, Some(path)) => {
+                let text =
+                    std::fs::read_to_string(path).map_err(|source| TokenReadError::File {
+                        path: path.display().to_string(),
+                        source,
+                    })?;
+                Secret::new(text)
+            }
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(JoinToken::parse(text.expose().trim())?))
+    }
+}
+
+/// Inputs of the decision whether a running edge replaces its identity.
+#[derive(Debug)]
+pub(crate) struct RejoinState {
+    /// Current source of the join token.
+    pub(crate) token: ArcSwap<TokenSource>,
+    /// How gateways refused the identity last.
+    pub(crate) refusals: watch::Sender<Option<IdentityRefusal>>,
+    /// The owner asks for another identity (`--rejoin`).
+    pub(crate) asked: bool,
+}
+
+impl RejoinState {
+    pub(crate) fn new(config: &Config, asked: bool) -> Arc<Self> {
+        Arc::new(Self {
+            token: ArcSwap::from_pointee(TokenSource::of(config)),
+            refusals: watch::Sender::default(),
+            asked,
+        })
+    }
+}

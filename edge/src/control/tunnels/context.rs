@@ -1,0 +1,89 @@
+//! Context that all tunnels of an edge share.
+
+use super::{connected_gateways::ConnectedGateways, newest_sessions::NewestSessions};
+use crate::{
+    config::Config,
+    control::{
+        api_cache::membership::Membership, connect_error::ConnectError, csr_bootstrap::CsrClient,
+        dial::GatewayConnector, gateway_list::GatewayList, identity_store::IdentityStore,
+        rejoin_state::RejoinState,
+    },
+    metrics::Metrics,
+    status::StatusWriter,
+};
+use arc_swap::ArcSwap;
+use causeway_rt::backoff::Backoff;
+use causeway_tunnel::{
+    buffered::MemoryBudget, control_stream::AnnouncedPorts, edge_side::StreamRequest,
+};
+use futures_util::future::BoxFuture;
+use std::{net::IpAddr, sync::Arc, time::Duration};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+/// How much longer than its streams a tunnel may take to leave.
+pub(super) const LEAVING: Duration = Duration::from_secs(2);
+
+/// Function that serves a stream. The data path is behind it, of which nothing is known here.
+pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// Takes up which node ports a gateway lists, which was dialled from this address of the node.
+pub(crate) type AnnouncedPortsFn = Arc<dyn Fn(AnnouncedPorts, Option<IpAddr>) + Send + Sync>;
+
+/// Context that all tunnels of an edge share.
+pub(crate) struct TunnelContext {
+    pub(crate) config: Config,
+    pub(crate) node: String,
+    pub(crate) instance: String,
+    /// The node's ports that are served now.
+    pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(crate) dialler: GatewayConnector,
+    pub(crate) gateways: GatewayList,
+    /// Gateways that are connected, if the edge has tunnels at all of them.
+    pub(crate) reached: ConnectedGateways,
+    /// The newest session of each slot at each gateway.
+    pub(crate) newest: NewestSessions,
+    pub(crate) serve: ServeFn,
+    pub(crate) list: AnnouncedPortsFn,
+    /// Membership that gateways update, if this node has an API cache.
+    pub(crate) members: Option<Membership>,
+    pub(crate) metrics: Arc<Metrics>,
+    /// Bytes that streams of all tunnels leave unread here.
+    pub(crate) pressure: Arc<MemoryBudget>,
+    /// Places for streams, of all tunnels.
+    pub(crate) places: Arc<Semaphore>,
+    pub(crate) state: Arc<StatusWriter>,
+    /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
+    pub(crate) anew: watch::Sender<()>,
+    /// The identity by which tunnels are dialled.
+    pub(crate) held: IdentityStore,
+    /// A gateway asks for a new certificate to be had within this time.
+    pub(crate) renewal: watch::Sender<Duration>,
+    /// Inputs of the decision whether the identity is replaced.
+    pub(crate) rejoin: Arc<RejoinState>,
+    /// The edge stops.
+    pub(crate) stop: CancellationToken,
+    /// Says who this node is, where its certificate has ended.
+    pub(crate) cluster: Option<Arc<dyn CsrClient>>,
+}
+
+/// Why there is no tunnel.
+pub(super) enum TunnelUnavailable {
+    Trouble(ConnectError),
+    /// The gateway of this instance has tunnels already, or is not the one whose tunnel is to be taken over.
+    Reached(String),
+}
+
+impl From<ConnectError> for TunnelUnavailable {
+    fn from(trouble: ConnectError) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+impl TunnelContext {
+    /// Pauses between attempts, as the configuration has them.
+    pub(crate) fn backoff(&self) -> Backoff {
+        let bounds = &self.config.backoff;
+        Backoff::new(bounds.silent_max, bounds.refused_max)
+    }
+}

@@ -1,0 +1,29 @@
+//! The newest session of each slot at each gateway.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, PoisonError},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// The newest session of each slot at each gateway process, for as long as its tunnel stands.
+#[derive(Debug, Default)]
+pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
+
+impl NewestSessions {
+    /// Whether the newest session of this slot at this gateway process still has its tunnel.
+    pub(super) fn stands(&self, gateway: &str, slot: u32) -> bool {
+        let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = sessions.get(&(gateway.to_owned(), slot));
+        session.is_some_and(|over| !over.is_cancelled())
+    }
+
+    /// Enters a session, which counts until the returned guard is dropped.
+    pub(super) fn enter(&self, gateway: String, slot: u32) -> DropGuard {
+        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|_, over| !over.is_cancelled());
+        let over = CancellationToken::new();
+        sessions.insert((gateway, slot), over.clone());
+        over.drop_guard()
+    }
+}
