@@ -6,11 +6,12 @@
 mod ca;
 mod client;
 mod config_flags;
+mod data_dir;
 mod edge;
 #[cfg(feature = "k8s")]
 mod k8s;
 mod node;
-mod token;
+pub(crate) mod token;
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -21,12 +22,13 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub(crate) use ca::{Ca, CaBackup, CaCsr, CaImport, CaInit, Rotate, RotateArgs};
 pub(crate) use client::{ClientCertificate, ClientCommand, ClientRevoke, ClientToken};
 pub(crate) use config_flags::ConfigFlags;
+pub(crate) use data_dir::DataDir;
 pub(crate) use edge::{Edge, EdgeCommand, EdgeLeave};
 #[cfg(feature = "k8s")]
 pub(crate) use k8s::{CaSecret, EgressConfig, K8s};
 pub(crate) use node::{NodeAdd, NodeArg, NodeCommand, NodeList, NodeRevoke, NodeUnpin};
 use token::label;
-pub(crate) use token::{ListFormat, NodeAttributeArgs, Token, TokenCreate, TokenList, TokenRevoke};
+pub(crate) use token::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
 
 /// Reverse tunnel and proxy: reach servers on nodes behind NAT by HTTPS, as if they were local.
 #[derive(Debug, Parser)]
@@ -114,19 +116,6 @@ pub(crate) struct Demo {
     /// Address of the https listener; a free port on loopback if absent
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) listen: Option<SocketAddr>,
-}
-
-/// Data directory of a gateway, for commands that need nothing else.
-#[derive(Debug, Args)]
-pub(crate) struct DataDir {
-    /// Data directory of the gateway
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "CAUSEWAY_DATA_DIR",
-        default_value = "/var/lib/causeway"
-    )]
-    pub(crate) data_dir: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -37,6 +37,7 @@ use clap::CommandFactory;
 
 use crate::cli::{self, Cli, Command, ConfigKind, RunArgs};
 use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, RejectedConfig, keys};
+use crate::error_text::explain;
 use crate::output::{self, errln, outln};
 use crate::telemetry;
 
@@ -157,21 +158,6 @@ fn reference(side: ConfigKind) -> anyhow::Result<()> {
         ConfigKind::Edge => config_loader::reference::<causeway_edge::config::Config>(),
     };
     output::write(format_args!("{text}"))
-}
-
-/// An error and its causes in one line; a cause that the words before it have said already is left out.
-pub(crate) fn explain(error: &anyhow::Error) -> String {
-    error
-        .chain()
-        .skip(1)
-        .fold(error.to_string(), |said, cause| {
-            let cause = cause.to_string();
-            if said.contains(&cause) {
-                said
-            } else {
-                format!("{said}: {cause}")
-            }
-        })
 }
 
 /// `EX_CONFIG` of `sysexits.h`, which systemd shows as `CONFIG`.

@@ -12,6 +12,7 @@ mod path;
 mod reference;
 mod schema;
 mod schema_check;
+mod suggestion;
 mod yaml;
 
 use std::collections::HashMap;

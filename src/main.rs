@@ -9,6 +9,7 @@
 mod cli;
 mod command;
 mod config_loader;
+mod error_text;
 mod output;
 mod reload;
 mod signal;
@@ -54,7 +55,7 @@ fn main() -> ExitCode {
         }
         return ExitCode::from(2);
     }
-    let said = command::explain(&error);
+    let said = error_text::explain(&error);
     match format {
         LogFormat::Text => telemetry::report(format, &format!("causeway: {said}")),
         LogFormat::Json => telemetry::report(format, &said),

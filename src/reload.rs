@@ -15,7 +15,7 @@ use causeway_config::ReloadReceiver;
 use tokio::signal::unix::Signal;
 use tokio::task::spawn_blocking;
 
-use crate::command::explain;
+use crate::error_text::explain;
 use crate::telemetry;
 
 /// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::DataDir;
+use super::data_dir::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Ca {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::DataDir;
+use super::data_dir::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ClientCommand {

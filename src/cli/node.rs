@@ -2,7 +2,8 @@
 
 use clap::{Args, Subcommand};
 
-use super::{DataDir, ListFormat, NodeAttributeArgs};
+use super::data_dir::DataDir;
+use super::token::{ListFormat, NodeAttributeArgs};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum NodeCommand {

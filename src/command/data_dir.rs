@@ -5,7 +5,11 @@
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use causeway_certs::{Ca, OpenMode, Store};
+use causeway_certs::{Ca, NodeName, OpenMode, Store};
+use hyper::Method;
+
+use super::admin_client;
+use crate::output::outln;
 
 /// The directory of a gateway, which may have no CA where edges bring their certificates.
 pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
@@ -33,4 +37,33 @@ pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
     let store = Store::open(directory, OpenMode::Existing).with_context(remedy)?;
     let ca = store.ca()?.with_context(remedy)?;
     Ok((store, ca))
+}
+
+/// Notifies the gateway that runs on the directory of a change, and prints what was done.
+pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Result<()> {
+    let Some(address) = admin_client::address_from_data_dir(directory)? else {
+        outln!("{done}; no gateway runs in {}", directory.display())?;
+        return Ok(());
+    };
+    let told = admin_client::request(Method::POST, &address, "/api/v1/refresh").await;
+    let (status, body) = told.with_context(|| {
+        format!(
+            "{done} in {}, but the gateway that should run there does not answer: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start applies the change",
+            directory.display()
+        )
+    })?;
+    if !status.is_success() {
+        let said = String::from_utf8_lossy(&body);
+        bail!(
+            "{done} on the disk, but the gateway at {address} did not apply the change: {status} {}",
+            said.trim()
+        );
+    }
+    outln!("{done}")?;
+    Ok(())
+}
+
+pub(super) fn open(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
+    let node = NodeName::parse(node)?;
+    Ok((of_gateway(directory)?, node))
 }

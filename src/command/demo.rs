@@ -6,16 +6,16 @@
 //! from manifests here; SIGUSR1 stops the gateway, so that a user can see that clients continue to read.
 
 mod app;
+mod files;
 mod gateway;
 mod probe;
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
+use causeway_certs::{NodeAttributes, NodeName};
 use causeway_edge::Edge;
 use causeway_gateway::server::BoundAddresses;
 use causeway_rt::task::TaskGroup;
@@ -28,18 +28,10 @@ use super::admin_client;
 use crate::cli;
 use crate::output::outln;
 use crate::signal::Signals;
+use files::{DRAIN, DemoFiles, PATIENCE, PORT};
 
 /// The nodes of the demo.
 const NODES: [&str; 2] = ["edge-1", "edge-2"];
-/// The node port that each app is reached as.
-const PORT: u16 = 9100;
-/// Name of the client in the printed commands.
-const CLIENT: &str = "demo";
-/// Edges and their first requests take milliseconds; a loaded machine gets this long.
-const PATIENCE: Duration = Duration::from_secs(20);
-/// Ctrl-C should not be felt.
-const DRAIN: Duration = Duration::from_millis(500);
-
 /// Runs the demo until Ctrl-C.
 pub(crate) async fn run(args: cli::Demo) -> anyhow::Result<()> {
     let mut signals = Signals::listen()?;
@@ -200,50 +192,6 @@ fn quoted(path: &Path) -> String {
         return text;
     }
     format!("'{}'", text.replace('\'', r"'\''"))
-}
-
-/// Files in the data directory that the demo and its user need.
-struct DemoFiles {
-    dir: PathBuf,
-    store: Store,
-    root: PathBuf,
-    /// Certificate and key of the client in one file, as curl's `--cert` takes them.
-    client: PathBuf,
-}
-
-impl DemoFiles {
-    fn make(dir: &Path) -> anyhow::Result<Self> {
-        let store = Store::open(dir, OpenMode::Create)?;
-        let ca = if let Some(ca) = store.ca()? {
-            ca
-        } else {
-            let ca = Ca::create(&TrustDomain::parse("demo.causeway")?)?;
-            store.save_ca(&ca)?;
-            ca
-        };
-        let leaf = ca.issue_client(CLIENT, &[], Duration::from_hours(24))?;
-        let (root, client) = (dir.join("demo-ca.pem"), dir.join("demo-client.pem"));
-        write(&root, &ca.root_pem())?;
-        write(
-            &client,
-            &format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()),
-        )?;
-        Ok(Self {
-            dir: dir.to_owned(),
-            store,
-            root,
-            client,
-        })
-    }
-}
-
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    let mut options = std::fs::OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    let written = options
-        .open(path)
-        .and_then(|mut file| std::io::Write::write_all(&mut file, text.as_bytes()));
-    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Starts one edge and its app; returns the app's address, and where programs read, when the edge has joined.

@@ -7,9 +7,10 @@ use anyhow::{Context, bail};
 use causeway_certs::{OpenMode, Store};
 use causeway_edge::{Config, Edge, Error, Reloader};
 
-use super::{admin_client, explain, kubernetes, rlimit as open_files};
+use super::{admin_client, kubernetes, rlimit as open_files};
 use crate::cli::EdgeLeave;
 use crate::config_loader::{self, ConfigSources};
+use crate::error_text::explain;
 use crate::output::{errln, outln};
 use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;

@@ -4,17 +4,15 @@
 //! The data directory is changed first, so that the change persists whatever happens to the gateway. Then the command
 //! notifies the gateway that runs on it. The gateway has closed the tunnels in question when the command returns.
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use causeway_certs::{NodeName, NodeRecord, Revocation, Store};
 use comfy_table::{Table, presets};
-use hyper::Method;
 use rustls::pki_types::UnixTime;
 use serde_json::{Value, json};
 
-use std::path::Path;
-
 use super::{
-    admin_client, data_dir, pins,
+    data_dir::{self, notify_gateway, open},
+    pins,
     token::{self, date},
 };
 use crate::cli::{ListFormat, NodeAdd, NodeArg, NodeCommand, NodeList, NodeRevoke};
@@ -130,35 +128,6 @@ fn table(all: &[NodeRecord]) -> String {
         first.set_padding((0, 1));
     }
     table.trim_fmt()
-}
-
-/// Has the gateway that runs on the directory take up what was changed there, and says what was done.
-pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Result<()> {
-    let Some(address) = admin_client::address_from_data_dir(directory)? else {
-        outln!("{done}; no gateway runs in {}", directory.display())?;
-        return Ok(());
-    };
-    let told = admin_client::request(Method::POST, &address, "/api/v1/refresh").await;
-    let (status, body) = told.with_context(|| {
-        format!(
-            "{done} in {}, but the gateway that should run there does not answer: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start applies the change",
-            directory.display()
-        )
-    })?;
-    if !status.is_success() {
-        let said = String::from_utf8_lossy(&body);
-        bail!(
-            "{done} on the disk, but the gateway at {address} did not apply the change: {status} {}",
-            said.trim()
-        );
-    }
-    outln!("{done}")?;
-    Ok(())
-}
-
-pub(super) fn open(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
-    let node = NodeName::parse(node)?;
-    Ok((data_dir::of_gateway(directory)?, node))
 }
 
 /// Of a node that is known, this changes what is confirmed, and nothing else.

@@ -7,7 +7,7 @@ use causeway_certs::{Pin, PinTable};
 use comfy_table::{Table, presets};
 use serde_json::json;
 
-use super::{data_dir, node, token::date};
+use super::{data_dir, token::date};
 use crate::cli::{ListFormat, NodeList, NodeUnpin};
 use crate::output::outln;
 
@@ -59,7 +59,7 @@ fn table(all: &PinTable) -> String {
 
 /// Removes the pinned keys of a node, or of one of its ports.
 pub(super) async fn unpin(ask: NodeUnpin) -> anyhow::Result<()> {
-    let (store, name) = node::open(&ask.data.data_dir, &ask.node)?;
+    let (store, name) = data_dir::open(&ask.data.data_dir, &ask.node)?;
     let forgotten = store.pins().forget(&name, ask.port)?;
     if forgotten.is_empty() {
         let which = match ask.port {
@@ -73,5 +73,5 @@ pub(super) async fn unpin(ask: NodeUnpin) -> anyhow::Result<()> {
         "the pinned key of {name} at port {} is removed",
         ports.join(", ")
     );
-    node::notify_gateway(&ask.data.data_dir, &done).await
+    data_dir::notify_gateway(&ask.data.data_dir, &done).await
 }

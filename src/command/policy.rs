@@ -25,6 +25,7 @@ use hyper::{Method, Uri};
 
 use crate::cli::{Policy, PolicyCheck};
 use crate::config_loader;
+use crate::error_text::explain;
 use crate::output::{errln, outln};
 
 /// Answers what was asked.
@@ -38,8 +39,7 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
         if error.is::<Denied>() || error.is::<config_loader::RejectedConfig>() {
             return error;
         }
-        config_loader::RejectedConfig::from(vec![format!("causeway: {}", super::explain(&error))])
-            .into()
+        config_loader::RejectedConfig::from(vec![format!("causeway: {}", explain(&error))]).into()
     })
 }
 

@@ -217,7 +217,7 @@ fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{DataDir, NodeAttributeArgs};
+    use crate::cli::{DataDir, token::NodeAttributeArgs};
     use causeway_certs::{Ca, JoinToken, OpenMode, Store};
     use std::path::Path;
     use std::time::Duration;

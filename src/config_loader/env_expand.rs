@@ -5,7 +5,7 @@
 
 use std::net::Ipv6Addr;
 
-use super::schema_check::nearest;
+use super::suggestion::nearest;
 
 /// The environment, by name.
 #[derive(Debug, Default)]

@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::env_expand::Environment;
 use super::path::{PathSegment, ValuePath};
 use super::schema;
+use super::suggestion::nearest;
 
 /// A fault found: whether it is about the key or its value, where, and what.
 #[derive(Debug)]
@@ -291,22 +292,6 @@ fn unknown<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> String {
             known.join(", ")
         ),
     }
-}
-
-/// The nearest word, if it is near enough to have been meant.
-pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let word = word.to_lowercase().replace('-', "_");
-    // A third of the letters: `prot` is `port`, `colour` is not `cores`.
-    let enough = (word.len() / 3).max(1);
-    let score = |known: &&str| {
-        let begun = word.len() > 2 && known.starts_with(&word);
-        if begun {
-            1
-        } else {
-            strsim::damerau_levenshtein(&word, known)
-        }
-    };
-    known.min_by_key(score).filter(|near| score(near) <= enough)
 }
 
 /// Returns what must be written instead if the value has the wrong type or is out of bounds.

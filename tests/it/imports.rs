@@ -86,32 +86,6 @@ const KNOWN: &[&[&str]] = &[
         "edge::proxy::upstream",
         "edge::proxy::upstream_tls",
     ],
-    &[
-        "bin::config_loader::env_expand",
-        "bin::config_loader::schema_check",
-    ],
-    &[
-        "bin::cli",
-        "bin::cli::ca",
-        "bin::cli::edge",
-        "bin::cli::k8s",
-        "bin::cli::token",
-    ],
-    &[
-        "bin::command::demo",
-        "bin::command::demo::gateway",
-        "bin::command::demo::probe",
-    ],
-    &[
-        "bin::command",
-        "bin::command::edge",
-        "bin::command::edges",
-        "bin::command::gateway",
-        "bin::command::pins",
-        "bin::command::policy",
-        "bin::command::policy::test_table",
-        "bin::reload",
-    ],
 ];
 
 type Name = Vec<String>;

@@ -2,7 +2,7 @@
 //!
 //! It comes back where it was: edges dial the address that they know, and printed commands go on working.
 
-use super::{DRAIN, PATIENCE, PORT};
+use super::files::{DRAIN, PATIENCE, PORT};
 use crate::command::{admin_client, manifests};
 use crate::output::outln;
 use anyhow::Context;

@@ -15,7 +15,7 @@ use rustls::{ClientConfig, RootCertStore};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use super::{DemoFiles, PORT};
+use super::files::{DemoFiles, PORT};
 
 /// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
 pub(super) async fn get(
