@@ -23,6 +23,7 @@ COPY config/Cargo.toml config/
 COPY rt/Cargo.toml rt/
 COPY watch-cache/Cargo.toml watch-cache/
 COPY tunnel/Cargo.toml tunnel/
+COPY upstream/Cargo.toml upstream/
 COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
@@ -33,7 +34,7 @@ COPY tests/summary/Cargo.toml tests/summary/
 # lay at the build is in no message.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
-    for each in config rt watch-cache tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    for each in config rt watch-cache tunnel upstream certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
     crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
     case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
@@ -46,7 +47,7 @@ RUN set -eu; \
 COPY . .
 # The stand-ins above were built later than some of these files were written.
 RUN set -eu; \
-    find src config rt watch-cache tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
+    find src config rt watch-cache tunnel upstream certs gateway edge k8s -name '*.rs' -exec touch {} +; \
     sh /build.sh; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \

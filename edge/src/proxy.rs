@@ -43,6 +43,7 @@ use causeway_tunnel::{
     eviction::Eviction,
     request_target::{OverflowBuffer, TargetOverflow},
 };
+use causeway_upstream::rewind::Rewind;
 use dial::Connected;
 use futures_util::future::OptionFuture;
 use http::{Request, Response};
@@ -51,7 +52,7 @@ use informational::InformationalQueue;
 use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
-use upstream::Upstream;
+use upstream::{Upstream, UpstreamIo};
 
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
@@ -79,7 +80,7 @@ enum ResponseTail {
     /// A body.
     Body(Box<body::ResponseBody>),
     /// Bytes both ways.
-    Bytes(Box<upstream::Rewind>, StreamReceiver),
+    Bytes(Box<Rewind<UpstreamIo>>, StreamReceiver),
 }
 
 /// Why there is no answer.

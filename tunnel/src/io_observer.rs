@@ -33,6 +33,15 @@ pub trait IoObserver {
     /// These bytes were written.
     fn written(&mut self, _bytes: &[u8]) {}
 
+    /// Ends the writing half.
+    fn poll_shutdown<S: AsyncRead + AsyncWrite + Unpin>(
+        &mut self,
+        io: &mut S,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(io).poll_shutdown(cx)
+    }
+
     /// A write has failed.
     ///
     /// # Errors
@@ -53,6 +62,11 @@ impl<S, L> ObservedIo<S, L> {
     /// Lets `listener` hear what passes through `io`.
     pub fn new(io: S, listener: L) -> Self {
         Self { io, listener }
+    }
+
+    /// Returns the connection for a look at it.
+    pub fn get_ref(&self) -> &S {
+        &self.io
     }
 
     /// Returns the connection.
@@ -85,7 +99,7 @@ impl<S: AsyncRead + Unpin, L: IoObserver + Unpin> AsyncRead for ObservedIo<S, L>
     }
 }
 
-impl<S: AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, L> {
+impl<S: AsyncRead + AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, L> {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -106,6 +120,11 @@ impl<S: AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, 
         let this = self.get_mut();
         let flushed = ready!(Pin::new(&mut this.io).poll_flush(cx));
         Poll::Ready(flushed.or_else(|error| this.listener.write_failed(error)))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.listener.poll_shutdown(&mut this.io, cx)
     }
 
     fn poll_write_vectored(
@@ -130,5 +149,5 @@ impl<S: AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for ObservedIo<S, 
         Poll::Ready(Ok(written))
     }
 
-    causeway_rt::forward!(io: poll_shutdown, is_write_vectored);
+    causeway_rt::forward!(io: is_write_vectored);
 }

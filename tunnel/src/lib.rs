@@ -33,10 +33,8 @@ pub mod stream;
 pub mod stream_io;
 
 pub mod error;
-pub mod http2_pool;
 pub mod io_observer;
 pub mod request_target;
-pub mod status_line;
 
 pub use error::{RejectCode, StreamError, TunnelEnd};
 pub use gateway_side::Tunnel;

@@ -10,6 +10,7 @@ use crate::{
     stream::{StreamReceiver, StreamSender},
 };
 use bytes::{Buf, Bytes, BytesMut};
+use causeway_rt::socket::ResetOnClose;
 use std::{
     io::{self, IoSlice},
     pin::Pin,
@@ -47,6 +48,12 @@ fn broken(error: StreamError) -> io::Error {
         io::ErrorKind::ConnectionAborted
     };
     io::Error::new(kind, error)
+}
+
+impl ResetOnClose for StreamIo {
+    fn abort(&self) {
+        // A stream that is dropped before its end is reset, and this one is about to be.
+    }
 }
 
 impl AsyncRead for StreamIo {

@@ -9,7 +9,8 @@ use super::{
     upstream::{Upstream, UpstreamKey},
 };
 use bytes::Bytes;
-use causeway_tunnel::{StreamError, StreamReceiver, http2_pool::StreamPermit};
+use causeway_tunnel::{StreamError, StreamReceiver};
+use causeway_upstream::http2_pool::StreamPermit;
 use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
 use std::{
@@ -27,7 +28,8 @@ use tokio::sync::oneshot;
 pub(super) struct RequestBody {
     /// `None`: it has none.
     body: Option<Source>,
-    taken: ChunkCounter,
+    /// Number of parts that hyper has taken.
+    taken: Arc<AtomicUsize>,
     place: Option<Arc<StreamPermit>>,
 }
 
@@ -74,16 +76,6 @@ impl Content {
     }
 }
 
-/// Number of parts of a request's body that hyper has taken. Clones share the count.
-#[derive(Clone, Debug, Default)]
-pub(super) struct ChunkCounter(Arc<AtomicUsize>);
-
-impl ChunkCounter {
-    pub(super) fn count(&self) -> usize {
-        self.0.load(Relaxed)
-    }
-}
-
 /// An answer's body from the upstream, and the connection that brings it.
 pub(super) enum ResponseBody {
     Http1 {
@@ -110,7 +102,7 @@ impl http_body::Body for RequestBody {
             Some(Source::Stream(receive)) => ready!(Pin::new(receive).poll_frame(cx)),
             Some(Source::Content(content)) => ready!(content.poll_frame(cx)),
         };
-        self.taken.0.fetch_add(1, Relaxed);
+        self.taken.fetch_add(1, Relaxed);
         Poll::Ready(frame)
     }
 
@@ -149,7 +141,8 @@ impl RequestBody {
         (body, behind)
     }
 
-    pub(super) fn taken(&self) -> ChunkCounter {
+    /// Number of parts that hyper has taken.
+    pub(super) fn taken(&self) -> Arc<AtomicUsize> {
         self.taken.clone()
     }
 

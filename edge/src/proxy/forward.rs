@@ -13,23 +13,25 @@ use super::{
     broken,
     dial::{self, Connected},
     http1_pool::PooledConnection,
-    http2_pool::{Checkout, UpstreamStreamPermit},
+    http2_pool::{self, Http2Sender, UpstreamStreamPermit},
     informational::InformationalQueue,
-    upstream::{Alpn, Upstream, UpstreamIo},
+    upstream::{Upstream, UpstreamIo},
 };
 use crate::config::Protocol;
 use causeway_tunnel::{
     RejectCode, StreamError, StreamReceiver, error::is_close, headers,
     request_target::TargetOverflow,
 };
-use http::{
-    HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, CONTENT_LENGTH, HOST, TE, TRANSFER_ENCODING},
-    uri::{Authority, PathAndQuery},
+use causeway_upstream::{
+    alpn::Alpn,
+    head,
+    http2_pool::Checkout,
+    response_error::{describe, find},
 };
+use http::{HeaderMap, Request, Response, StatusCode};
 use hyper::{body::Incoming, client::conn::TrySendError};
-use std::{error::Error, net::SocketAddr, sync::Arc};
-use tokio::time::{Instant, timeout_at};
+use std::{net::SocketAddr, sync::Arc};
+use tokio::time::Instant;
 
 /// A connection to ask on.
 enum ConnectionInUse {
@@ -61,7 +63,8 @@ pub(super) async fn send_request(
         app,
         matches!(asking, ConnectionInUse::Http2(_)),
     );
-    let again = (reused && is_repeatable(&request)).then(|| copy(&request));
+    let repeatable = head::is_idempotent(&request) && !request.body().is_some();
+    let again = (reused && repeatable).then(|| head::copy(&request));
     let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(app, asking, answer),
         Err(error) => error,
@@ -177,26 +180,23 @@ async fn open_http2(
     deadline: Instant,
 ) -> Result<Option<(ConnectionInUse, bool)>, RequestError> {
     let shared = way.kept.shared(&app.id);
-    let dialling = match timeout_at(deadline, shared.turn(after)).await {
-        Ok(Checkout::Http1) => return Ok(None),
-        Ok(Checkout::Open(stream)) => {
+    let turn = shared.turn_until(deadline, after, Http2Sender::is_alive);
+    let _turn = match turn.await.map_err(|what| dial::slow(app, what))? {
+        Checkout::Http1 => return Ok(None),
+        Checkout::Open(stream) => {
             way.metrics.connection(true);
-            return Ok(Some((ConnectionInUse::Http2(stream), true)));
+            return Ok(Some((ConnectionInUse::Http2(stream.into()), true)));
         }
-        Ok(Checkout::Dial(dialling)) => dialling,
-        Err(_) if shared.is_full() => {
-            let what = "has as many streams as it allows, and none ended in time";
-            return Err(dial::slow(app, what).into());
-        }
-        Err(_) => return Err(dial::slow(app, "did not take the connection in time").into()),
+        Checkout::Dial(turn) => turn,
     };
     let connection = Box::pin(app.connect(way, Alpn::Any, deadline)).await?;
     way.metrics.connection(false);
     if app.tls.is_some() && !connection.0.chose_http2() {
-        dialling.chose_http1();
+        shared.chose_http1();
         return Ok(Some((begin(way, app, connection, None).await?, false)));
     }
-    let stream = Box::pin(dialling.begin(app, connection, (&way.tasks, deadline)));
+    let by = (&way.tasks, deadline);
+    let stream = Box::pin(http2_pool::begin(&shared, app, connection, by));
     Ok(Some((ConnectionInUse::Http2(stream.await?), false)))
 }
 
@@ -215,77 +215,12 @@ async fn begin(
 
 /// Puts the head into the form of the upstream's HTTP version.
 fn prepare(request: &mut Request<RequestBody>, app: &Upstream, http2: bool) {
-    let path = request.uri().path_and_query().cloned();
-    let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
-    let authority = request.uri().authority().cloned();
     if http2 {
-        *request.version_mut() = Version::HTTP_2;
-        let authority = headers::take_host(request.headers_mut()).or(authority);
-        to_absolute(request, app, authority, path);
-        return;
+        let scheme = if app.tls.is_some() { "https" } else { "http" };
+        return head::to_http2(request, &app.target, scheme);
     }
-    *request.version_mut() = Version::HTTP_11;
-    to_origin(request.headers_mut(), app, authority.as_ref());
-    *request.uri_mut() = Uri::from(path);
     let has_body = request.body().is_some();
-    let fields = request.headers_mut();
-    if has_body && !fields.contains_key(CONTENT_LENGTH) {
-        // Said outright, since the engine takes it for granted that a GET has no body.
-        fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
-    }
-    if fields.contains_key(TE) {
-        // RFC 9110 §10.1.4.
-        fields.insert(CONNECTION, HeaderValue::from_static("TE"));
-    }
-}
-
-/// HTTP/2's pseudo-fields are made from an absolute URI.
-fn to_absolute<B>(
-    request: &mut Request<B>,
-    app: &Upstream,
-    authority: Option<Authority>,
-    path: PathAndQuery,
-) {
-    let scheme = if app.tls.is_some() { "https" } else { "http" };
-    let authority =
-        authority.map_or_else(|| app.target.to_string(), |authority| authority.to_string());
-    let uri = Uri::builder()
-        .scheme(scheme)
-        .authority(authority)
-        .path_and_query(path);
-    if let Ok(uri) = uri.build() {
-        *request.uri_mut() = uri;
-    }
-}
-
-/// Host and cookies as HTTP/1.1 has them.
-pub(super) fn to_origin(fields: &mut HeaderMap, app: &Upstream, authority: Option<&Authority>) {
-    headers::join_cookies(fields);
-    if let Some(authority) = authority {
-        headers::put_host(fields, authority);
-    } else if !fields.contains_key(HOST)
-        && let Ok(host) = HeaderValue::try_from(app.target.to_string())
-    {
-        headers::set_host(fields, host);
-    }
-}
-
-fn is_repeatable(request: &Request<RequestBody>) -> bool {
-    let idempotent = matches!(
-        *request.method(),
-        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
-    );
-    idempotent && !request.body().is_some()
-}
-
-fn copy(request: &Request<RequestBody>) -> Request<RequestBody> {
-    let mut copy = Request::new(RequestBody::default());
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = request.version();
-    *copy.headers_mut() = request.headers().clone();
-    *copy.extensions_mut() = request.extensions().clone();
-    copy
+    head::to_http1(request, &app.target, has_body);
 }
 
 fn answered(
@@ -334,32 +269,10 @@ pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
     if caused_by_client(error) {
         return RequestError::Client;
     }
-    if error.is_parse_too_large() {
-        let what = "answered with more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
-        return broken(app, what);
-    }
-    if error.is_parse() {
-        return broken(app, &format!("answered what is not HTTP: {error}"));
-    }
-    if error.is_incomplete_message() || error.is_closed() {
-        return broken(app, "closed the connection before it had answered");
-    }
-    let cause = error
-        .source()
-        .map_or_else(|| error.to_string(), ToString::to_string);
-    broken(
-        app,
-        &format!("broke the connection before it had answered: {cause}"),
-    )
+    let bounds = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
+    broken(app, &describe(error, "before it had answered", bounds))
 }
 
 fn caused_by_client(error: &hyper::Error) -> bool {
-    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
-    while let Some(each) = cause {
-        if each.is::<StreamError>() {
-            return true;
-        }
-        cause = each.source();
-    }
-    error.is_body_write_aborted()
+    find::<StreamError>(error).is_some() || error.is_body_write_aborted()
 }

@@ -6,17 +6,17 @@
 //! by streams, see [`UpstreamHttp2Pool`].
 
 use super::{
-    body::{ChunkCounter, RequestBody},
-    http2_pool::UpstreamHttp2Pool,
+    body::RequestBody,
+    http2_pool::{Http2Sender, UpstreamHttp2Pool},
     upstream::{UpstreamIo, UpstreamKey},
 };
 use bytes::Bytes;
 use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::{
-    error::is_close,
-    io_observer::{IoObserver, ObservedIo},
-    request_target::{TargetOverflow, TargetWriter},
-    status_line::StatusLine,
+use causeway_tunnel::request_target::TargetOverflow;
+use causeway_upstream::{
+    http1::{Answering, HeadBounds, Http1Io, handshake, into_inner},
+    pool::Pool,
+    progress::while_moving,
 };
 use http_body::{Body as _, Frame};
 use hyper::{
@@ -24,27 +24,15 @@ use hyper::{
     body::Incoming,
     client::conn::{TrySendError, http1},
 };
-use hyper_util::rt::TokioIo;
 use std::{
-    collections::HashMap,
     future::{Future, poll_fn},
-    io,
     net::SocketAddr,
     pin::{Pin, pin},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    sync::{Arc, atomic::AtomicUsize},
     task::{Context, Poll, Waker},
     time::Duration,
 };
-use tokio::time::{Instant, timeout};
-
-/// Fields of an answer that hyper takes by default.
-const ENGINE_FIELDS: usize = 100;
-
-/// Idle connections for each upstream at most: more clients at once than this are not ordinary on a node.
-const MOST_IDLE: usize = 256;
+use tokio::time::Instant;
 
 /// One HTTP/1.1 connection, driven by the task that holds it.
 pub(super) struct PooledConnection {
@@ -55,38 +43,13 @@ pub(super) struct PooledConnection {
     /// A request is under way.
     busy: bool,
     /// Of its body.
-    taken: ChunkCounter,
+    taken: Arc<AtomicUsize>,
     answering: Answering,
-}
-
-/// Observer that records whether the upstream has sent a byte since the last request. Clones share the record.
-#[derive(Clone, Debug, Default)]
-struct Answering(Arc<AtomicBool>, StatusLine);
-
-impl IoObserver for Answering {
-    fn adjust(&mut self, bytes: &mut [u8]) {
-        if !bytes.is_empty() {
-            if !self.0.swap(true, Relaxed) {
-                self.1.begin();
-            }
-            self.1.rewrite(bytes);
-        }
-    }
-
-    /// Ignores broken pipes and resets. An upstream that has answered before it read the request's body may close its
-    /// connection over that: the answer is still to be read.
-    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
-        match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
-            _ => Err(error),
-        }
-    }
 }
 
 /// Pooled connections, by upstream.
 pub(super) struct ConnectionPool {
-    idle: Mutex<HashMap<UpstreamKey, Vec<PooledConnection>>>,
-    shared: Mutex<HashMap<UpstreamKey, Arc<UpstreamHttp2Pool>>>,
+    pool: Pool<UpstreamKey, PooledConnection, UpstreamHttp2Pool>,
     bound: Duration,
 }
 
@@ -94,69 +57,47 @@ impl ConnectionPool {
     /// Keeps what is idle for `bound` at most.
     pub(super) fn new(bound: Duration) -> Self {
         Self {
-            idle: Mutex::default(),
-            shared: Mutex::default(),
+            pool: Pool::default(),
             bound,
         }
     }
 
     /// The idle connection that was used last, if one is alive.
     pub(super) fn checkout(&self, app: &UpstreamKey) -> Option<PooledConnection> {
-        loop {
-            let mut line = locked(&self.idle).get_mut(app)?.pop()?;
-            if line.is_alive(self.bound) {
-                return Some(line);
-            }
-        }
+        self.pool.checkout(app, |line| line.is_alive(self.bound))
     }
 
     /// Keeps a connection, once it has come to rest.
     pub(super) async fn checkin(&self, app: UpstreamKey, mut line: PooledConnection) {
-        if !line.rests(self.bound).await {
-            return;
-        }
-        line.since = Instant::now();
-        let mut idle = locked(&self.idle);
-        let lines = idle.entry(app).or_default();
-        if lines.len() < MOST_IDLE {
-            lines.push(line);
+        if line.rests(self.bound).await {
+            line.since = Instant::now();
+            self.pool.checkin(app, line);
         }
     }
 
     /// How many HTTP/1 connections rest.
     #[cfg(test)]
     pub(super) fn idle(&self) -> usize {
-        locked(&self.idle).values().map(Vec::len).sum()
+        self.pool.idle()
     }
 
     /// Returns the upstream's shared connections.
     pub(super) fn shared(&self, app: &UpstreamKey) -> Arc<UpstreamHttp2Pool> {
-        let mut shared = locked(&self.shared);
-        if let Some(found) = shared.get(app) {
-            return found.clone();
-        }
-        shared.entry(app.clone()).or_default().clone()
+        self.pool.shared(app)
     }
 
     /// Closes connections that were idle for too long, or were closed by their upstream.
     pub(super) fn evict_expired(&self) {
-        locked(&self.idle).retain(|_, lines| {
-            lines.retain_mut(|line| line.is_alive(self.bound));
-            !lines.is_empty()
-        });
-        // A stream that is about to dial holds what it will put there.
-        locked(&self.shared)
-            .retain(|_, shared| shared.sweep(self.bound) || Arc::strong_count(shared) > 1);
+        let bound = self.bound;
+        self.pool.sweep(
+            |line| line.is_alive(bound),
+            |shared| shared.sweep(bound, Http2Sender::is_alive),
+        );
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A connection as hyper has it.
-type Engine =
-    http1::Connection<TokioIo<ObservedIo<TargetWriter<UpstreamIo>, Answering>>, RequestBody>;
+type Engine = http1::Connection<Http1Io<UpstreamIo>, RequestBody>;
 
 /// hyper's half of a pooled connection.
 struct ConnectionDriver {
@@ -202,15 +143,11 @@ impl PooledConnection {
         rest: Option<TargetOverflow>,
         most_fields: usize,
     ) -> hyper::Result<Self> {
-        let answering = Answering::default();
-        let connection = ObservedIo::new(TargetWriter::new(connection, rest), answering.clone());
-        let mut builder = http1::Builder::new();
-        builder.title_case_headers(true);
-        if most_fields != ENGINE_FIELDS {
-            // Said, it costs an allocation for each answer.
-            builder.max_headers(most_fields);
-        }
-        let (sender, connection) = builder.handshake(TokioIo::new(connection)).await?;
+        let most = HeadBounds {
+            fields: most_fields,
+            bytes: None,
+        };
+        let (sender, connection, answering) = handshake(connection, rest, most).await?;
         Ok(Self {
             driven: ConnectionDriver {
                 connection: Some(connection),
@@ -220,7 +157,7 @@ impl PooledConnection {
             since: Instant::now(),
             address,
             busy: false,
-            taken: ChunkCounter::default(),
+            taken: Arc::default(),
             answering,
         })
     }
@@ -237,7 +174,7 @@ impl PooledConnection {
     ) -> Result<Response<Incoming>, TrySendError<Request<RequestBody>>> {
         self.busy = true;
         self.taken = request.body().taken();
-        self.answering.0.store(false, Relaxed);
+        self.answering.begin();
         let mut answer = pin!(self.sender.try_send_request(request));
         let driven = &mut self.driven;
         poll_fn(|cx| {
@@ -251,8 +188,7 @@ impl PooledConnection {
     /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
     /// `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        let closed = error.is_incomplete_message() || is_close(error);
-        closed && !self.answering.0.load(Relaxed)
+        self.answering.closed_unanswered(error)
     }
 
     /// The next frame of the answer's body.
@@ -282,34 +218,23 @@ impl PooledConnection {
         } else {
             connection.without_shutdown().await?
         };
-        let connection = parts.io.into_inner().into_inner().into_inner();
-        Ok(Some((parts.read_buf, connection)))
+        Ok(Some((parts.read_buf, into_inner(parts.io))))
     }
 
-    /// As [`PooledConnection::rest`], for as long as the request's body moves: an upstream may answer and read on for hours.
-    /// A body that the upstream does not read, or that its client does not send, has `bound` and no more than that again.
+    /// Waits until the next request can be sent, for as long as the request's body moves. False if the connection ended
+    /// instead. A body that the upstream does not read, or that its client does not send, has `bound` and no more than that
+    /// again.
     async fn rests(&mut self, bound: Duration) -> bool {
-        loop {
-            let taken = self.taken.count();
-            match timeout(bound, self.rest()).await {
-                Ok(rested) => return rested,
-                Err(_) if self.taken.count() == taken => return false,
-                Err(_) => {}
-            }
-        }
-    }
-
-    /// Waits until the next request can be sent. False if the connection ended instead.
-    async fn rest(&mut self) -> bool {
-        let rested = poll_fn(|cx| {
-            if self.driven.drive(cx).is_err() || self.driven.over {
+        let Self { driven, sender, .. } = self;
+        let rest = poll_fn(|cx| {
+            if driven.drive(cx).is_err() || driven.over {
                 return Poll::Ready(false);
             }
-            self.sender.poll_ready(cx).map(|ready| ready.is_ok())
-        })
-        .await;
-        self.busy = !rested;
-        rested
+            sender.poll_ready(cx).map(|ready| ready.is_ok())
+        });
+        let rested = while_moving(bound, &self.taken, rest).await;
+        self.busy = rested != Some(true);
+        !self.busy
     }
 
     /// Whether an idle connection can be used: not too old, and not closed by the upstream.
@@ -326,8 +251,7 @@ impl Drop for PooledConnection {
         if self.busy
             && let Some(connection) = self.driven.connection.take()
         {
-            let io = connection.into_parts().io;
-            io.into_inner().into_inner().into_inner().abort();
+            into_inner(connection.into_parts().io).abort();
         }
     }
 }

@@ -8,11 +8,12 @@ use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
     dial::{self, Connected},
     relayed,
-    upstream::{Rewind, Upstream},
+    upstream::{Upstream, UpstreamIo},
 };
 use crate::metrics::StreamOutcome;
 use bytes::Bytes;
 use causeway_tunnel::{StreamReceiver, StreamSender, copy};
+use causeway_upstream::rewind::Rewind;
 use http::Response;
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub(super) async fn ask(
     let deadline = dial::deadline(way.timeouts.dial);
     let (tcp, address) = app.dial(way, deadline).await?;
     connected.set(address);
-    let socket = Rewind::new(Bytes::new(), tcp.into());
+    let socket = Rewind::new(Bytes::new(), UpstreamIo::plain(tcp));
     Ok(UpstreamResponse {
         head: Response::new(()),
         then: ResponseTail::Bytes(Box::new(socket), body),
@@ -35,7 +36,7 @@ pub(super) async fn ask(
 
 /// Passes bytes until both directions have ended. Serves upgrades too.
 pub(super) async fn pass(
-    socket: Rewind,
+    socket: Rewind<UpstreamIo>,
     send: StreamSender,
     receive: StreamReceiver,
 ) -> StreamOutcome {

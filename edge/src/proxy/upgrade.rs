@@ -13,17 +13,16 @@ use super::{
     forward,
     http1_pool::PooledConnection,
     informational::InformationalQueue,
-    upstream::{Alpn, Rewind, Upstream},
+    upstream::Upstream,
 };
 use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
+use causeway_upstream::{alpn::Alpn, head, progress::while_moving, rewind::Rewind};
 use http::{
-    HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
-    uri::PathAndQuery,
+    Request, Response, StatusCode,
+    header::{CONTENT_LENGTH, UPGRADE},
 };
 use hyper::body::Incoming;
-use std::pin::pin;
-use tokio::{io::AsyncWriteExt, sync::oneshot, time::timeout};
+use tokio::{io::AsyncWriteExt, sync::oneshot};
 
 /// Source of a session's bytes.
 enum Session {
@@ -51,23 +50,12 @@ pub(super) async fn ask(
     let mut line = PooledConnection::begin(connection, rest, way.most_fields)
         .await
         .map_err(|error| forward::map_error(app, &error))?;
-    let progress = request.body().taken();
-    let answer = {
-        let mut asked = pin!(line.ask(request));
-        loop {
-            let before = progress.count();
-            match timeout(way.timeouts.upgrade, &mut asked).await {
-                Ok(Ok(answer)) => break answer,
-                Ok(Err(error)) => return Err(forward::map_error(app, error.error())),
-                Err(_) if progress.count() != before => {}
-                Err(_) => {
-                    let bound = way.timeouts.upgrade;
-                    let what = format!("did not answer the upgrade within {bound:?}");
-                    return Err(dial::slow(app, &what).into());
-                }
-            }
-        }
+    let (taken, bound) = (request.body().taken(), way.timeouts.upgrade);
+    let Some(answer) = while_moving(bound, &taken, line.ask(request)).await else {
+        let what = format!("did not answer the upgrade within {bound:?}");
+        return Err(dial::slow(app, &what).into());
     };
+    let answer = answer.map_err(|error| forward::map_error(app, error.error()))?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
         return switched(app, line, answer, session).await;
     }
@@ -93,22 +81,7 @@ fn prepare(
         (content, Session::Behind(behind))
     };
     let mut request = head.map(|()| content);
-    let path = request.uri().path_and_query().cloned();
-    let authority = request.uri().authority().cloned();
-    *request.version_mut() = Version::HTTP_11;
-    *request.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
-    let has_content = matches!(
-        *request.method(),
-        Method::POST | Method::PUT | Method::PATCH
-    );
-    let fields = request.headers_mut();
-    forward::to_origin(fields, app, authority.as_ref());
-    fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-    fields.insert(UPGRADE, HeaderValue::from_str(token).ok()?);
-    if has_content && length == 0 {
-        // RFC 9110 §8.6; kubectl's POST says so too, and CONNECT could not carry it.
-        fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
-    }
+    head::to_upgrade(&mut request, &app.target, (token, length > 0))?;
     Some((request, session))
 }
 

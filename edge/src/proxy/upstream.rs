@@ -1,28 +1,23 @@
 //! An upstream: the server that a port leads to, and a connection to it.
 //!
-//! A connection is TCP, or TLS over TCP as the port's configuration wants it; either way its close can be made a reset.
-//! [`Rewind`] puts back in front of a connection the bytes that were read from it too early: the bytes behind a 101 may
-//! share its segment (invariant 9).
+//! A connection is TCP, or TLS over TCP as the port's configuration wants it.
 
 use super::{Proxy, dial, upstream_tls::UpstreamTls};
 use crate::config::Protocol;
-use bytes::{Buf, Bytes};
-use causeway_rt::socket::ResetOnClose;
 use causeway_tunnel::{RejectCode, Target, error::Rejected};
+use causeway_upstream::{alpn::Alpn, connection};
 use std::{
-    io,
     net::{IpAddr, SocketAddr},
-    pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
     time::{Instant, timeout_at},
 };
-use tokio_rustls::{TlsConnector, client::TlsStream};
-use tokio_util::either::Either;
+use tokio_rustls::TlsConnector;
+
+/// A connection to an upstream.
+pub(super) type UpstreamIo = connection::UpstreamIo<TcpStream>;
 
 /// Key of an upstream, by which connections are pooled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -45,25 +40,6 @@ pub(crate) struct Upstream {
     pub(super) tls: Option<UpstreamTls>,
 }
 
-/// A connection to an upstream: in the clear, or over TLS.
-#[derive(Debug)]
-pub(super) struct UpstreamIo(Either<TcpStream, Box<TlsStream<TcpStream>>>);
-
-impl From<TcpStream> for UpstreamIo {
-    fn from(tcp: TcpStream) -> Self {
-        Self(Either::Left(tcp))
-    }
-}
-
-/// HTTP versions that a new connection may come to speak.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Alpn {
-    /// HTTP/2 or HTTP/1.1, as the upstream chooses.
-    Any,
-    /// HTTP/1.1 only: upgrades.
-    Http1,
-}
-
 impl Upstream {
     /// Returns the beginning of a sentence about the upstream: "127.0.0.1:9100 on edge-1".
     pub(super) fn sentence(&self) -> String {
@@ -79,7 +55,7 @@ impl Upstream {
     ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
         let (tcp, address) = self.dial(way, deadline).await?;
         let connection = match &self.tls {
-            None => tcp.into(),
+            None => UpstreamIo::plain(tcp),
             Some(tls) => self.secure(tls, tcp, (offer, deadline)).await?,
         };
         Ok((connection, address))
@@ -108,9 +84,9 @@ impl Upstream {
         tcp: TcpStream,
         (offer, deadline): (Alpn, Instant),
     ) -> Result<UpstreamIo, Rejected> {
-        let connector = TlsConnector::from(tls.config(offer));
+        let connector = TlsConnector::from(tls.configs().offering(offer));
         match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
-            Ok(Ok(stream)) => Ok(UpstreamIo(Either::Right(Box::new(stream)))),
+            Ok(Ok(stream)) => Ok(UpstreamIo::tls(stream)),
             Ok(Err(error)) => {
                 let why = dial::reason(&error);
                 let detail = format!("{} failed TLS with {}: {why}", self.node, self.target);
@@ -119,71 +95,4 @@ impl Upstream {
             Err(_) => Err(dial::slow(self, "did not finish TLS in time")),
         }
     }
-}
-
-impl UpstreamIo {
-    /// Whether the upstream chose HTTP/2.
-    pub(super) fn chose_http2(&self) -> bool {
-        match &self.0 {
-            Either::Left(_) => false,
-            Either::Right(tls) => tls.get_ref().1.alpn_protocol() == Some(b"h2"),
-        }
-    }
-}
-
-impl ResetOnClose for UpstreamIo {
-    fn abort(&self) {
-        match &self.0 {
-            Either::Left(tcp) => tcp.abort(),
-            Either::Right(tls) => tls.get_ref().0.abort(),
-        }
-    }
-}
-
-impl AsyncRead for UpstreamIo {
-    causeway_rt::forward!(0: poll_read);
-}
-
-impl AsyncWrite for UpstreamIo {
-    causeway_rt::forward!(0: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
-}
-
-/// A connection, behind bytes that were read from it already.
-#[derive(Debug)]
-pub(super) struct Rewind {
-    early: Bytes,
-    connection: UpstreamIo,
-}
-
-impl Rewind {
-    pub(super) fn new(early: Bytes, connection: UpstreamIo) -> Self {
-        Self { early, connection }
-    }
-}
-
-impl ResetOnClose for Rewind {
-    fn abort(&self) {
-        self.connection.abort();
-    }
-}
-
-impl AsyncRead for Rewind {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if this.early.is_empty() {
-            return Pin::new(&mut this.connection).poll_read(cx, buf);
-        }
-        let part = this.early.len().min(buf.remaining());
-        buf.put_slice(&this.early[..part]);
-        this.early.advance(part);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for Rewind {
-    causeway_rt::forward!(connection: poll_write, poll_flush, poll_shutdown);
 }

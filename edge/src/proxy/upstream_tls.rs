@@ -3,10 +3,10 @@
 //! Never silently unverified: without a CA and without `verify: false` a port of scheme https does not load. HTTP/2 is
 //! offered for plain requests and HTTP/1.1 alone for upgrades; kubelets agree on neither and speak HTTP/1.1.
 
-use super::upstream::Alpn;
 use crate::config::{Port, Protocol};
 use causeway_certs::verify::{NoServerVerification, provider};
-use causeway_tunnel::{Target, wire};
+use causeway_tunnel::Target;
+use causeway_upstream::alpn::AlpnConfigs;
 use rustls::{ClientConfig, RootCertStore, client::WantsClientCert};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
 use std::{
@@ -42,17 +42,13 @@ pub enum TlsError {
 /// TLS configuration of one upstream.
 #[derive(Clone, Debug)]
 pub(crate) struct UpstreamTls {
-    any: Arc<ClientConfig>,
-    http1: Arc<ClientConfig>,
+    configs: AlpnConfigs,
     name: ServerName<'static>,
 }
 
 impl UpstreamTls {
-    pub(super) fn config(&self, offer: Alpn) -> Arc<ClientConfig> {
-        match offer {
-            Alpn::Any => self.any.clone(),
-            Alpn::Http1 => self.http1.clone(),
-        }
+    pub(super) fn configs(&self) -> &AlpnConfigs {
+        &self.configs
     }
 
     pub(super) fn server_name(&self) -> ServerName<'static> {
@@ -73,14 +69,8 @@ pub(super) fn load(
     let name = ServerName::try_from(name.to_owned())
         .map_err(|_| TlsError::Name(number, name.to_owned()))?;
     let config = identified(number, port, trusting(number, port)?)?;
-    let offering = |protocols: &[&[u8]]| {
-        let mut config = config.clone();
-        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
-        Arc::new(config)
-    };
     Ok(Some(UpstreamTls {
-        any: offering(&[wire::ALPN_H2, wire::ALPN_HTTP11]),
-        http1: offering(&[wire::ALPN_HTTP11]),
+        configs: AlpnConfigs::new(config),
         name,
     }))
 }

@@ -1,7 +1,7 @@
 //! Streams to upstreams that speak HTTP/2: they share connections, and no stream waits for the end of another.
 
 use super::*;
-use causeway_tunnel::http2_pool::MAX_CONNECTIONS;
+use causeway_upstream::http2_pool::MAX_CONNECTIONS;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;

@@ -4,7 +4,6 @@ use super::tls::{Io, LiveTls};
 use crate::{
     config,
     control::{api_cache::ApiCacheServer, node_records::NodeRecordWriter},
-    log_throttle::LogThrottle,
     metrics::Metrics,
     state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
     worker::Workers,

@@ -18,7 +18,8 @@ use crate::{
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{StreamError, StreamReceiver, eviction::Eviction, http2_pool::StreamPermit};
+use causeway_tunnel::{StreamError, StreamReceiver, eviction::Eviction};
+use causeway_upstream::http2_pool::StreamPermit;
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{

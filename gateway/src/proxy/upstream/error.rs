@@ -9,11 +9,9 @@ use crate::{
     proxy::{StreamContext, route::Route},
 };
 use causeway_tunnel::StreamError;
+use causeway_upstream::response_error::{describe, find};
 use rustls::CertificateError;
-use std::{
-    error::Error as StdError,
-    io::{self, ErrorKind::UnexpectedEof},
-};
+use std::io::{self, ErrorKind::UnexpectedEof};
 use tokio_util::sync::CancellationToken;
 
 /// Returns the error of an upstream that broke the protocol, or closed the connection early.
@@ -113,22 +111,8 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
     if let Some(error) = find::<rustls::Error>(error) {
         return broken(route, &of_peer(error));
     }
-    if error.is_parse_too_large() {
-        let what = "answered with more fields than limits.max_headers of this gateway allows, or with a head of more than 256 KiB";
-        return broken(route, what);
-    }
-    if error.is_parse() {
-        return broken(route, &format!("answered what is not HTTP: {error}"));
-    }
-    // Many apps end without a close_notify.
-    let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
-    if cut || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
-        return broken(route, &format!("closed the connection {when}"));
-    }
-    let cause = error
-        .source()
-        .map_or_else(|| error.to_string(), ToString::to_string);
-    broken(route, &format!("broke the connection {when}: {cause}"))
+    let bounds = "more fields than limits.max_headers of this gateway allows, or with a head of more than 256 KiB";
+    broken(route, &describe(error, when, bounds))
 }
 
 /// Returns the error of the tunnel's stream below the upstream's connection; `when` says at which point it broke. A reset comes
@@ -154,17 +138,4 @@ pub(super) fn of_stream(
         }
         error => Error::of_stream(route.node.as_str(), error),
     }
-}
-
-/// An error of this type among the causes. An `io::Error` does not show the one that it holds as its source.
-pub(super) fn find<'a, T: StdError + 'static>(
-    error: &'a (dyn StdError + 'static),
-) -> Option<&'a T> {
-    if let Some(found) = error.downcast_ref::<T>() {
-        return Some(found);
-    }
-    if let Some(io) = error.downcast_ref::<io::Error>() {
-        return find(io.get_ref()?);
-    }
-    find(error.source()?)
 }

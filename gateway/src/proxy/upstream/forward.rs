@@ -11,10 +11,10 @@ use super::{
     connect::UpstreamConnection,
     error,
     http1::{Http1Connection, InUse},
-    http2::UpstreamStreamPermit,
+    http2::{self, UpstreamStreamPermit},
     http2_request, pin,
     pool::ConnectionPoolKey,
-    tls::{Alpn, UpstreamTls},
+    tls::UpstreamTls,
 };
 use crate::{
     error::Error,
@@ -23,12 +23,9 @@ use crate::{
         request_body::RequestBody, response_body::ResponseBody,
     },
 };
-use causeway_tunnel::{headers, http2_pool::Checkout, request_target::TargetOverflow, wire};
-use http::{
-    HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, CONTENT_LENGTH, EXPECT, TE, TRANSFER_ENCODING},
-    uri::PathAndQuery,
-};
+use causeway_tunnel::{headers, request_target::TargetOverflow, wire};
+use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout};
+use http::{Request, Response, StatusCode, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use std::sync::{
@@ -107,7 +104,7 @@ pub(super) async fn choose(
         }
     }
     let shared = kept.shared(&key);
-    let _turn = match shared.turn(way, app, after).await? {
+    let _turn = match http2::turn(&shared, way, app, after).await? {
         Checkout::Open(stream) => return Ok(ConnectionChoice::Stream(stream, true)),
         Checkout::Http1 => None,
         Checkout::Dial(turn) => Some(turn),
@@ -116,7 +113,7 @@ pub(super) async fn choose(
     Box::pin(async {
         let dialled = UpstreamConnection::to(way, app, Alpn::Any).await?;
         if dialled.chose_http2() {
-            let stream = shared.begin(way, app, dialled).await?;
+            let stream = http2::begin(&shared, way, app, dialled).await?;
             return Ok(ConnectionChoice::Stream(stream, false));
         }
         shared.chose_http1();
@@ -139,8 +136,9 @@ pub(super) async fn by_line(
         expects,
     } = content;
     let has_body = !body.is_end_stream();
-    prepare(way, &mut head, has_body);
-    let again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
+    head::to_http1(&mut head, &way.route.target, has_body);
+    let again = reused && !has_body && head::is_idempotent(&head);
+    let again = again.then(|| head::copy(&head));
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
@@ -199,52 +197,6 @@ pub(super) fn listen(
             end.cancel();
         }
     });
-}
-
-/// Puts the head into HTTP/1.1's form.
-fn prepare(way: StreamContext<'_>, head: &mut Request<()>, has_body: bool) {
-    to_origin(way, head);
-    let fields = head.headers_mut();
-    if has_body && !fields.contains_key(CONTENT_LENGTH) {
-        // Said outright, since the engine takes it for granted that a GET has no body.
-        fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
-    }
-    if fields.contains_key(TE) {
-        // RFC 9110 §10.1.4.
-        fields.insert(CONNECTION, HeaderValue::from_static("TE"));
-    }
-}
-
-/// Path, Host and cookies as HTTP/1.1 has them.
-pub(super) fn to_origin(way: StreamContext<'_>, head: &mut Request<()>) {
-    let path = head.uri().path_and_query().cloned();
-    let authority = head.uri().authority().cloned();
-    *head.version_mut() = Version::HTTP_11;
-    *head.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
-    let fields: &mut HeaderMap = head.headers_mut();
-    headers::join_cookies(fields);
-    if let Some(authority) = authority {
-        headers::put_host(fields, &authority);
-    } else if let Ok(host) = HeaderValue::try_from(way.route.target.text()) {
-        headers::set_host(fields, host);
-    }
-}
-
-/// Whether a request can be repeated.
-pub(super) fn is_idempotent(head: &Request<()>) -> bool {
-    matches!(
-        *head.method(),
-        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
-    )
-}
-
-fn copy(head: &Request<()>) -> Request<UpstreamRequestBody> {
-    let mut copy = Request::new(UpstreamRequestBody::default());
-    *copy.method_mut() = head.method().clone();
-    *copy.uri_mut() = head.uri().clone();
-    *copy.version_mut() = head.version();
-    *copy.headers_mut() = head.headers().clone();
-    copy
 }
 
 fn answered(

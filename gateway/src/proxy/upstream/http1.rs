@@ -6,10 +6,10 @@
 
 use super::{
     body::UpstreamRequestBody,
-    connect::{ResetOnDrop, UpstreamConnection},
+    connect::{GuardedIo, UpstreamConnection},
     error,
     pool::{ConnectionPool, ConnectionPoolKey},
-    tls::{Alpn, UpstreamTls},
+    tls::UpstreamTls,
 };
 use crate::{
     error::Error,
@@ -19,18 +19,17 @@ use crate::{
     },
 };
 use causeway_certs::Fingerprint;
-use causeway_tunnel::{
-    error::is_close,
-    eviction::Eviction,
-    request_target::{TargetOverflow, TargetWriter},
-    wire,
+use causeway_tunnel::{eviction::Eviction, request_target::TargetOverflow, wire};
+use causeway_upstream::{
+    alpn::Alpn,
+    http1::{Answering, HeadBounds, Http1Io, handshake},
+    progress::while_moving,
 };
 use hyper::{
     Request, Response,
     body::Incoming,
     client::conn::{TrySendError, http1},
 };
-use hyper_util::rt::TokioIo;
 use std::{
     pin::pin,
     sync::{
@@ -39,10 +38,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{
-    sync::mpsc,
-    time::{sleep, timeout},
-};
+use tokio::{sync::mpsc, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
@@ -54,6 +50,7 @@ pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 pub(super) struct Http1Connection {
     sender: http1::SendRequest<UpstreamRequestBody>,
     pub(super) life: Arc<ConnState>,
+    answering: Answering,
     /// Returns the connection to its task when it becomes idle.
     back: mpsc::Sender<Http1Connection>,
 }
@@ -73,10 +70,6 @@ pub(super) struct ConnState {
     pub(super) waiting: BufferedBody,
     /// The connection has taken nothing for too long.
     pub(super) stalled: AtomicBool,
-    /// The upstream has sent a byte since the last request.
-    pub(super) answering: AtomicBool,
-    /// The connection has switched from HTTP to another protocol.
-    pub(super) switched: AtomicBool,
 }
 
 /// A connection in use by a request. Dropped, it is reset.
@@ -108,11 +101,11 @@ impl Http1Connection {
         rest: Option<TargetOverflow>,
     ) -> Result<Self, Error> {
         let shared = &way.proxy.shared;
-        let (sender, connection) = http1::Builder::new()
-            .title_case_headers(true)
-            .max_headers(shared.max_headers)
-            .max_buf_size(wire::MAX_HEAD)
-            .handshake(TokioIo::new(TargetWriter::new(guarded, rest)))
+        let most = HeadBounds {
+            fields: shared.max_headers,
+            bytes: Some(wire::MAX_HEAD),
+        };
+        let (sender, connection, answering) = handshake(guarded, rest, most)
             .await
             .map_err(|error| error::of_http(way, &error))?;
         let (back, returned) = mpsc::channel(1);
@@ -133,7 +126,12 @@ impl Http1Connection {
             track_buffered(&pressure, &waiting, driving).await;
         };
         shared.apps.kept().spawn(debug_span!("app"), task);
-        Ok(Self { sender, life, back })
+        Ok(Self {
+            sender,
+            life,
+            answering,
+            back,
+        })
     }
 
     /// Whether it can take a request, as far as is known.
@@ -153,17 +151,14 @@ impl InUse {
         request: Request<UpstreamRequestBody>,
     ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamRequestBody>>> {
         let line = self.0.as_mut().expect("a line that is asked on is there");
-        line.life.answering.store(false, Relaxed);
+        line.answering.begin();
         line.sender.try_send_request(request).await
     }
 
     /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        let closed = error.is_incomplete_message() || is_close(error);
-        closed
-            && self
-                .life()
-                .is_some_and(|life| !life.answering.load(Relaxed))
+        let line = self.0.as_ref();
+        line.is_some_and(|line| line.answering.closed_unanswered(error))
     }
 
     pub(super) fn life(&self) -> Option<&Arc<ConnState>> {
@@ -186,9 +181,7 @@ impl InUse {
 
     /// Notes that the connection has switched from HTTP to another protocol.
     pub(super) fn switched(&mut self) {
-        if let Some(line) = self.0.take() {
-            line.life.switched.store(true, Relaxed);
-        }
+        self.0 = None;
     }
 }
 
@@ -202,7 +195,7 @@ impl Drop for InUse {
 
 /// Configuration of a connection's task.
 struct DriverConfig {
-    connection: http1::Connection<TokioIo<TargetWriter<ResetOnDrop>>, UpstreamRequestBody>,
+    connection: http1::Connection<Http1Io<GuardedIo>, UpstreamRequestBody>,
     life: Arc<ConnState>,
     returned: mpsc::Receiver<Http1Connection>,
     key: ConnectionPoolKey,
@@ -297,22 +290,18 @@ async fn rest(
     }
 }
 
-/// Waits until the next request can be sent, for as long as the last one's body moves: an upstream may answer and read on for
-/// hours. Returns `None` if the connection cannot be used again.
+/// Waits until the next request can be sent, for as long as the last one's body moves. Returns `None` if the connection cannot be used again.
 async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connection> {
-    loop {
-        let taken = line.life.taken.load(Relaxed);
-        match timeout(bound, line.sender.ready()).await {
-            Ok(Ok(())) => return Some(line),
-            Ok(Err(_)) => {
-                // It is over, and ends in order if the tunnel takes that.
-                sleep(SHUTDOWN_TIMEOUT).await;
-                return None;
-            }
-            Err(_) if line.life.taken.load(Relaxed) == taken => return None,
-            Err(_) => {}
-        }
+    let Http1Connection { sender, life, .. } = &mut line;
+    if while_moving(bound, &life.taken, sender.ready())
+        .await?
+        .is_ok()
+    {
+        return Some(line);
     }
+    // It is over, and ends in order if the tunnel takes that.
+    sleep(SHUTDOWN_TIMEOUT).await;
+    None
 }
 
 /// Returns when a part of a request's body has waited for the upstream for `patience`, or for twice that.

@@ -1,4 +1,4 @@
-//! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_tunnel::http2_pool)): one as a rule.
+//! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_upstream::http2_pool)): one as a rule.
 //!
 //! A connection is a tunnel within the node's tunnel: the same HTTP/2 code drives it, with the same budget for buffered bytes,
 //! the same bounds on floods and the same resets. If an upstream chose HTTP/1.1 last time, requests do not wait for each other:
@@ -19,9 +19,9 @@ use causeway_tunnel::{
     Tunnel,
     gateway_side::{self, GatewaySideConfig},
     http2_observer::observe,
-    http2_pool::{self, Checkout, Http2Pool},
     load::TunnelLoad,
 };
+use causeway_upstream::http2_pool::{self, Checkout, Http2Pool};
 use std::{
     pin::pin,
     sync::{Arc, Weak},
@@ -31,9 +31,8 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Pool of the HTTP/2 connections to an upstream of one tunnel.
-#[derive(Default)]
-pub(super) struct UpstreamHttp2Pool(Http2Pool<Http2Connection>);
+/// HTTP/2 connections to an upstream of one tunnel.
+pub(super) type UpstreamHttp2Pool = Http2Pool<Http2Connection>;
 
 /// A connection to an upstream.
 #[derive(Clone, Debug)]
@@ -65,94 +64,70 @@ impl Http2Connection {
 /// A stream that may be opened.
 pub(super) type UpstreamStreamPermit = http2_pool::StreamSlot<Http2Connection>;
 
-impl UpstreamHttp2Pool {
-    /// A place on a connection with a number above `after`, or the turn to dial one.
-    ///
-    /// # Errors
-    /// If neither comes in time.
-    pub(super) async fn turn(
-        &self,
-        way: StreamContext<'_>,
-        app: &UpstreamTls,
-        after: u64,
-    ) -> Result<Checkout<'_, Http2Connection>, Error> {
-        let bound = way.proxy.shared.timeouts.connect;
-        let alive = |connection: &Http2Connection| connection.is_alive(way, app);
-        let turn = timeout(bound, self.0.turn(after, alive)).await;
-        turn.map_err(|_| {
-            let what = if self.0.is_full() {
-                "has as many streams as it allows, and none ended in time"
-            } else {
-                "did not take a connection in time"
-            };
-            error::slow(way.route, what)
-        })
-    }
+/// A place on a connection with a number above `after`, or the turn to dial one.
+///
+/// # Errors
+/// If neither comes in time.
+pub(super) async fn turn<'p>(
+    pool: &'p UpstreamHttp2Pool,
+    way: StreamContext<'_>,
+    app: &UpstreamTls,
+    after: u64,
+) -> Result<Checkout<'p, Http2Connection>, Error> {
+    let deadline = Instant::now() + way.proxy.shared.timeouts.connect;
+    let alive = |connection: &Http2Connection| connection.is_alive(way, app);
+    let turn = pool.turn_until(deadline, after, alive).await;
+    turn.map_err(|what| error::slow(way.route, what))
+}
 
-    /// Notes that the upstream has chosen HTTP/1.1.
-    pub(super) fn chose_http1(&self) {
-        self.0.chose_http1();
+/// Begins HTTP/2 on a connection, and returns a permit for a stream on it.
+///
+/// # Errors
+/// If the upstream does not begin it in time.
+pub(super) async fn begin(
+    pool: &UpstreamHttp2Pool,
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    UpstreamConnection { guarded, life }: UpstreamConnection,
+) -> Result<UpstreamStreamPermit, Error> {
+    let shared = &way.proxy.shared;
+    let deadline = Instant::now() + shared.timeouts.connect;
+    let counted = CountedIo::new(guarded);
+    let traffic = counted.traffic();
+    let (heard, mut allowed) = observe(counted);
+    let settings = GatewaySideConfig {
+        max_streams: usize::MAX,
+        round_trip: way.tunnel.round_trip(),
+        ..way.tunnel.within()
+    };
+    let connected = gateway_side::connect(heard, traffic, settings).await;
+    let (tunnel, driver) =
+        connected.map_err(|ended| error::broken(way.route, &format!("failed: {ended}")))?;
+    let kept = shared.apps.kept();
+    let number = pool.next();
+    let watched = DriverConfig {
+        number,
+        load: tunnel.load().clone(),
+        leaving: [
+            tunnel.leaving().clone(),
+            way.tunnel.leaving().clone(),
+            app.retired().clone(),
+        ],
+        key: ConnectionPoolKey::of(way, app),
+    };
+    let task = drive(driver.run(), watched, Arc::downgrade(kept));
+    kept.spawn(debug_span!("app"), task);
+    // An app's SETTINGS are the first that it says (RFC 9113 §3.4).
+    let takes = allowed.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
+    let settled = timeout_at(deadline, takes).await;
+    if !matches!(settled, Ok(Ok(_))) {
+        tunnel.close();
+        let what = "chose HTTP/2, and did not begin it in time, or takes no request";
+        return Err(error::broken(way.route, what));
     }
-
-    /// Begins HTTP/2 on a connection, and returns a permit for a stream on it.
-    ///
-    /// # Errors
-    /// If the upstream does not begin it in time.
-    pub(super) async fn begin(
-        &self,
-        way: StreamContext<'_>,
-        app: &Arc<UpstreamTls>,
-        UpstreamConnection { guarded, life }: UpstreamConnection,
-    ) -> Result<UpstreamStreamPermit, Error> {
-        let shared = &way.proxy.shared;
-        let deadline = Instant::now() + shared.timeouts.connect;
-        let counted = CountedIo::new(guarded);
-        let traffic = counted.traffic();
-        let (heard, mut allowed) = observe(counted);
-        let settings = GatewaySideConfig {
-            max_streams: usize::MAX,
-            round_trip: way.tunnel.round_trip(),
-            ..way.tunnel.within()
-        };
-        let connected = gateway_side::connect(heard, traffic, settings).await;
-        let (tunnel, driver) =
-            connected.map_err(|ended| error::broken(way.route, &format!("failed: {ended}")))?;
-        let kept = shared.apps.kept();
-        let number = self.0.next();
-        let watched = DriverConfig {
-            number,
-            load: tunnel.load().clone(),
-            leaving: [
-                tunnel.leaving().clone(),
-                way.tunnel.leaving().clone(),
-                app.retired().clone(),
-            ],
-            key: ConnectionPoolKey::of(way, app),
-        };
-        let task = drive(driver.run(), watched, Arc::downgrade(kept));
-        kept.spawn(debug_span!("app"), task);
-        // An app's SETTINGS are the first that it says (RFC 9113 §3.4).
-        let takes = allowed.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
-        let settled = timeout_at(deadline, takes).await;
-        if !matches!(settled, Ok(Ok(_))) {
-            tunnel.close();
-            let what = "chose HTTP/2, and did not begin it in time, or takes no request";
-            return Err(error::broken(way.route, what));
-        }
-        drop(settled);
-        let key = life.key;
-        Ok(self.0.add(number, Http2Connection { tunnel, key }, allowed))
-    }
-
-    /// Lets no further stream onto this connection.
-    pub(super) fn forget(&self, number: u64) {
-        self.0.forget(number);
-    }
-
-    /// Whether there is nothing to be known here.
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
+    drop(settled);
+    let key = life.key;
+    Ok(pool.add(number, Http2Connection { tunnel, key }, allowed))
 }
 
 /// Configuration of a connection's task. It holds no handle: without one, and without streams, the connection ends in order.

@@ -8,7 +8,7 @@
 use super::{
     body::UpstreamResponseBody,
     error,
-    forward::{ConnectionChoice, RequestParts, by_line, check, choose, is_idempotent, respond},
+    forward::{ConnectionChoice, RequestParts, by_line, check, choose, respond},
     http2::UpstreamStreamPermit,
     tls::UpstreamTls,
 };
@@ -16,8 +16,9 @@ use crate::{
     error::Error,
     proxy::{StreamContext, counted_body, forward, response_body::ResponseBody},
 };
-use causeway_tunnel::{StreamError, StreamReceiver, headers, http2_pool::StreamPermit};
-use http::{Request, Response, Uri, Version, uri::PathAndQuery};
+use causeway_tunnel::{StreamError, StreamReceiver};
+use causeway_upstream::{head, http2_pool::StreamPermit};
+use http::{Request, Response, Version};
 use http_body::Body;
 use std::sync::Arc;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -45,7 +46,7 @@ pub(super) async fn run(
         Ok(answered) => return answered,
         Err(broke) => broke,
     };
-    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
+    let again = reused && (!broke.taken || (broke.error.is_closed() && head::is_idempotent(&head)));
     let Some(content) = content.filter(|_| again) else {
         return Err(unanswered(way, &broke));
     };
@@ -78,7 +79,9 @@ async fn ask(
     let (tunnel, place) = (stream.connection.tunnel, stream.place);
     let has_body = |content: &mut RequestParts| !content.body.is_end_stream();
     let end = !content.as_mut().is_some_and(has_body);
-    let opened = tunnel.ask(to_http2(way, head), end).await;
+    let mut head = head.clone();
+    head::to_http2(&mut head, &way.route.target, "https");
+    let opened = tunnel.ask(head, end).await;
     let opened = opened.map_err(|error| {
         if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
             // It takes none any more; what is open on it goes on.
@@ -116,22 +119,4 @@ fn answered(
     let body = UpstreamResponseBody::of_stream(receive, place, way);
     let response = respond(way, parts, body, Version::HTTP_2);
     Ok(response.map(|body| body.with_upload(upload)))
-}
-
-/// The head in HTTP/2's form, whose pseudo-fields are made from an absolute URI.
-fn to_http2(way: StreamContext<'_>, head: &Request<()>) -> Request<()> {
-    let mut sent = Request::new(());
-    *sent.method_mut() = head.method().clone();
-    *sent.version_mut() = Version::HTTP_2;
-    *sent.headers_mut() = head.headers().clone();
-    let path = head.uri().path_and_query().cloned();
-    let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
-    let authority = head.uri().authority().map(ToString::to_string);
-    let uri = Uri::builder()
-        .scheme("https")
-        .authority(authority.unwrap_or_else(|| way.route.target.text()))
-        .path_and_query(path);
-    *sent.uri_mut() = uri.build().unwrap_or_else(|_| head.uri().clone());
-    headers::take_host(sent.headers_mut());
-    sent
 }

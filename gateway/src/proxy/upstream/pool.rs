@@ -12,16 +12,14 @@ use super::{
 };
 use crate::{proxy::StreamContext, state::TunnelId, worker::WorkerId};
 use causeway_rt::task::TaskGroup;
+use causeway_upstream::pool::Pool;
 use std::{
-    collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    hash::{Hash, Hasher},
+    sync::Arc,
     time::Duration,
 };
 use tracing::Span;
-
-/// Maximum number of idle connections to one upstream of one tunnel: as many as an edge pools for an upstream.
-const MOST_IDLE: usize = 256;
 
 /// Key of interchangeable connections.
 #[derive(Clone, Debug)]
@@ -43,16 +41,24 @@ impl ConnectionPoolKey {
     }
 }
 
-/// Connections of one tunnel to one port, each with its credentials.
-type IdleHttp1 = HashMap<(TunnelId, u16), Vec<(Arc<UpstreamTls>, Http1Connection)>>;
+impl PartialEq for ConnectionPoolKey {
+    fn eq(&self, other: &Self) -> bool {
+        (self.tunnel, self.port) == (other.tunnel, other.port) && Arc::ptr_eq(&self.app, &other.app)
+    }
+}
 
-/// HTTP/2 connections of one tunnel to one port, which requests share, each with its credentials.
-type Http2Connections = HashMap<(TunnelId, u16), Vec<(Arc<UpstreamTls>, Arc<UpstreamHttp2Pool>)>>;
+impl Eq for ConnectionPoolKey {}
+
+impl Hash for ConnectionPoolKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.tunnel, self.port, Arc::as_ptr(&self.app)).hash(state);
+    }
+}
 
 /// Pool of the connections to upstreams.
 pub(crate) struct ConnectionPool {
-    idle: Vec<Mutex<IdleHttp1>>,
-    shared: Vec<Mutex<Http2Connections>>,
+    /// By worker.
+    pools: Vec<Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>>,
     bound: Duration,
     tasks: TaskGroup,
 }
@@ -61,8 +67,7 @@ impl ConnectionPool {
     /// Returns an empty pool for this many workers; an idle connection stays for `bound` at most.
     pub(crate) fn new(cores: usize, bound: Duration) -> Self {
         Self {
-            idle: (0..cores.max(1)).map(|_| Mutex::default()).collect(),
-            shared: (0..cores.max(1)).map(|_| Mutex::default()).collect(),
+            pools: (0..cores.max(1)).map(|_| Pool::default()).collect(),
             bound,
             tasks: TaskGroup::default(),
         }
@@ -79,66 +84,26 @@ impl ConnectionPool {
 
     /// Returns the connection that was used last, if one is alive.
     pub(super) fn take(&self, key: &ConnectionPoolKey) -> Option<Http1Connection> {
-        let mut idle = self.idle(key);
-        let lines = idle.get_mut(&(key.tunnel, key.port))?;
-        let mut found = None;
-        while let Some(at) = lines
-            .iter()
-            .rposition(|(app, _)| Arc::ptr_eq(app, &key.app))
-        {
-            let (_, line) = lines.remove(at);
-            if line.is_alive() {
-                found = Some(line);
-                break;
-            }
-        }
-        if lines.is_empty() {
-            idle.remove(&(key.tunnel, key.port));
-        }
-        found
+        self.of(key).checkout(key, |line| line.is_alive())
     }
 
     /// Puts a connection into the pool, unless the pool has enough of them.
     pub(super) fn put(&self, key: &ConnectionPoolKey, line: Http1Connection) -> bool {
-        let mut idle = self.idle(key);
-        let lines = idle.entry((key.tunnel, key.port)).or_default();
-        let room = lines.len() < MOST_IDLE;
-        if room {
-            lines.push((key.app.clone(), line));
-        }
-        room
+        self.of(key).checkin(key.clone(), line)
     }
 
     /// Takes this line away, if it lies here.
     pub(super) fn remove(&self, key: &ConnectionPoolKey, life: &Arc<ConnState>) -> bool {
-        let mut idle = self.idle(key);
-        let Some(lines) = idle.get_mut(&(key.tunnel, key.port)) else {
-            drop(idle);
-            self.sweep(key);
-            return false;
-        };
-        let at = lines
-            .iter()
-            .position(|(_, line)| Arc::ptr_eq(&line.life, life));
-        let removed = at.map(|at| lines.remove(at));
-        if lines.is_empty() {
-            idle.remove(&(key.tunnel, key.port));
-        }
-        drop(idle);
+        let removed = self
+            .of(key)
+            .remove(key, |line| Arc::ptr_eq(&line.life, life));
         self.sweep(key);
-        removed.is_some()
+        removed
     }
 
     /// The connections that requests share.
     pub(super) fn shared(&self, key: &ConnectionPoolKey) -> Arc<UpstreamHttp2Pool> {
-        let mut all = self.connections(key);
-        let here = all.entry((key.tunnel, key.port)).or_default();
-        if let Some((_, shared)) = here.iter().find(|(app, _)| Arc::ptr_eq(app, &key.app)) {
-            return shared.clone();
-        }
-        let shared = Arc::<UpstreamHttp2Pool>::default();
-        here.push((key.app.clone(), shared.clone()));
-        shared
+        self.of(key).shared(key)
     }
 
     /// Lets no further stream onto this one of them.
@@ -147,27 +112,16 @@ impl ConnectionPool {
         self.sweep(key);
     }
 
-    /// Removes the state of an upstream that has no connection any more. A request that is about to dial one holds the state that
-    /// it will use.
+    /// Removes the state of an upstream that has no connection any more.
     fn sweep(&self, key: &ConnectionPoolKey) {
-        let mut all = self.connections(key);
-        let Some(here) = all.get_mut(&(key.tunnel, key.port)) else {
-            return;
-        };
-        here.retain(|(_, shared)| Arc::strong_count(shared) > 1 || !shared.is_empty());
-        if here.is_empty() {
-            all.remove(&(key.tunnel, key.port));
-        }
+        self.of(key).forget_shared(key, |shared| !shared.is_empty());
     }
 
-    fn connections(&self, key: &ConnectionPoolKey) -> MutexGuard<'_, Http2Connections> {
-        let list = &self.shared[key.core.0 % self.shared.len()];
-        list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn idle(&self, key: &ConnectionPoolKey) -> MutexGuard<'_, IdleHttp1> {
-        let list = &self.idle[key.core.0 % self.idle.len()];
-        list.lock().unwrap_or_else(PoisonError::into_inner)
+    fn of(
+        &self,
+        key: &ConnectionPoolKey,
+    ) -> &Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool> {
+        &self.pools[key.core.0 % self.pools.len()]
     }
 }
 

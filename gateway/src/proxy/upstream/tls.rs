@@ -10,7 +10,7 @@ use causeway_certs::{
     LeafCertificate, NodeName,
     verify::{self, provider},
 };
-use causeway_tunnel::wire;
+use causeway_upstream::alpn::{Alpn, AlpnConfigs};
 use http::{HeaderMap, header::AUTHORIZATION};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
@@ -45,22 +45,11 @@ pub(crate) struct UpstreamTlsSource {
     pub(crate) leaf: Option<LeafCertificate>,
 }
 
-/// Versions of HTTP that a connection offers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Alpn {
-    /// HTTP/2 or HTTP/1.1, as the upstream chooses.
-    Any,
-    /// HTTP/1.1 alone: upgrades.
-    Http1,
-}
-
 /// TLS configuration of the upstream of one port.
 #[derive(Debug)]
 pub(crate) struct UpstreamTls {
     material: UpstreamTlsSource,
-    /// By which versions of HTTP are offered: both, or the one that upgrades need.
-    any: Arc<ClientConfig>,
-    http1: Arc<ClientConfig>,
+    configs: AlpnConfigs,
     /// Pinned keys, if the upstream is known by its key.
     pins: Option<Pins>,
     retired: CancellationToken,
@@ -110,17 +99,13 @@ impl UpstreamTls {
                 builder.with_client_cert_resolver(Arc::new(shown))
             }
         };
-        // Kubelets agree on nothing, or on either version of HTTP.
-        config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
         config.resumption = Resumption::disabled();
-        let http1 = Arc::new(config.clone());
-        config.alpn_protocols.insert(0, wire::ALPN_H2.to_vec());
         let is_pinned = material.believed == ServerTrust::Pinned;
         Ok(Self {
             pins: is_pinned.then(|| pins.clone()),
             material,
-            any: Arc::new(config),
-            http1,
+            // Kubelets agree on nothing, or on either version of HTTP.
+            configs: AlpnConfigs::new(config),
             retired: CancellationToken::new(),
         })
     }
@@ -142,11 +127,7 @@ impl UpstreamTls {
     }
 
     pub(super) fn connector(&self, offer: Alpn) -> TlsConnector {
-        let config = match offer {
-            Alpn::Any => &self.any,
-            Alpn::Http1 => &self.http1,
-        };
-        TlsConnector::from(config.clone())
+        TlsConnector::from(self.configs.offering(offer))
     }
 
     /// Other credentials are in force.

@@ -6,8 +6,9 @@
 
 use super::{
     body::UpstreamRequestBody,
-    error::{self, find},
-    forward::{check, listen, respond_by, to_origin, unanswered},
+    connect::GuardedIo,
+    error,
+    forward::{check, listen, respond_by, unanswered},
     http1::Http1Connection,
     tls::UpstreamTls,
 };
@@ -25,23 +26,22 @@ use crate::{
         upload_budget::BufferedBody,
     },
 };
-use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::{StreamError, request_target::TargetOverflow};
+use causeway_tunnel::{StreamError, request_target::TargetOverflow, stream_io::StreamIo};
+use causeway_upstream::{
+    connection::UpstreamIo,
+    head,
+    http1::{self, Http1Io},
+    progress::while_moving,
+    response_error::find,
+    rewind::Rewind,
+};
 use http::{
-    HeaderValue, Method, Request, Response, StatusCode, Version,
-    header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE},
+    HeaderValue, Request, Response, StatusCode, Version,
+    header::{CONNECTION, UPGRADE},
 };
 use http_body::Body;
 use hyper::upgrade::{OnUpgrade, Upgraded};
-use hyper_util::rt::TokioIo;
-use std::{
-    pin::pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
-};
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    time::timeout,
-};
+use std::{pin::pin, sync::Arc};
 use tracing::debug_span;
 
 /// Forwards an upgrade to the protocol that `token` names.
@@ -60,7 +60,8 @@ pub(in crate::proxy) async fn run(
     let mut head = forward::head(way, parts)?;
     app.alone(head.headers_mut());
     let has_body = !body.is_end_stream();
-    prepare(way, &mut head, token, has_body)?;
+    head::to_upgrade(&mut head, &way.route.target, (token, has_body))
+        .ok_or_else(|| error::broken(way.route, "cannot be asked for this protocol"))?;
     let rest = head.extensions_mut().remove::<TargetOverflow>();
     let opened = Http1Connection::open(way, app, rest).await?;
     let life = opened.life.clone();
@@ -72,22 +73,13 @@ pub(in crate::proxy) async fn run(
         UpstreamRequestBody::default()
     };
     let bound = way.proxy.shared.timeouts.upgrade_first_byte;
-    let answered = {
-        let mut request = head.map(|()| body);
-        listen(way, &mut request, &asking, None);
-        let mut asked = pin!(asking.ask(request));
-        loop {
-            let before = life.taken.load(Relaxed);
-            match timeout(bound, &mut asked).await {
-                Ok(answered) => break answered,
-                Err(_) if life.taken.load(Relaxed) != before => {}
-                Err(_) => {
-                    let what = format!("did not answer the upgrade within {bound:?}");
-                    return Err(error::slow(way.route, &what));
-                }
-            }
-        }
-    };
+    let mut request = head.map(|()| body);
+    listen(way, &mut request, &asking, None);
+    let answered = while_moving(bound, &life.taken, asking.ask(request)).await;
+    let answered = answered.ok_or_else(|| {
+        let what = format!("did not answer the upgrade within {bound:?}");
+        error::slow(way.route, &what)
+    })?;
     let mut answer = answered.map_err(|error| unanswered(way, &asking, error.error()))?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         return respond_by(way, asking, answer);
@@ -112,33 +104,6 @@ pub(in crate::proxy) async fn run(
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
-fn prepare(
-    way: StreamContext<'_>,
-    head: &mut Request<()>,
-    token: &str,
-    has_body: bool,
-) -> Result<(), Error> {
-    to_origin(way, head);
-    let has_content = matches!(*head.method(), Method::POST | Method::PUT | Method::PATCH);
-    let token = HeaderValue::from_str(token)
-        .map_err(|_| error::broken(way.route, "cannot be asked for this protocol"))?;
-    let fields = head.headers_mut();
-    fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-    fields.insert(UPGRADE, token);
-    if has_body {
-        if !fields.contains_key(CONTENT_LENGTH) {
-            fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
-        }
-        return Ok(());
-    }
-    fields.remove(CONTENT_LENGTH);
-    if has_content {
-        // RFC 9110 §8.6; kubectl's POST says so too.
-        fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
-    }
-    Ok(())
-}
-
 /// Passes bytes between the upgraded connections of the client and of the upstream, in a task of its own.
 fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     let (connection, record) = (way.connection.clone(), way.record.clone());
@@ -148,10 +113,14 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     let work = async move {
         // The app's half is first: it is there at once, and a client that has left resets it.
         let far = match far.await {
-            Ok(far) => UpgradedIo(TokioIo::new(far)),
+            Ok(far) => released(far),
             Err(error) => {
                 return record.failed(&error::of_answer(&route, &error, "behind its 101"));
             }
+        };
+        let Some(far) = far else {
+            let what = "has a connection that HTTP does not release";
+            return record.failed(&error::broken(&route, what));
         };
         let near = match near.await {
             Ok(near) => near,
@@ -181,19 +150,9 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     way.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// The upstream's connection after HTTP has released it.
-struct UpgradedIo(TokioIo<Upgraded>);
-
-impl ResetOnClose for UpgradedIo {
-    fn abort(&self) {
-        // What is dropped before its end is reset, and this is about to be.
-    }
-}
-
-impl AsyncRead for UpgradedIo {
-    causeway_rt::forward!(0: poll_read);
-}
-
-impl AsyncWrite for UpgradedIo {
-    causeway_rt::forward!(0: poll_write, poll_flush, poll_shutdown);
+/// Returns the upstream's connection from HTTP, behind the bytes that were read of it too early.
+fn released(far: Upgraded) -> Option<Rewind<UpstreamIo<StreamIo>>> {
+    let parts = far.downcast::<Http1Io<GuardedIo>>().ok()?;
+    let connection = http1::into_inner(parts.io).into_inner();
+    Some(Rewind::new(parts.read_buf, connection))
 }

@@ -5,7 +5,7 @@
 //! others wait for it, since most find a place on the connection that it dials. A waiting stream has a bound of its own, and
 //! is not passed to h2, which would queue it out of sight.
 
-use crate::http2_observer::MaxConcurrentStreams;
+use causeway_tunnel::http2_observer::MaxConcurrentStreams;
 use std::{
     pin::pin,
     sync::{
@@ -14,7 +14,10 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::Notify,
+    time::{Instant, timeout_at},
+};
 
 /// Connections to one upstream, at most. Servers allow 100 streams or more on each.
 pub const MAX_CONNECTIONS: usize = 64;
@@ -131,6 +134,23 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         }
     }
 
+    /// Waits for [`Http2Pool::turn`] until `deadline`.
+    ///
+    /// # Errors
+    /// The reason, as the end of a sentence about the upstream.
+    pub async fn turn_until(
+        &self,
+        deadline: Instant,
+        after: u64,
+        alive: impl Fn(&C) -> bool,
+    ) -> Result<Checkout<'_, C>, &'static str> {
+        let turn = timeout_at(deadline, self.turn(after, alive)).await;
+        turn.map_err(|_| match self.is_full() {
+            true => "has as many streams as it allows, and none ended in time",
+            false => "did not take the connection in time",
+        })
+    }
+
     fn at_once(&self, after: u64, alive: impl Fn(&C) -> bool) -> Option<Checkout<'static, C>> {
         let mut known = self.known();
         known.lines.retain(|line| alive(&line.connection));
@@ -191,7 +211,7 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
     }
 
     /// Whether no further connection may be dialled.
-    pub fn is_full(&self) -> bool {
+    fn is_full(&self) -> bool {
         self.known().lines.len() >= MAX_CONNECTIONS
     }
 

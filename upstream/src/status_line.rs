@@ -6,19 +6,19 @@ const VERSION: &[u8] = b"HTTP/1.";
 /// Adapter that makes hyper read a later minor version as 1.1 (RFC 9110 section 2.5), since hyper knows 1.0 and 1.1 only. An
 /// interim answer (1xx) is inspected in place of the answer behind it.
 #[derive(Clone, Debug, Default)]
-pub struct StatusLine {
+pub(crate) struct StatusLine {
     /// Bytes of [`VERSION`] that were read; one more behind the line.
     at: usize,
 }
 
 impl StatusLine {
     /// Begins another answer.
-    pub fn begin(&mut self) {
+    pub(crate) fn begin(&mut self) {
         self.at = 0;
     }
 
     /// Takes the next bytes.
-    pub fn rewrite(&mut self, bytes: &mut [u8]) {
+    pub(crate) fn rewrite(&mut self, bytes: &mut [u8]) {
         let mut bytes = bytes.iter_mut();
         while self.at <= VERSION.len()
             && let Some(byte) = bytes.next()

@@ -1,0 +1,204 @@
+//! HTTP/1.1 on a connection to an upstream, before its first request.
+
+use crate::status_line::StatusLine;
+use causeway_tunnel::{
+    error::is_close,
+    io_observer::{IoObserver, ObservedIo},
+    request_target::{TargetOverflow, TargetWriter},
+};
+use hyper::{
+    body::Body,
+    client::conn::http1::{Builder, Connection, SendRequest},
+};
+use hyper_util::rt::TokioIo;
+use std::{
+    error::Error,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+/// Fields of an answer that hyper takes by default.
+const ENGINE_FIELDS: usize = 100;
+
+/// A connection as hyper has it.
+pub type Http1Io<S> = TokioIo<ObservedIo<TargetWriter<S>, Answering>>;
+
+/// Observer that records whether the upstream has sent a byte since the last request. Clones share the record.
+#[derive(Clone, Debug, Default)]
+pub struct Answering(Arc<AtomicBool>, StatusLine);
+
+impl Answering {
+    /// Begins the record of another request.
+    pub fn begin(&self) {
+        self.0.store(false, Relaxed);
+    }
+
+    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
+    /// `error`.
+    pub fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        let closed = error.is_incomplete_message() || is_close(error);
+        closed && !self.0.load(Relaxed)
+    }
+}
+
+impl IoObserver for Answering {
+    fn adjust(&mut self, bytes: &mut [u8]) {
+        if !bytes.is_empty() {
+            if !self.0.swap(true, Relaxed) {
+                self.1.begin();
+            }
+            self.1.rewrite(bytes);
+        }
+    }
+
+    /// Ignores broken pipes and resets. An upstream that has answered before it read the request's body may close its
+    /// connection over that: the answer is still to be read.
+    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
+            _ => Err(error),
+        }
+    }
+}
+
+/// Bounds on the head of an answer.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadBounds {
+    /// Fields.
+    pub fields: usize,
+    /// Bytes, if not as many as hyper takes by default.
+    pub bytes: Option<usize>,
+}
+
+/// Begins HTTP/1.1 on a connection, whose first request has this rest of its target.
+///
+/// # Errors
+/// If hyper does not accept the connection.
+pub async fn handshake<S, B>(
+    connection: S,
+    rest: Option<TargetOverflow>,
+    most: HeadBounds,
+) -> hyper::Result<(SendRequest<B>, Connection<Http1Io<S>, B>, Answering)>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    B: Body<Data: Send, Error: Into<Box<dyn Error + Send + Sync>>> + 'static,
+{
+    let answering = Answering::default();
+    let connection = ObservedIo::new(TargetWriter::new(connection, rest), answering.clone());
+    let mut builder = Builder::new();
+    builder.title_case_headers(true);
+    if most.fields != ENGINE_FIELDS {
+        // Said, it costs an allocation for each answer.
+        builder.max_headers(most.fields);
+    }
+    if let Some(bytes) = most.bytes {
+        builder.max_buf_size(bytes);
+    }
+    let (sender, connection) = builder.handshake(TokioIo::new(connection)).await?;
+    Ok((sender, connection, answering))
+}
+
+/// Returns the connection below HTTP/1.1.
+pub fn into_inner<S>(io: Http1Io<S>) -> S {
+    io.into_inner().into_inner().into_inner()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+    use http::Request;
+    use http_body::Frame;
+    use http_body_util::StreamBody;
+    use std::{
+        convert::Infallible,
+        pin::Pin,
+        task::{Context, Poll, ready},
+    };
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex},
+        sync::{Notify, mpsc},
+    };
+
+    /// A connection whose peer resets it when more is sent, from a moment on.
+    struct Resetting {
+        io: DuplexStream,
+        resets: Arc<AtomicBool>,
+        written: Arc<Notify>,
+    }
+
+    impl AsyncRead for Resetting {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_read(cx, buf)
+        }
+    }
+
+    impl AsyncWrite for Resetting {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            if self.resets.load(Relaxed) {
+                self.written.notify_one();
+                return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+            }
+            Pin::new(&mut self.io).poll_write(cx, buf)
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_flush(cx)
+        }
+
+        fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_shutdown(cx)
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_is_read_though_the_app_has_reset_its_connection_over_the_body() {
+        let (near, mut far) = duplex(64 << 10);
+        let (resets, written) = (Arc::<AtomicBool>::default(), Arc::<Notify>::default());
+        let near = Resetting {
+            io: near,
+            resets: resets.clone(),
+            written: written.clone(),
+        };
+        let most = HeadBounds {
+            fields: 100,
+            bytes: None,
+        };
+        let (mut sender, connection, _) = handshake(near, None, most).await.unwrap();
+        let (body, mut parts) = mpsc::channel::<Bytes>(1);
+        let parts = futures_util::stream::poll_fn(move |cx| {
+            let part = ready!(parts.poll_recv(cx));
+            Poll::Ready(part.map(|part| Ok::<_, Infallible>(Frame::data(part))))
+        });
+        let request = Request::post("/").body(StreamBody::new(parts)).unwrap();
+        let app = async {
+            let mut head = [0; 1024];
+            assert!(far.read(&mut head).await.unwrap() > 0);
+            resets.store(true, Relaxed);
+            body.send(Bytes::from_static(b"some of it")).await.unwrap();
+            written.notified().await;
+            let answer = b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 0\r\n\r\n";
+            far.write_all(answer).await.unwrap();
+            far.flush().await.unwrap();
+            std::future::pending::<Infallible>().await
+        };
+        let answer = tokio::select! {
+            answer = sender.send_request(request) => answer.unwrap(),
+            ended = connection => panic!("it ended without an answer: {ended:?}"),
+            never = app => match never {},
+        };
+        assert_eq!(answer.status(), 413);
+    }
+}

@@ -1,0 +1,139 @@
+//! Idle connections to upstreams, and the state of the connections that requests share.
+//!
+//! HTTP/1.1: idle ones lie in a stack for each key, the last used on top. HTTP/2: connections are shared by streams, and `M`
+//! holds them.
+
+use std::{
+    collections::HashMap,
+    hash::Hash,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// Idle connections for each key at most: more clients at once than this are not ordinary on a node.
+const MOST_IDLE: usize = 256;
+
+/// Pooled connections, by the key of interchangeable ones.
+#[derive(Debug)]
+pub struct Pool<K, C, M> {
+    idle: Mutex<HashMap<K, Vec<C>>>,
+    shared: Mutex<HashMap<K, Arc<M>>>,
+}
+
+impl<K, C, M> Default for Pool<K, C, M> {
+    fn default() -> Self {
+        Self {
+            idle: Mutex::default(),
+            shared: Mutex::default(),
+        }
+    }
+}
+
+impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
+    /// Returns the idle connection that was used last, if one is `alive`.
+    pub fn checkout(&self, key: &K, mut alive: impl FnMut(&mut C) -> bool) -> Option<C> {
+        loop {
+            let mut connection = locked(&self.idle).get_mut(key)?.pop()?;
+            if alive(&mut connection) {
+                return Some(connection);
+            }
+        }
+    }
+
+    /// Keeps an idle connection. Returns false if there are enough of them.
+    pub fn checkin(&self, key: K, connection: C) -> bool {
+        let mut idle = locked(&self.idle);
+        let connections = idle.entry(key).or_default();
+        let room = connections.len() < MOST_IDLE;
+        if room {
+            connections.push(connection);
+        }
+        room
+    }
+
+    /// Removes an idle connection. Returns false if it is not here.
+    pub fn remove(&self, key: &K, is_it: impl Fn(&C) -> bool) -> bool {
+        let mut idle = locked(&self.idle);
+        let Some(connections) = idle.get_mut(key) else {
+            return false;
+        };
+        let at = connections.iter().position(is_it);
+        let removed = at.map(|at| connections.remove(at));
+        if connections.is_empty() {
+            idle.remove(key);
+        }
+        drop(idle);
+        removed.is_some()
+    }
+
+    /// Returns the connections that requests share.
+    pub fn shared(&self, key: &K) -> Arc<M> {
+        let mut shared = locked(&self.shared);
+        if let Some(found) = shared.get(key) {
+            return found.clone();
+        }
+        shared.entry(key.clone()).or_default().clone()
+    }
+
+    /// Removes the shared connections of a key if nothing is `known` of them. A request that is about to dial holds them.
+    pub fn forget_shared(&self, key: &K, known: impl Fn(&M) -> bool) {
+        let mut shared = locked(&self.shared);
+        let unused = |found: &Arc<M>| Arc::strong_count(found) == 1 && !known(found);
+        if shared.get(key).is_some_and(unused) {
+            shared.remove(key);
+        }
+    }
+
+    /// Removes idle connections that are not `alive`, and shared ones of which nothing is `known`.
+    pub fn sweep(&self, mut alive: impl FnMut(&mut C) -> bool, known: impl Fn(&M) -> bool) {
+        locked(&self.idle).retain(|_, connections| {
+            connections.retain_mut(&mut alive);
+            !connections.is_empty()
+        });
+        // A request that is about to dial holds what it will put there.
+        locked(&self.shared).retain(|_, shared| known(shared) || Arc::strong_count(shared) > 1);
+    }
+
+    /// Returns how many connections are idle.
+    pub fn idle(&self) -> usize {
+        locked(&self.idle).values().map(Vec::len).sum()
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_used_that_lives_is_taken_and_what_is_full_takes_none() {
+        let pool = Pool::<_, usize, ()>::default();
+        for each in 0..MOST_IDLE {
+            assert!(pool.checkin("a", each));
+        }
+        assert!(!pool.checkin("a", MOST_IDLE) && pool.checkin("b", 0));
+        assert_eq!(pool.checkout(&"a", |each| *each < 7), Some(6));
+        assert!(pool.remove(&"a", |each| *each == 3) && !pool.remove(&"a", |each| *each == 3));
+        assert_eq!(pool.idle(), 6);
+        pool.sweep(|each| *each > 4, |()| true);
+        assert_eq!(pool.checkout(&"a", |_| true), Some(5));
+        assert_eq!(pool.checkout(&"b", |_| true), None);
+    }
+
+    #[test]
+    fn shared_connections_stay_while_something_is_known_or_a_request_holds_them() {
+        let pool = Pool::<_, (), u8>::default();
+        let held = pool.shared(&"a");
+        pool.forget_shared(&"a", |_| false);
+        pool.sweep(|()| true, |_| false);
+        assert!(Arc::ptr_eq(&held, &pool.shared(&"a")));
+        let known = Arc::downgrade(&held);
+        drop(held);
+        pool.forget_shared(&"a", |_| true);
+        assert!(known.upgrade().is_some());
+        pool.forget_shared(&"a", |_| false);
+        assert!(known.upgrade().is_none());
+    }
+}

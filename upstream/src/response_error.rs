@@ -1,0 +1,37 @@
+//! Descriptions of how an upstream failed to answer over HTTP/1.1, or over hyper's HTTP/2.
+
+use std::{
+    error::Error,
+    io::{self, ErrorKind::UnexpectedEof},
+};
+
+/// Returns what the upstream did, as the end of a sentence about it. `when` says at which point ("before it had answered"),
+/// `bounds` what the head of an answer must not exceed.
+pub fn describe(error: &hyper::Error, when: &str, bounds: &str) -> String {
+    if error.is_parse_too_large() {
+        return format!("answered with {bounds}");
+    }
+    if error.is_parse() {
+        return format!("answered what is not HTTP: {error}");
+    }
+    // Many apps end without a close_notify.
+    let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
+    if cut || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
+        return format!("closed the connection {when}");
+    }
+    let cause = error
+        .source()
+        .map_or_else(|| error.to_string(), ToString::to_string);
+    format!("broke the connection {when}: {cause}")
+}
+
+/// Returns an error of this type among the causes. An `io::Error` does not show the one that it holds as its source.
+pub fn find<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
+    if let Some(found) = error.downcast_ref::<T>() {
+        return Some(found);
+    }
+    if let Some(io) = error.downcast_ref::<io::Error>() {
+        return find(io.get_ref()?);
+    }
+    find(error.source()?)
+}
