@@ -43,7 +43,6 @@ use causeway_tunnel::{
     eviction::Eviction,
     request_target::{OverflowBuffer, TargetOverflow},
 };
-use causeway_upstream::rewind::Rewind;
 use dial::Connected;
 use futures_util::future::OptionFuture;
 use http::{Request, Response};
@@ -80,7 +79,7 @@ enum ResponseTail {
     /// A body.
     Body(Box<body::ResponseBody>),
     /// Bytes both ways.
-    Bytes(Box<Rewind<UpstreamIo>>, StreamReceiver),
+    Bytes(Box<UpstreamIo>, StreamReceiver),
 }
 
 /// Why there is no answer.

@@ -1,48 +1,79 @@
 //! A connection to an upstream: in the clear, or TLS over it. Either way its close can be made a reset.
 
+use bytes::{Buf, Bytes};
 use causeway_rt::socket::ResetOnClose;
 use causeway_tunnel::wire;
-use tokio::io::{AsyncRead, AsyncWrite};
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
-/// A connection to an upstream.
+/// A connection to an upstream, behind bytes that were read from it too early: those behind a 101 may share its segment
+/// (invariant 9).
 #[derive(Debug)]
-pub struct UpstreamIo<S>(Either<S, Box<TlsStream<S>>>);
+pub struct UpstreamIo<S> {
+    early: Bytes,
+    io: Either<S, Box<TlsStream<S>>>,
+}
 
 impl<S> UpstreamIo<S> {
-    /// Returns a connection in the clear.
+    /// In the clear.
     pub fn plain(io: S) -> Self {
-        Self(Either::Left(io))
+        Self {
+            early: Bytes::new(),
+            io: Either::Left(io),
+        }
     }
 
-    /// Returns a connection over TLS.
-    pub fn tls(io: TlsStream<S>) -> Self {
-        Self(Either::Right(Box::new(io)))
+    /// Over TLS.
+    pub fn tls(tls: TlsStream<S>) -> Self {
+        Self {
+            early: Bytes::new(),
+            io: Either::Right(Box::new(tls)),
+        }
+    }
+
+    /// Puts bytes that were read from the connection in front of it.
+    #[must_use]
+    pub fn behind(self, early: Bytes) -> Self {
+        Self { early, ..self }
     }
 
     /// Whether the upstream chose HTTP/2.
     pub fn chose_http2(&self) -> bool {
-        match &self.0 {
-            Either::Left(_) => false,
-            Either::Right(tls) => tls.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2),
-        }
+        matches!(&self.io, Either::Right(tls) if tls.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2))
     }
 }
 
 impl<S: ResetOnClose> ResetOnClose for UpstreamIo<S> {
     fn abort(&self) {
-        match &self.0 {
-            Either::Left(plain) => plain.abort(),
+        match &self.io {
+            Either::Left(io) => io.abort(),
             Either::Right(tls) => tls.get_ref().0.abort(),
         }
     }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for UpstreamIo<S> {
-    causeway_rt::forward!(0: poll_read);
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.early.is_empty() {
+            return Pin::new(&mut self.io).poll_read(cx, buf);
+        }
+        let part = self.early.len().min(buf.remaining());
+        buf.put_slice(&self.early[..part]);
+        self.early.advance(part);
+        Poll::Ready(Ok(()))
+    }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for UpstreamIo<S> {
-    causeway_rt::forward!(0: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
+    causeway_rt::forward!(io: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
 }

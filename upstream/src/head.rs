@@ -86,21 +86,68 @@ pub fn to_http2<B>(request: &mut Request<B>, target: &Target, scheme: &'static s
     }
 }
 
-/// Whether a request can be repeated (RFC 9110 §9.2.2), if it has no body.
-pub fn is_idempotent<B>(request: &Request<B>) -> bool {
-    matches!(
-        *request.method(),
-        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
-    )
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// Returns a copy of a request without its body.
-pub fn copy<B, C: Default>(request: &Request<B>) -> Request<C> {
-    let mut copy = Request::new(C::default());
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = request.version();
-    copy.headers_mut().clone_from(request.headers());
-    copy.extensions_mut().clone_from(request.extensions());
-    copy
+    fn request(method: &str, fields: &[(&str, &str)]) -> Request<()> {
+        let mut request = Request::builder().method(method).uri("https://a.b/c?d");
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        request.body(()).unwrap()
+    }
+
+    fn text(request: &Request<()>, name: &str) -> Option<String> {
+        let value = request.headers().get(name)?;
+        Some(value.to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn a_head_of_either_version_becomes_one_of_the_other() {
+        let target = Target::new("edge-1", 80);
+        let mut request = request(
+            "GET",
+            &[("te", "trailers"), ("cookie", "a=1"), ("cookie", "b=2")],
+        );
+        to_http1(&mut request, &target, true);
+        assert_eq!(
+            (request.version(), request.uri()),
+            (Version::HTTP_11, &Uri::from_static("/c?d"))
+        );
+        for (name, value) in [
+            ("host", "a.b"),
+            ("cookie", "a=1; b=2"),
+            ("connection", "TE"),
+            ("transfer-encoding", "chunked"),
+        ] {
+            assert_eq!(text(&request, name).as_deref(), Some(value));
+        }
+        to_http2(&mut request, &target, "http");
+        assert_eq!(
+            (request.version(), request.uri()),
+            (Version::HTTP_2, &Uri::from_static("http://a.b/c?d"))
+        );
+        assert_eq!(text(&request, "host"), None);
+        *request.uri_mut() = Uri::from_static("/");
+        to_http2(&mut request, &target, "http");
+        assert_eq!(request.uri(), "http://edge-1:80/");
+    }
+
+    #[test]
+    fn the_length_of_an_upgrade_is_that_of_its_body() {
+        for (method, fields, has_body, length, coding) in [
+            ("GET", &[("content-length", "5")][..], false, None, None),
+            ("POST", &[], false, Some("0"), None),
+            ("POST", &[("content-length", "5")], true, Some("5"), None),
+            ("POST", &[], true, None, Some("chunked")),
+        ] {
+            let mut request = request(method, fields);
+            let upgrade = ("websocket", has_body);
+            to_upgrade(&mut request, &Target::new("edge-1", 80), upgrade).unwrap();
+            assert_eq!(text(&request, "upgrade").as_deref(), Some("websocket"));
+            assert_eq!(text(&request, "content-length").as_deref(), length);
+            assert_eq!(text(&request, "transfer-encoding").as_deref(), coding);
+        }
+    }
 }

@@ -65,23 +65,15 @@ impl IoObserver for Answering {
     }
 }
 
-/// Bounds on the head of an answer.
-#[derive(Clone, Copy, Debug)]
-pub struct HeadBounds {
-    /// Fields.
-    pub fields: usize,
-    /// Bytes, if not as many as hyper takes by default.
-    pub bytes: Option<usize>,
-}
-
-/// Begins HTTP/1.1 on a connection, whose first request has this rest of its target.
+/// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. The head of an answer has so many
+/// fields at most, and so many bytes, or as many as hyper takes by default.
 ///
 /// # Errors
 /// If hyper does not accept the connection.
 pub async fn handshake<S, B>(
     connection: S,
     rest: Option<TargetOverflow>,
-    most: HeadBounds,
+    (most_fields, most_bytes): (usize, Option<usize>),
 ) -> hyper::Result<(SendRequest<B>, Connection<Http1Io<S>, B>, Answering)>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -91,11 +83,11 @@ where
     let connection = ObservedIo::new(TargetWriter::new(connection, rest), answering.clone());
     let mut builder = Builder::new();
     builder.title_case_headers(true);
-    if most.fields != ENGINE_FIELDS {
+    if most_fields != ENGINE_FIELDS {
         // Said, it costs an allocation for each answer.
-        builder.max_headers(most.fields);
+        builder.max_headers(most_fields);
     }
-    if let Some(bytes) = most.bytes {
+    if let Some(bytes) = most_bytes {
         builder.max_buf_size(bytes);
     }
     let (sender, connection) = builder.handshake(TokioIo::new(connection)).await?;
@@ -172,11 +164,8 @@ mod tests {
             resets: resets.clone(),
             written: written.clone(),
         };
-        let most = HeadBounds {
-            fields: 100,
-            bytes: None,
-        };
-        let (mut sender, connection, _) = handshake(near, None, most).await.unwrap();
+        let begun = handshake(near, None, (ENGINE_FIELDS, None)).await;
+        let (mut sender, connection, _) = begun.unwrap();
         let (body, mut parts) = mpsc::channel::<Bytes>(1);
         let parts = futures_util::stream::poll_fn(move |cx| {
             let part = ready!(parts.poll_recv(cx));

@@ -11,5 +11,5 @@ pub mod http2_pool;
 pub mod pool;
 pub mod progress;
 pub mod response_error;
-pub mod rewind;
+pub mod retry;
 mod status_line;

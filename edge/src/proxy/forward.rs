@@ -3,9 +3,8 @@
 //! An upstream of scheme http receives HTTP/1.1, except that gRPC (`content-type: application/grpc`) exists only over HTTP/2
 //! and goes by prior knowledge; h2c is always prior knowledge; https uses the protocol that ALPN chose. Fields pass as they
 //! came, save those of one connection; a body streams as it comes, both ways, and an answer that comes before the request's
-//! body has been read passes at once. A request is sent once more, on a new connection, if the pooled connection did not
-//! take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection
-//! without a byte of an answer: a reset or garbage may be the effect of the request on the upstream.
+//! body has been read passes at once. A request that a pooled connection did not take, or did not answer, is sent once more
+//! on a new connection ([`Retry`]).
 
 use super::{
     Proxy, RequestError, ResponseTail, UpstreamResponse,
@@ -27,6 +26,7 @@ use causeway_upstream::{
     head,
     http2_pool::Checkout,
     response_error::{describe, find},
+    retry::Retry,
 };
 use http::{HeaderMap, Request, Response, StatusCode};
 use hyper::{body::Incoming, client::conn::TrySendError};
@@ -58,20 +58,14 @@ pub(super) async fn send_request(
         Some(rest) => (Box::pin(open_alone(way, app, rest)).await?, false),
     };
     connected.set(asking.address());
-    prepare(
-        &mut request,
-        app,
-        matches!(asking, ConnectionInUse::Http2(_)),
-    );
-    let repeatable = head::is_idempotent(&request) && !request.body().is_some();
-    let again = (reused && repeatable).then(|| head::copy(&request));
+    prepare(&mut request, app, &asking);
+    let retry = Retry::new(&request, reused, request.body().is_some());
     let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(app, asking, answer),
         Err(error) => error,
     };
-    let unsent = reused.then(|| error.take_message()).flatten();
-    let again = again.filter(|_| asking.closed_unanswered(error.error()));
-    let Some(request) = unsent.or(again) else {
+    let again = retry.request(&mut error, |error| asking.closed_unanswered(error));
+    let Some(mut request) = again else {
         return Err(unanswered(app, &error));
     };
     if caused_by_client(error.error()) {
@@ -82,6 +76,7 @@ pub(super) async fn send_request(
     drop(asking);
     let (mut asking, _) = open(way, app, wants_http2, Some(newest)).await?;
     connected.set(asking.address());
+    prepare(&mut request, app, &asking);
     match asking.ask(request).await {
         Ok(answer) => answered(app, asking, answer),
         Err(error) => Err(unanswered(app, &error)),
@@ -103,7 +98,7 @@ impl ConnectionInUse {
     fn address(&self) -> SocketAddr {
         match self {
             Self::Http1(line) => line.address(),
-            Self::Http2(stream) => stream.address(),
+            Self::Http2(stream) => stream.address,
         }
     }
 
@@ -119,7 +114,7 @@ impl ConnectionInUse {
     fn newest(&self) -> u64 {
         match self {
             Self::Http1(_) => 0,
-            Self::Http2(stream) => stream.newest(),
+            Self::Http2(stream) => stream.newest,
         }
     }
 }
@@ -213,9 +208,9 @@ async fn begin(
     }
 }
 
-/// Puts the head into the form of the upstream's HTTP version.
-fn prepare(request: &mut Request<RequestBody>, app: &Upstream, http2: bool) {
-    if http2 {
+/// Puts the head into the form of the connection's HTTP version.
+fn prepare(request: &mut Request<RequestBody>, app: &Upstream, asking: &ConnectionInUse) {
+    if matches!(asking, ConnectionInUse::Http2(_)) {
         let scheme = if app.tls.is_some() { "https" } else { "http" };
         return head::to_http2(request, &app.target, scheme);
     }
@@ -237,7 +232,7 @@ fn answered(
     }
     let body = match asking {
         ConnectionInUse::Http1(line) => ResponseBody::http1(app, line, incoming),
-        ConnectionInUse::Http2(stream) => ResponseBody::http2(stream.into_place(), incoming),
+        ConnectionInUse::Http2(stream) => ResponseBody::http2(stream.place, incoming),
     };
     Ok(UpstreamResponse {
         head,

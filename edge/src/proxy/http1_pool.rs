@@ -14,7 +14,7 @@ use bytes::Bytes;
 use causeway_rt::socket::ResetOnClose;
 use causeway_tunnel::request_target::TargetOverflow;
 use causeway_upstream::{
-    http1::{Answering, HeadBounds, Http1Io, handshake, into_inner},
+    http1::{Answering, Http1Io, handshake, into_inner},
     pool::Pool,
     progress::while_moving,
 };
@@ -143,11 +143,8 @@ impl PooledConnection {
         rest: Option<TargetOverflow>,
         most_fields: usize,
     ) -> hyper::Result<Self> {
-        let most = HeadBounds {
-            fields: most_fields,
-            bytes: None,
-        };
-        let (sender, connection, answering) = handshake(connection, rest, most).await?;
+        let begun = handshake(connection, rest, (most_fields, None)).await?;
+        let (sender, connection, answering) = begun;
         Ok(Self {
             driven: ConnectionDriver {
                 connection: Some(connection),

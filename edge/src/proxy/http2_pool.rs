@@ -47,9 +47,11 @@ impl Http2Sender {
 /// A stream that may be opened.
 pub(super) struct UpstreamStreamPermit {
     sender: http2::SendRequest<RequestBody>,
-    address: SocketAddr,
-    place: Arc<StreamPermit>,
-    newest: u64,
+    /// Address that the connection was dialled to.
+    pub(super) address: SocketAddr,
+    pub(super) place: Arc<StreamPermit>,
+    /// The youngest connection that there was.
+    pub(super) newest: u64,
 }
 
 impl From<http2_pool::StreamSlot<Http2Sender>> for UpstreamStreamPermit {
@@ -72,20 +74,6 @@ impl UpstreamStreamPermit {
         // The app may answer before it has read the body, which goes on being sent.
         request.body_mut().hold(self.place.clone());
         self.sender.try_send_request(request).await
-    }
-
-    /// Returns the address that the connection was dialled to.
-    pub(super) fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// The youngest connection that there was.
-    pub(super) fn newest(&self) -> u64 {
-        self.newest
-    }
-
-    pub(super) fn into_place(self) -> Arc<StreamPermit> {
-        self.place
     }
 }
 

@@ -11,9 +11,7 @@ use super::{
     upstream::{Upstream, UpstreamIo},
 };
 use crate::metrics::StreamOutcome;
-use bytes::Bytes;
 use causeway_tunnel::{StreamReceiver, StreamSender, copy};
-use causeway_upstream::rewind::Rewind;
 use http::Response;
 use std::sync::Arc;
 
@@ -27,16 +25,15 @@ pub(super) async fn ask(
     let deadline = dial::deadline(way.timeouts.dial);
     let (tcp, address) = app.dial(way, deadline).await?;
     connected.set(address);
-    let socket = Rewind::new(Bytes::new(), UpstreamIo::plain(tcp));
     Ok(UpstreamResponse {
         head: Response::new(()),
-        then: ResponseTail::Bytes(Box::new(socket), body),
+        then: ResponseTail::Bytes(Box::new(UpstreamIo::plain(tcp)), body),
     })
 }
 
 /// Passes bytes until both directions have ended. Serves upgrades too.
 pub(super) async fn pass(
-    socket: Rewind<UpstreamIo>,
+    socket: UpstreamIo,
     send: StreamSender,
     receive: StreamReceiver,
 ) -> StreamOutcome {

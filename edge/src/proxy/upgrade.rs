@@ -16,7 +16,7 @@ use super::{
     upstream::Upstream,
 };
 use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
-use causeway_upstream::{alpn::Alpn, head, progress::while_moving, rewind::Rewind};
+use causeway_upstream::{alpn::Alpn, head, progress::while_moving};
 use http::{
     Request, Response, StatusCode,
     header::{CONTENT_LENGTH, UPGRADE},
@@ -113,6 +113,6 @@ async fn switched(
     };
     Ok(UpstreamResponse {
         head,
-        then: ResponseTail::Bytes(Box::new(Rewind::new(early, connection)), stream),
+        then: ResponseTail::Bytes(Box::new(connection.behind(early)), stream),
     })
 }

@@ -153,6 +153,62 @@ async fn streams_whose_connection_closed_share_the_one_that_follows() {
 }
 
 #[tokio::test]
+async fn a_request_that_goes_on_over_http1_has_its_form() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = listener.local_addr().unwrap().to_string();
+    let port = json!({ "target": target, "scheme": "https", "verify": false });
+    let world = World::start(json!({ "ports": { "80": port } })).await;
+    let ca = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
+    let names = [ListenerName::parse("localhost").unwrap()];
+    let leaf = ca.mint_listener(&names, Duration::from_hours(1)).unwrap();
+    let accept = async |alpn: &[&[u8]]| {
+        let trust = TrustStore::of(&ca).unwrap();
+        let server = listener_server(leaf.resolver(), &trust, false, alpn).unwrap();
+        let (tcp, _) = listener.accept().await.unwrap();
+        let acceptor = tokio_rustls::TlsAcceptor::from(server);
+        acceptor.accept(tcp).await.unwrap()
+    };
+    let app = async {
+        let second = CancellationToken::new();
+        let service = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| {
+            let waits = request.uri().path() == "/second";
+            if waits {
+                second.cancel();
+            }
+            async move {
+                if waits {
+                    std::future::pending::<()>().await;
+                }
+                Ok::<_, Infallible>(Response::new(String::from("ok")))
+            }
+        });
+        let io = TokioIo::new(accept(&[b"h2"]).await);
+        let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+        tokio::select! {
+            _ = builder.serve_connection(io, service) => {}
+            () = second.cancelled() => {}
+        }
+        let mut tls = accept(&[b"http/1.1"]).await;
+        let mut head = vec![0; 4096];
+        let read = tls.read(&mut head).await.unwrap();
+        let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+        tls.write_all(answer).await.unwrap();
+        tls.flush().await.unwrap();
+        String::from_utf8(head[..read].to_vec()).unwrap()
+    };
+    let client = async {
+        let first = world.get("/").await;
+        assert_eq!(text(first.into_body()).await.unwrap(), "ok");
+        let second = world.get("/second").await;
+        assert_eq!(failure(&second), ("", ""));
+    };
+    let (head, ()) = timeout(SOON, async { tokio::join!(app, client) })
+        .await
+        .unwrap();
+    assert!(head.starts_with("GET /second HTTP/1.1\r\nHost: "), "{head}");
+}
+
+#[tokio::test]
 async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
     for (says, reason, words) in [
         (&b""[..], "target-timeout", "did not begin HTTP/2"),

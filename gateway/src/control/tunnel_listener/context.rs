@@ -10,7 +10,7 @@ use crate::{
 };
 use axum::Router;
 use causeway_certs::{LiveCa, NodeName, PeerRejected};
-use causeway_rt::socket::DetachedSocket;
+use causeway_rt::{log_throttle::LogThrottle, socket::DetachedSocket};
 use causeway_tunnel::buffered::MemoryBudget;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::sync::watch;

@@ -66,8 +66,7 @@ impl UpstreamConnection {
             eviction,
             ..ConnState::default()
         });
-        let connection = UpstreamIo::tls(tls);
-        let guarded = ObservedIo::new(connection, ResetOnDrop(life.clone()));
+        let guarded = ObservedIo::new(UpstreamIo::tls(tls), ResetOnDrop(life.clone()));
         let dialled = Self { guarded, life };
         shared.metrics.app_connected(dialled.chose_http2());
         Ok(dialled)

@@ -2,9 +2,8 @@
 //!
 //! It uses HTTP/2 if the upstream chose it (`http2_request`), else HTTP/1.1. As at an edge, fields pass unchanged, except those
 //! of one connection. A body streams as it comes, both ways. An answer that comes before the request's body has been read passes
-//! at once. A request is sent once more, on a new connection, if the pooled connection did not take it. The same applies to a
-//! request that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection without a byte of
-//! an answer. After a reset or garbage it is not repeated: that may be the effect of the request on the upstream.
+//! at once. A request that a pooled connection did not take, or did not answer, is sent once more on a new connection
+//! ([`Retry`]).
 
 use super::{
     body::{UpstreamRequestBody, UpstreamResponseBody},
@@ -24,7 +23,7 @@ use crate::{
     },
 };
 use causeway_tunnel::{headers, request_target::TargetOverflow, wire};
-use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout};
+use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout, retry::Retry};
 use http::{Request, Response, StatusCode, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
@@ -94,7 +93,7 @@ pub(super) async fn choose(
         ConnectionPoolKey::of(way, app),
     );
     while after == 0
-        && let Some(line) = kept.take(&key)
+        && let Some(line) = kept.of(&key).checkout(&key, |line| line.is_alive())
     {
         let believed = pin::holds(app, way.route, line.life.key);
         // Dropped, it is reset: its app is to be met anew.
@@ -103,7 +102,7 @@ pub(super) async fn choose(
             return Ok(ConnectionChoice::Line(asking, true));
         }
     }
-    let shared = kept.shared(&key);
+    let shared = kept.of(&key).shared(&key);
     let _turn = match http2::turn(&shared, way, app, after).await? {
         Checkout::Open(stream) => return Ok(ConnectionChoice::Stream(stream, true)),
         Checkout::Http1 => None,
@@ -137,8 +136,7 @@ pub(super) async fn by_line(
     } = content;
     let has_body = !body.is_end_stream();
     head::to_http1(&mut head, &way.route.target, has_body);
-    let again = reused && !has_body && head::is_idempotent(&head);
-    let again = again.then(|| head::copy(&head));
+    let retry = Retry::new(&head, reused, has_body);
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
@@ -154,9 +152,8 @@ pub(super) async fn by_line(
         Ok(answer) => return answered(way, asking, answer),
         Err(error) => error,
     };
-    let unsent = error.take_message().filter(|_| reused);
-    let again = again.filter(|_| asking.closed_unanswered(error.error()));
-    let Some(request) = unsent.or(again) else {
+    let again = retry.request(&mut error, |error| asking.closed_unanswered(error));
+    let Some(request) = again else {
         return Err(unanswered(way, &asking, error.error()));
     };
     drop(asking);

@@ -22,7 +22,7 @@ use causeway_certs::Fingerprint;
 use causeway_tunnel::{eviction::Eviction, request_target::TargetOverflow, wire};
 use causeway_upstream::{
     alpn::Alpn,
-    http1::{Answering, HeadBounds, Http1Io, handshake},
+    http1::{Answering, Http1Io, handshake},
     progress::while_moving,
 };
 use hyper::{
@@ -101,10 +101,7 @@ impl Http1Connection {
         rest: Option<TargetOverflow>,
     ) -> Result<Self, Error> {
         let shared = &way.proxy.shared;
-        let most = HeadBounds {
-            fields: shared.max_headers,
-            bytes: Some(wire::MAX_HEAD),
-        };
+        let most = (shared.max_headers, Some(wire::MAX_HEAD));
         let (sender, connection, answering) = handshake(guarded, rest, most)
             .await
             .map_err(|error| error::of_http(way, &error))?;
@@ -269,7 +266,7 @@ async fn rest(
         let idle = (!is_unwanted)
             .then(|| kept.upgrade())
             .flatten()
-            .is_some_and(|kept| kept.put(key, line));
+            .is_some_and(|kept| kept.of(key).checkin(key.clone(), line));
         if idle {
             tokio::select! {
                 line = returned.recv() => {

@@ -17,7 +17,7 @@ use crate::{
     proxy::{StreamContext, counted_body, forward, response_body::ResponseBody},
 };
 use causeway_tunnel::{StreamError, StreamReceiver};
-use causeway_upstream::{head, http2_pool::StreamPermit};
+use causeway_upstream::{head, http2_pool::StreamPermit, retry::is_idempotent};
 use http::{Request, Response, Version};
 use http_body::Body;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(super) async fn run(
         Ok(answered) => return answered,
         Err(broke) => broke,
     };
-    let again = reused && (!broke.taken || (broke.error.is_closed() && head::is_idempotent(&head)));
+    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
     let Some(content) = content.filter(|_| again) else {
         return Err(unanswered(way, &broke));
     };

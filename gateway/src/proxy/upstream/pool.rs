@@ -55,10 +55,13 @@ impl Hash for ConnectionPoolKey {
     }
 }
 
+/// Connections of one worker.
+type WorkerPool = Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>;
+
 /// Pool of the connections to upstreams.
 pub(crate) struct ConnectionPool {
     /// By worker.
-    pools: Vec<Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>>,
+    pools: Vec<WorkerPool>,
     bound: Duration,
     tasks: TaskGroup,
 }
@@ -82,16 +85,6 @@ impl ConnectionPool {
         self.tasks.spawn(span, task);
     }
 
-    /// Returns the connection that was used last, if one is alive.
-    pub(super) fn take(&self, key: &ConnectionPoolKey) -> Option<Http1Connection> {
-        self.of(key).checkout(key, |line| line.is_alive())
-    }
-
-    /// Puts a connection into the pool, unless the pool has enough of them.
-    pub(super) fn put(&self, key: &ConnectionPoolKey, line: Http1Connection) -> bool {
-        self.of(key).checkin(key.clone(), line)
-    }
-
     /// Takes this line away, if it lies here.
     pub(super) fn remove(&self, key: &ConnectionPoolKey, life: &Arc<ConnState>) -> bool {
         let removed = self
@@ -101,14 +94,9 @@ impl ConnectionPool {
         removed
     }
 
-    /// The connections that requests share.
-    pub(super) fn shared(&self, key: &ConnectionPoolKey) -> Arc<UpstreamHttp2Pool> {
-        self.of(key).shared(key)
-    }
-
     /// Lets no further stream onto this one of them.
     pub(super) fn forget(&self, key: &ConnectionPoolKey, number: u64) {
-        self.shared(key).forget(number);
+        self.of(key).shared(key).forget(number);
         self.sweep(key);
     }
 
@@ -117,10 +105,8 @@ impl ConnectionPool {
         self.of(key).forget_shared(key, |shared| !shared.is_empty());
     }
 
-    fn of(
-        &self,
-        key: &ConnectionPoolKey,
-    ) -> &Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool> {
+    /// Returns the connections of the key's worker.
+    pub(super) fn of(&self, key: &ConnectionPoolKey) -> &WorkerPool {
         &self.pools[key.core.0 % self.pools.len()]
     }
 }

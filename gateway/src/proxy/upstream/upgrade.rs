@@ -33,7 +33,6 @@ use causeway_upstream::{
     http1::{self, Http1Io},
     progress::while_moving,
     response_error::find,
-    rewind::Rewind,
 };
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
@@ -151,8 +150,8 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
 }
 
 /// Returns the upstream's connection from HTTP, behind the bytes that were read of it too early.
-fn released(far: Upgraded) -> Option<Rewind<UpstreamIo<StreamIo>>> {
+fn released(far: Upgraded) -> Option<UpstreamIo<StreamIo>> {
     let parts = far.downcast::<Http1Io<GuardedIo>>().ok()?;
     let connection = http1::into_inner(parts.io).into_inner();
-    Some(Rewind::new(parts.read_buf, connection))
+    Some(connection.behind(parts.read_buf))
 }

@@ -1,0 +1,53 @@
+//! A request that a pooled connection did not take, or did not answer, is sent once more.
+//!
+//! So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection without a
+//! byte of an answer. A reset or garbage may be the effect of the request on the upstream.
+
+use http::{Method, Request};
+use hyper::client::conn::TrySendError;
+
+/// The right to send a request once more.
+pub struct Retry<B> {
+    reused: bool,
+    copy: Option<Request<B>>,
+}
+
+impl<B: Default> Retry<B> {
+    /// Of a request that is about to be sent. `reused` is true if other requests have used its connection before.
+    pub fn new<A>(request: &Request<A>, reused: bool, has_body: bool) -> Self {
+        let repeatable = reused && !has_body && is_idempotent(request);
+        Self {
+            reused,
+            copy: repeatable.then(|| copy(request)),
+        }
+    }
+
+    /// Returns the request to send on a new connection, if it may be sent again. `closed_unanswered` tells whether the upstream
+    /// closed the connection without an answer.
+    pub fn request(
+        self,
+        error: &mut TrySendError<Request<B>>,
+        closed_unanswered: impl FnOnce(&hyper::Error) -> bool,
+    ) -> Option<Request<B>> {
+        let unsent = error.take_message().filter(|_| self.reused);
+        unsent.or_else(|| self.copy.filter(|_| closed_unanswered(error.error())))
+    }
+}
+
+/// Whether a request can be repeated, if it has no body.
+pub fn is_idempotent<B>(request: &Request<B>) -> bool {
+    matches!(
+        *request.method(),
+        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
+    )
+}
+
+fn copy<A, B: Default>(request: &Request<A>) -> Request<B> {
+    let mut copy = Request::new(B::default());
+    *copy.method_mut() = request.method().clone();
+    *copy.uri_mut() = request.uri().clone();
+    *copy.version_mut() = request.version();
+    copy.headers_mut().clone_from(request.headers());
+    copy.extensions_mut().clone_from(request.extensions());
+    copy
+}
