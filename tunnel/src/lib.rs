@@ -24,7 +24,6 @@ mod cork;
 pub mod eviction;
 pub mod frame_parser;
 pub mod headers;
-pub mod http2_observer;
 pub mod informational;
 pub mod load;
 mod small_frames;

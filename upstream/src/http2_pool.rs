@@ -5,7 +5,7 @@
 //! others wait for it, since most find a place on the connection that it dials. A waiting stream has a bound of its own, and
 //! is not passed to h2, which would queue it out of sight.
 
-use causeway_tunnel::http2_observer::MaxConcurrentStreams;
+use crate::http2_observer::MaxConcurrentStreams;
 use std::{
     pin::pin,
     sync::{
@@ -145,9 +145,12 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         alive: impl Fn(&C) -> bool,
     ) -> Result<Checkout<'_, C>, &'static str> {
         let turn = timeout_at(deadline, self.turn(after, alive)).await;
-        turn.map_err(|_| match self.is_full() {
-            true => "has as many streams as it allows, and none ended in time",
-            false => "did not take the connection in time",
+        turn.map_err(|_| {
+            if self.is_full() {
+                "has as many streams as it allows, and none ended in time"
+            } else {
+                "did not take the connection in time"
+            }
         })
     }
 

@@ -7,6 +7,7 @@ pub mod alpn;
 pub mod connection;
 pub mod head;
 pub mod http1;
+pub mod http2_observer;
 pub mod http2_pool;
 pub mod pool;
 pub mod progress;

@@ -11,8 +11,10 @@ use super::{
     upstream::{Upstream, UpstreamIo},
 };
 use causeway_rt::task::{TaskExecutor, TaskGroup};
-use causeway_tunnel::http2_observer::observe;
-use causeway_upstream::http2_pool::{self, Http2Pool, StreamPermit};
+use causeway_upstream::{
+    http2_observer::observe,
+    http2_pool::{self, Http2Pool, StreamPermit},
+};
 use hyper::{Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::TokioIo;
 use std::{net::SocketAddr, sync::Arc};

@@ -50,8 +50,8 @@ pub(super) async fn ask(
     let mut line = PooledConnection::begin(connection, rest, way.most_fields)
         .await
         .map_err(|error| forward::map_error(app, &error))?;
-    let (taken, bound) = (request.body().taken(), way.timeouts.upgrade);
-    let Some(answer) = while_moving(bound, &taken, line.ask(request)).await else {
+    let (progress, bound) = (request.body().taken(), way.timeouts.upgrade);
+    let Some(answer) = while_moving(bound, &progress, line.ask(request)).await else {
         let what = format!("did not answer the upgrade within {bound:?}");
         return Err(dial::slow(app, &what).into());
     };

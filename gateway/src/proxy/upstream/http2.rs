@@ -18,10 +18,12 @@ use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     Tunnel,
     gateway_side::{self, GatewaySideConfig},
-    http2_observer::observe,
     load::TunnelLoad,
 };
-use causeway_upstream::http2_pool::{self, Checkout, Http2Pool};
+use causeway_upstream::{
+    http2_observer::observe,
+    http2_pool::{self, Checkout, Http2Pool},
+};
 use std::{
     pin::pin,
     sync::{Arc, Weak},

@@ -5,7 +5,7 @@
 //! upstream that sends them without end never comes to its answer. Such an upstream's connection fails, whichever stream
 //! they were for.
 
-use crate::{
+use causeway_tunnel::{
     frame_parser::{
         ACK, DATA, END_STREAM, FrameEvent, FrameHeader, FrameParser, HEADERS, RST_STREAM, SETTINGS,
     },
