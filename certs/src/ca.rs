@@ -31,8 +31,8 @@ use crate::leaf::LeafCertificate;
 use crate::name::{self, GatewayName, ListenerName, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::Fingerprint;
-pub use error::CaError;
 use causeway_config::Secret;
+pub use error::CaError;
 use listener_ca::ListenerCa;
 pub use listener_ca::ListenerCaInfo;
 #[cfg(test)]

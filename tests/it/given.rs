@@ -454,10 +454,7 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
         nodes(&site).await[0]["state"] == "away"
     })
     .await;
-    let (taken_up, patience) = (
-        "tunnel.identity files changed",
-        crate::world::PATIENCE,
-    );
+    let (taken_up, patience) = ("tunnel.identity files changed", crate::world::PATIENCE);
     site.gateway.wrote(taken_up, 1, patience).await;
     put(&site, &clients);
     site.gateway.wrote(taken_up, 2, patience).await;
@@ -502,9 +499,7 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
 
     fs::copy(site.path("company-root.pem"), site.path("next")).unwrap();
     fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
-    site.gateway
-        .said("tunnel.identity files changed")
-        .await;
+    site.gateway.said("tunnel.identity files changed").await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     let ended = site.gateway.written().ended().join("\n");
     assert!(ended.is_empty(), "{ended}");

@@ -87,14 +87,15 @@ pub(super) async fn begin(
     (tasks, deadline): (&Arc<TaskGroup>, Instant),
 ) -> Result<UpstreamStreamPermit, RequestError> {
     let (heard, mut allowed) = observe(connection);
-    let (sender, connection) = http2::Builder::new(TaskExecutor::new(tasks.clone(), || info_span!("app")))
-        .initial_stream_window_size(STREAM_WINDOW)
-        // As much as a tunnel carries; the engine's own limit is 16 KiB.
-        .max_header_list_size(MOST_HEAD)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .handshake(TokioIo::new(heard))
-        .await
-        .map_err(|error| forward::map_error(app, &error))?;
+    let (sender, connection) =
+        http2::Builder::new(TaskExecutor::new(tasks.clone(), || info_span!("app")))
+            .initial_stream_window_size(STREAM_WINDOW)
+            // As much as a tunnel carries; the engine's own limit is 16 KiB.
+            .max_header_list_size(MOST_HEAD)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .handshake(TokioIo::new(heard))
+            .await
+            .map_err(|error| forward::map_error(app, &error))?;
     tasks.spawn(info_span!("app"), async move {
         // How it ended reaches each of its streams.
         let _ = connection.await;
