@@ -96,12 +96,12 @@ enum Is {
 }
 
 /// Returns an API of one list whose watch has no events. It counts the probes.
-fn quiet(is: watch::Receiver<Is>, asked: Arc<AtomicUsize>) -> Client {
+fn quiet(is: watch::Receiver<Is>, asked: watch::Sender<usize>) -> Client {
     let api = tower::service_fn(move |request: Request<Body>| {
         let (mut is, asked) = (is.clone(), asked.clone());
         async move {
             let uri = request.uri();
-            asked.fetch_add(usize::from(uri.path() == "/livez"), Relaxed);
+            asked.send_modify(|asked| *asked += usize::from(uri.path() == "/livez"));
             let is = *is.wait_for(|is| *is != Is::Hung).await.unwrap();
             if is == Is::Refusing {
                 return Err(kube::Error::TlsRequired);
@@ -125,7 +125,7 @@ fn quiet(is: watch::Receiver<Is>, asked: Arc<AtomicUsize>) -> Client {
 #[tokio::test(start_paused = true)]
 async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is_not() {
     let (make, is) = watch::channel(Is::Well);
-    let asked = Arc::new(AtomicUsize::new(0));
+    let asked = watch::Sender::new(0);
     let mut follower = follower("v1/services", |_| unreachable!());
     follower.client = quiet(is, asked.clone());
     let store = follower.pool.stores()[0].clone();
@@ -144,14 +144,13 @@ async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is
     // Time is the subject: a minute in which nothing changes.
     sleep(Duration::from_mins(1)).await;
     assert_eq!(store.status().lost, None);
-    assert!((11..=12).contains(&asked.load(Relaxed)), "{asked:?}");
+    assert!((11..=12).contains(&*asked.borrow()), "{asked:?}");
 
     // What fails at once for a while is no reason to end what stands.
     make.send_replace(Is::Refusing);
-    let until_asked = asked.load(Relaxed) + 3;
-    while asked.load(Relaxed) < until_asked {
-        sleep(Duration::from_millis(100)).await;
-    }
+    let until_asked = *asked.borrow() + 3;
+    let mut asks = asked.subscribe();
+    asks.wait_for(|asked| *asked >= until_asked).await.unwrap();
     make.send_replace(Is::Well);
     sleep(Duration::from_mins(1)).await;
     assert_eq!(store.status().lost, None);
