@@ -12,7 +12,7 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -117,17 +117,22 @@ struct Inner {
     instance: String,
     started: u64,
     next: AtomicU64,
-    tunnels: Mutex<BTreeMap<u64, Tunnel>>,
-    gateways: Mutex<Vec<String>>,
-    reached: Mutex<Option<ConnectedGatewaysStatus>>,
-    /// Last failures, by the gateway that each is about.
-    troubles: Mutex<BTreeMap<String, LastErrorStatus>>,
-    /// How the operator replaces an identity that gateways refuse.
-    identity_hint: Mutex<Option<String>>,
-    certificate: Mutex<Option<CertificateStatus>>,
+    table: watch::Sender<Table>,
     /// How many tunnels stand.
     standing: watch::Sender<usize>,
     reading: ApiCacheStatusSlot,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    tunnels: BTreeMap<u64, Tunnel>,
+    gateways: Vec<String>,
+    reached: Option<ConnectedGatewaysStatus>,
+    /// Last failures, by the gateway that each is about.
+    troubles: BTreeMap<String, LastErrorStatus>,
+    /// How the operator replaces an identity that gateways refuse.
+    identity_hint: Option<String>,
+    certificate: Option<CertificateStatus>,
 }
 
 #[derive(Debug)]
@@ -166,12 +171,7 @@ pub(crate) fn table(node: &str, instance: &str) -> (StatusWriter, StatusReader) 
         instance: instance.to_owned(),
         started: now(),
         next: AtomicU64::new(0),
-        tunnels: Mutex::default(),
-        gateways: Mutex::default(),
-        reached: Mutex::default(),
-        troubles: Mutex::default(),
-        identity_hint: Mutex::default(),
-        certificate: Mutex::default(),
+        table: watch::Sender::default(),
         standing: watch::Sender::default(),
         reading: ApiCacheStatusSlot::default(),
     });
@@ -201,10 +201,6 @@ impl LastErrorStatus {
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl StatusWriter {
     /// When the edge began, in milliseconds of the Unix epoch.
     pub(crate) fn started(&self) -> u64 {
@@ -229,13 +225,13 @@ impl StatusWriter {
             round_trip,
             load,
         };
-        locked(&self.0.tunnels).insert(id, tunnel);
+        self.change(|table| {
+            table.tunnels.insert(id, tunnel);
+            table.troubles.remove(ANY);
+            table.troubles.remove(&place.to_string());
+            table.identity_hint = None;
+        });
         self.0.standing.send_modify(|standing| *standing += 1);
-        let mut troubles = locked(&self.0.troubles);
-        troubles.remove(ANY);
-        troubles.remove(&place.to_string());
-        drop(troubles);
-        *locked(&self.0.identity_hint) = None;
         TunnelSummary {
             shared: self.0.clone(),
             id,
@@ -245,12 +241,16 @@ impl StatusWriter {
     /// Something went wrong with this gateway, or ([`ANY`]) with all of them.
     pub(crate) fn trouble(&self, whose: &str, what: &str, refused: bool, retry_in: Duration) {
         let trouble = LastErrorStatus::new(what, refused, retry_in);
-        locked(&self.0.troubles).insert(whose.to_owned(), trouble);
+        self.change(|table| {
+            table.troubles.insert(whose.to_owned(), trouble);
+        });
     }
 
     /// Nothing is wrong with this gateway any more, or it is none.
     pub(crate) fn mended(&self, whose: &str) {
-        locked(&self.0.troubles).remove(whose);
+        self.change(|table| {
+            table.troubles.remove(whose);
+        });
     }
 
     /// Returns once a tunnel stands.
@@ -263,51 +263,65 @@ impl StatusWriter {
     /// Sets, or with `None` removes, what the operator has to do about an identity that gateways refuse. Returns whether
     /// that has changed.
     pub(crate) fn identity_hint(&self, hint: Option<&str>) -> bool {
-        let mut said = locked(&self.0.identity_hint);
-        let changed = said.as_deref() != hint;
-        *said = hint.map(ToOwned::to_owned);
-        changed
+        self.0.table.send_if_modified(|table| {
+            let changed = table.identity_hint.as_deref() != hint;
+            table.identity_hint = hint.map(ToOwned::to_owned);
+            changed
+        })
     }
 
     /// The certificate, and when it is renewed.
     pub(crate) fn certificate(&self, not_after: SystemTime, renews_at: SystemTime) {
-        *locked(&self.0.certificate) = Some(CertificateStatus {
-            not_after: millis(not_after),
-            renews_at: millis(renews_at),
-            trouble: None,
+        self.change(|table| {
+            table.certificate = Some(CertificateStatus {
+                not_after: millis(not_after),
+                renews_at: millis(renews_at),
+                trouble: None,
+            });
         });
     }
 
     /// The certificate could not be renewed.
     pub(crate) fn not_renewed(&self, what: &str, refused: bool, retry_in: Duration) {
-        if let Some(certificate) = &mut *locked(&self.0.certificate) {
-            certificate.trouble = Some(LastErrorStatus::new(what, refused, retry_in));
-        }
+        self.change(|table| {
+            if let Some(certificate) = &mut table.certificate {
+                certificate.trouble = Some(LastErrorStatus::new(what, refused, retry_in));
+            }
+        });
     }
 
     /// Sets the addresses at which gateways are looked for.
     pub(crate) fn gateways(&self, gateways: Vec<String>) {
-        *locked(&self.0.gateways) = gateways;
+        self.change(|table| table.gateways = gateways);
     }
 
     /// So many gateways are reached, of as many as they say that there are.
     pub(crate) fn reached(&self, gateways: u32, of: Option<u32>) {
-        *locked(&self.0.reached) = of.map(|of| ConnectedGatewaysStatus { gateways, of });
+        let reached = of.map(|of| ConnectedGatewaysStatus { gateways, of });
+        self.change(|table| table.reached = reached);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Table)) {
+        self.0.table.send_modify(change);
     }
 }
 
 impl TunnelSummary {
     /// The tunnel takes no new streams.
     pub(crate) fn leaves(&self) {
-        if let Some(tunnel) = locked(&self.shared.tunnels).get_mut(&self.id) {
-            tunnel.state = "leaving";
-        }
+        self.shared.table.send_modify(|table| {
+            if let Some(tunnel) = table.tunnels.get_mut(&self.id) {
+                tunnel.state = "leaving";
+            }
+        });
     }
 }
 
 impl Drop for TunnelSummary {
     fn drop(&mut self) {
-        locked(&self.shared.tunnels).remove(&self.id);
+        self.shared.table.send_modify(|table| {
+            table.tunnels.remove(&self.id);
+        });
         self.shared.standing.send_modify(|standing| *standing -= 1);
     }
 }
@@ -315,16 +329,12 @@ impl Drop for TunnelSummary {
 impl StatusReader {
     /// Returns the current status of the edge.
     pub fn status(&self) -> Status {
-        let tunnels: Vec<_> = locked(&self.0.tunnels)
-            .values()
-            .map(Tunnel::status)
-            .collect();
-        let newest = |troubles: &BTreeMap<_, LastErrorStatus>| {
-            let newest = troubles.values().max_by_key(|trouble| trouble.at);
-            newest.cloned()
-        };
-        let mut trouble = newest(&locked(&self.0.troubles));
-        if let (Some(trouble), Some(hint)) = (&mut trouble, &*locked(&self.0.identity_hint)) {
+        let api_cache = self.0.reading.status();
+        let table = self.0.table.borrow();
+        let tunnels: Vec<_> = table.tunnels.values().map(Tunnel::status).collect();
+        let newest = table.troubles.values().max_by_key(|trouble| trouble.at);
+        let mut trouble = newest.cloned();
+        if let (Some(trouble), Some(hint)) = (&mut trouble, &table.identity_hint) {
             trouble.what = format!("{}; {hint}", trouble.what);
         }
         let state = match &trouble {
@@ -341,12 +351,36 @@ impl StatusReader {
             started: self.0.started,
             state,
             tunnels,
-            gateways: locked(&self.0.gateways).clone(),
-            reached: *locked(&self.0.reached),
+            gateways: table.gateways.clone(),
+            reached: table.reached,
             trouble,
-            certificate: locked(&self.0.certificate).clone(),
-            api_cache: self.0.reading.status(),
+            certificate: table.certificate.clone(),
+            api_cache,
         }
+    }
+
+    /// Waits until the status is as wanted. The bytes and streams of a tunnel wake nobody.
+    #[cfg(test)]
+    pub(crate) async fn wait_for(&self, wanted: impl Fn(&Status) -> bool) -> Status {
+        use tokio::time::timeout;
+        let mut changes = self.0.table.subscribe();
+        let found = async {
+            loop {
+                let status = self.status();
+                if wanted(&status) {
+                    return status;
+                }
+                let changed = changes.changed();
+                if status.api_cache.is_some() {
+                    // The API cache computes its state on request.
+                    let _ = timeout(Duration::from_millis(10), changed).await;
+                } else {
+                    let _ = changed.await;
+                }
+            }
+        };
+        let found = timeout(Duration::from_mins(2), found).await;
+        found.unwrap_or_else(|_| panic!("never: {:#?}", self.status()))
     }
 
     /// How many tunnels stand, whenever that changes.

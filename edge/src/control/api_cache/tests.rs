@@ -6,7 +6,6 @@ mod world;
 
 use causeway_tunnel::control_stream::NodePoolMembers;
 use serde_json::json;
-use std::time::Duration;
 use tokio::time::timeout;
 use world::{Cloud, Edge, Gateway, SOON, World, get, watching};
 
@@ -153,15 +152,10 @@ async fn a_leader_that_lost_its_own_gateway_is_left_for_one_that_is_in_touch() {
     leader
         .until(|api_cache| api_cache.ready && api_cache.reads_at.as_deref() == Some("edge-2"))
         .await;
+    let (_, list) = get(leader.endpoint, "/api/v1/services").await;
+    let mut events = watching(leader.endpoint, "/api/v1/services", &version(&list)).await;
     cloud.put("v1/services", "db");
-    let (_, list) = loop {
-        let answer = get(leader.endpoint, "/api/v1/services").await;
-        if names(&answer.1).len() == 2 {
-            break answer;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    };
-    assert_eq!(names(&list).len(), 2);
+    assert_eq!(events.next().await, "db");
     let _back = gone.again(&world.ca).await;
     follower.until(at_leader).await;
 }

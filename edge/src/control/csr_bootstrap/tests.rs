@@ -6,7 +6,6 @@ use std::sync::{
     Arc, Mutex,
     atomic::{AtomicUsize, Ordering::Relaxed},
 };
-use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 /// A cluster that knows who asks, and signs at the third look.
@@ -179,13 +178,10 @@ async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
     let bound = edge.await.unwrap().bind().await.unwrap();
     assert!(api.asked.lock().unwrap().is_empty(), "it holds yet");
     let key = key.key_pem();
-    let another = async {
-        while store.edge().unwrap().unwrap().leaf.key_pem() == key {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
+    let reader = bound.reader();
+    let is_another = |_: &_| store.edge().unwrap().unwrap().leaf.key_pem() != key;
     tokio::select! {
-        done = timeout(Duration::from_mins(2), another) => done.unwrap(),
+        _ = reader.wait_for(is_another) => {}
         ended = bound.run(stop.clone()) => panic!("{ended:?}"),
     }
     assert_eq!(api.asked.lock().unwrap().len(), 1);

@@ -252,17 +252,8 @@ impl Joined {
 
     async fn until(bound: Bound, wanted: impl Fn(&Status) -> bool) -> Status {
         let reader = bound.reader();
-        let until = async {
-            loop {
-                let status = reader.status();
-                if wanted(&status) {
-                    return status;
-                }
-                sleep(Duration::from_millis(10)).await;
-            }
-        };
         tokio::select! {
-            status = timeout(SOON, until) => status.unwrap_or_else(|_| panic!("{:#?}", reader.status())),
+            status = reader.wait_for(wanted) => status,
             ended = Box::pin(bound.run(CancellationToken::new())) => panic!("{ended:?}"),
         }
     }
@@ -293,9 +284,7 @@ async fn a_renewal_is_stored_with_a_new_key_and_shown_by_the_next_dial() {
     let (reader, admin) = (bound.reader(), bound.local_addr());
     let renewed = async {
         gateway.dialled_with(&edge.before.leaf.chain()[0]).await;
-        while edge.is_as_before() {
-            sleep(Duration::from_millis(10)).await;
-        }
+        reader.wait_for(|_| !edge.is_as_before()).await;
         let after = edge.stored();
         gateway.dialled_with(&after.leaf.chain()[0]).await;
         (after, metrics(admin).await)
@@ -439,10 +428,9 @@ async fn an_identity_of_a_lost_ca_is_replaced_by_the_clusters_word() {
     let (edge, api) = (Joined::new(&ca(), DAY), Arc::new(Api::new("edge-1")));
     let mut gateway = Gateway::start(&api.ca, |_| panic!("it was asked to renew")).await;
     let bound = edge.bind_in(gateway.address, Some(api.clone())).await;
+    let reader = bound.reader();
     let replaced = async {
-        while edge.is_as_before() {
-            sleep(Duration::from_millis(10)).await;
-        }
+        reader.wait_for(|_| !edge.is_as_before()).await;
         let after = edge.stored();
         gateway.dialled_with(&after.leaf.chain()[0]).await;
         after

@@ -4,7 +4,7 @@ use super::super::{super::http_server::AcceptedConnections, local_server::serve_
 use super::Nodes;
 use crate::{
     Config,
-    status::{self, ApiCacheStatus},
+    status::{self, ApiCacheStatus, Status},
 };
 use bytes::Bytes;
 use causeway_certs::{
@@ -45,7 +45,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream},
     net::{TcpListener, TcpStream},
     sync::{broadcast, mpsc, watch},
-    time::{Instant, sleep, timeout},
+    time::timeout,
 };
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -477,15 +477,9 @@ impl Edge {
 
     /// Waits until the cache has the wanted status.
     pub(super) async fn until(&self, wanted: impl Fn(&ApiCacheStatus) -> bool) -> ApiCacheStatus {
-        let began = Instant::now();
-        loop {
-            let status = self.reader.status().api_cache;
-            if let Some(status) = status.clone().filter(&wanted) {
-                return status;
-            }
-            assert!(began.elapsed() < SOON, "{}: {status:#?}", self.node);
-            sleep(Duration::from_millis(10)).await;
-        }
+        let wanted = |status: &Status| status.api_cache.as_ref().is_some_and(&wanted);
+        let status = self.reader.wait_for(wanted).await;
+        status.api_cache.unwrap()
     }
 
     pub(super) async fn admin(&self, path: &str) -> String {

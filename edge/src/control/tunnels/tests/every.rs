@@ -2,6 +2,7 @@
 
 use super::*;
 use std::sync::Mutex;
+use tokio::sync::watch;
 
 /// A gateway of this process, at another of its addresses.
 async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
@@ -187,7 +188,7 @@ async fn a_name_that_leads_nowhere_is_told_and_keeps_nobody_from_the_others() {
 struct Balancer {
     address: SocketAddr,
     behind: Arc<Mutex<Vec<SocketAddr>>>,
-    dialled: Arc<AtomicUsize>,
+    dialled: watch::Sender<usize>,
     _tasks: TaskGroup,
 }
 
@@ -196,12 +197,13 @@ impl Balancer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let behind = Arc::new(Mutex::new(behind.to_vec()));
-        let (dialled, tasks) = (Arc::new(AtomicUsize::new(0)), TaskGroup::default());
+        let (dialled, tasks) = (watch::Sender::new(0), TaskGroup::default());
         let (now, count) = (behind.clone(), dialled.clone());
         tasks.spawn(info_span!("balancer"), async move {
             let passing = TaskGroup::default();
             while let Ok((mut near, _)) = listener.accept().await {
-                let turn = count.fetch_add(1, Relaxed);
+                let turn = *count.borrow();
+                count.send_modify(|dialled| *dialled += 1);
                 let to = now.lock().unwrap().clone();
                 passing.spawn(info_span!("passing"), async move {
                     if let Ok(mut far) = TcpStream::connect(to[turn % to.len()]).await {
@@ -286,11 +288,10 @@ async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody
     let _tunnel = only.next().await;
     edge.until(reached(1, 3)).await;
     // Time is the subject: they are half a second apart at least.
-    let (began, before) = (Instant::now(), balancer.dialled.load(Relaxed));
-    while balancer.dialled.load(Relaxed) < before + 4 {
-        assert!(began.elapsed() < SOON, "nobody dials");
-        sleep(Duration::from_millis(10)).await;
-    }
+    let (began, mut dialled) = (Instant::now(), balancer.dialled.subscribe());
+    let before = *dialled.borrow();
+    let again = dialled.wait_for(|dialled| *dialled >= before + 4);
+    timeout(SOON, again).await.expect("nobody dials").unwrap();
     let took = began.elapsed();
     assert!(
         took >= Duration::from_millis(1_500),
@@ -379,7 +380,7 @@ async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_i
         // A dial takes no more turns than this.
         edge.admin("/metrics").await;
     }
-    assert_eq!(balancer.dialled.load(Relaxed), 2);
+    assert_eq!(*balancer.dialled.borrow(), 2);
     assert_eq!(edge.reader.status().state, "connected");
     drop(refuses);
 }
