@@ -4,8 +4,6 @@
 //! itself. A source that knows less is not used, unless it is in touch with the cloud and stays so for half a minute. Then the
 //! cloud itself has gone back.
 
-mod source_status;
-
 use crate::{
     object::{Object, TypeMeta},
     store::Store,
@@ -16,10 +14,12 @@ use futures_util::{
     future::BoxFuture,
     stream::{BoxStream, StreamExt},
 };
-use http::{HeaderMap, StatusCode, header::CONTENT_ENCODING};
+use http::{
+    HeaderMap, StatusCode,
+    header::{AGE, CONTENT_ENCODING, RETRY_AFTER},
+};
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use source_status::{SourceStatus, map_status, view_age};
 use std::{io::Read, time::Duration};
 use tokio::time::{Instant, timeout};
 
@@ -37,6 +37,8 @@ const BEGIN: Duration = Duration::from_secs(20);
 const BEHIND: Duration = Duration::from_secs(30);
 /// A watch that ends sooner than this without an event has failed.
 const SHORT: Duration = Duration::from_secs(1);
+/// Maximum `Retry-After` that is accepted from a source.
+const AWAY: Duration = Duration::from_mins(5);
 
 /// Source of a store.
 pub trait ListWatch: Send + Sync {
@@ -342,6 +344,66 @@ fn event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError>
         other => return Err(malformed(&other)),
     }
     Ok(None)
+}
+
+/// Returns the time for which the source's own source has been away, if it is.
+fn view_age(headers: &HeaderMap) -> Option<Duration> {
+    let seconds = headers.get(AGE)?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}
+
+/// A Kubernetes `Status`, as far as it matters here.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct SourceStatus {
+    message: String,
+    code: u16,
+    details: StatusDetails,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct StatusDetails {
+    causes: Vec<StatusCause>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct StatusCause {
+    reason: String,
+}
+
+impl SourceStatus {
+    /// Whether the requested version is too old to resume from.
+    fn is_gone(&self) -> bool {
+        self.code == StatusCode::GONE.as_u16()
+    }
+
+    /// Whether the source does not know the requested version yet.
+    fn is_behind(&self) -> bool {
+        let mut causes = self.details.causes.iter();
+        causes.any(|cause| cause.reason == "ResourceVersionTooLarge")
+    }
+}
+
+/// Returns the meaning of a failure, by its status and its message.
+fn map_status(store: &Store, answer: &SourceResponse, bytes: &[u8]) -> ReflectorError {
+    let said: SourceStatus = serde_json::from_slice(bytes).unwrap_or_default();
+    let behind = said.is_behind();
+    let message = if said.message.is_empty() {
+        answer.status.to_string()
+    } else {
+        said.message
+    };
+    if behind && view_age(&answer.headers).is_none() {
+        store.behind();
+        return ReflectorError::Stale(message, Duration::ZERO);
+    }
+    let retry = answer.headers.get(RETRY_AFTER);
+    let retry = retry
+        .and_then(|text| text.to_str().ok()?.parse().ok())
+        .map(|seconds| Duration::from_secs(seconds).min(AWAY));
+    ReflectorError::Refused(answer.status, message, retry)
 }
 
 #[cfg(test)]
