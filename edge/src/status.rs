@@ -363,14 +363,14 @@ impl StatusReader {
     #[cfg(test)]
     pub(crate) async fn wait_for(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         use tokio::time::timeout;
-        let mut changes = self.0.table.subscribe();
+        let mut table = self.0.table.subscribe();
         let found = async {
             loop {
                 let status = self.status();
                 if wanted(&status) {
                     return status;
                 }
-                let changed = changes.changed();
+                let changed = table.changed();
                 if status.api_cache.is_some() {
                     // The API cache computes its state on request.
                     let _ = timeout(Duration::from_millis(10), changed).await;
