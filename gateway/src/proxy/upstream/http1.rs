@@ -287,7 +287,8 @@ async fn rest(
     }
 }
 
-/// Waits until the next request can be sent, for as long as the last one's body moves. Returns `None` if the connection cannot be used again.
+/// Waits until the next request can be sent, for as long as the last one's body moves. Returns `None` if the connection cannot
+/// be used again.
 async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connection> {
     let Http1Connection { sender, life, .. } = &mut line;
     if while_moving(bound, &life.taken, sender.ready())
