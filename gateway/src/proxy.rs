@@ -311,7 +311,8 @@ impl Proxy {
             record.decided(by);
         }
         decided?;
-        access_review::check(self, ask).await
+        let reviews = self.shared.reviews.as_ref();
+        access_review::check(&self.listener.kubelets, reviews, ask).await
     }
 
     /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
@@ -392,9 +393,4 @@ fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
             "{node} is leaving this gateway and takes no new streams here"
         )),
     }
-}
-
-/// Whether a method is CONNECT.
-pub(crate) fn is_connect(method: &Method) -> bool {
-    method == Method::CONNECT
 }

@@ -4,6 +4,7 @@
 //! logged without its query, which may contain secrets. Refusals, and each session's begin and end, also leave a line in the
 //! audit log (target `audit`).
 
+use crate::proxy::request::is_connect;
 use crate::{
     audit::AUDIT,
     config::AccessLog,
@@ -107,7 +108,7 @@ impl AccessRecord {
         request: &Request<B>,
     ) -> Arc<Self> {
         let path = match request.uri().authority() {
-            Some(authority) if super::is_connect(request.method()) => authority.as_str(),
+            Some(authority) if is_connect(request.method()) => authority.as_str(),
             _ => request.uri().path(),
         };
         let trace = Trace::of(request.headers());

@@ -8,87 +8,38 @@
 
 mod cache;
 mod kubelet_attributes;
+pub(crate) mod types;
 
 pub use cache::ReviewCache;
+pub use types::{ReviewAttributes, ReviewClient, ReviewError, UserInfo};
 
-use super::{Proxy, authn, authz::AuthzRequest};
+use super::{
+    authn::identity::{AuthMethod, ClientIdentity},
+    authz::AuthzRequest,
+};
 use crate::{
     error::{Error, Reason},
     state::policy::{ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED},
 };
 use causeway_certs::NodeName;
-use futures_util::future::BoxFuture;
-use std::{borrow::Cow, collections::BTreeMap, fmt::Debug, sync::Arc};
-
-/// Client of the cluster's review API.
-pub trait ReviewClient: Debug + Send + Sync + 'static {
-    /// Returns the user of this token, if the token is valid for one of these audiences. Without audiences the token must be for
-    /// the API server itself.
-    fn token(
-        &self,
-        token: &str,
-        audiences: &[String],
-    ) -> BoxFuture<'static, Result<Option<UserInfo>, ReviewError>>;
-
-    /// Returns whether the access is allowed.
-    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>>;
-}
-
-/// User, as Kubernetes describes it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct UserInfo {
-    /// The name.
-    pub user: String,
-    /// Unique identifier, which distinguishes users of the same name.
-    pub uid: String,
-    /// The groups.
-    pub groups: Vec<String>,
-    /// Additional attributes of the user, such as the pod that a token is bound to.
-    pub extra: BTreeMap<String, Vec<String>>,
-}
-
-/// Access to a node that is to be reviewed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReviewAttributes {
-    /// The user.
-    pub account: Arc<UserInfo>,
-    /// The verb, such as `get`.
-    pub verb: &'static str,
-    /// The name of the `nodes` object.
-    pub node: String,
-    /// The subresource, such as `metrics`.
-    pub subresource: &'static str,
-}
-
-/// Reason why there is no answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReviewError {
-    /// Description for the client.
-    pub says: Cow<'static, str>,
-    /// For the log.
-    pub cause: Arc<str>,
-}
-
-impl ReviewError {
-    /// Returns the error of a stream that needed a decision about `what`.
-    pub(super) fn of(self, what: &str) -> Error {
-        let detail = format!("{what} was not decided: {}", self.says);
-        Reason::Undecided.with_source(detail, &*self.cause)
-    }
-}
+use std::sync::Arc;
 
 /// Checks whether the client may access a kubelet's port of this listener.
 ///
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::Undecided`] if there is no answer.
-pub(super) async fn check(proxy: &Proxy, ask: &AuthzRequest<'_>) -> Result<(), Error> {
+pub(super) async fn check(
+    kubelets: &[u16],
+    reviews: Option<&ReviewCache>,
+    ask: &AuthzRequest<'_>,
+) -> Result<(), Error> {
     let port = ask.destination.port();
     // Whatever host of the node is meant: a kubelet listens on all of its addresses, those towards pods too.
-    if !proxy.listener.kubelets.contains(&port) {
+    if !kubelets.contains(&port) {
         return Ok(());
     }
     let what = "whether you may do this";
-    let Some(answers) = &proxy.shared.reviews else {
+    let Some(answers) = reviews else {
         return Err(Reason::Undecided.error(format!("{what} can be asked of nobody")));
     };
     let account = account(ask.client);
@@ -119,11 +70,11 @@ pub(super) async fn check(proxy: &Proxy, ask: &AuthzRequest<'_>) -> Result<(), E
 }
 
 /// Returns the user as which the kubelet would know this client.
-fn account(client: &authn::ClientIdentity) -> Arc<UserInfo> {
+fn account(client: &ClientIdentity) -> Arc<UserInfo> {
     if let Some(account) = &client.account {
         return account.clone();
     }
-    let (user, groups) = if client.method == authn::AuthMethod::Anonymous {
+    let (user, groups) = if client.method == AuthMethod::Anonymous {
         (ANONYMOUS, vec![UNAUTHENTICATED.to_owned()])
     } else {
         // Who says of himself that he is known, or is not, is not believed.

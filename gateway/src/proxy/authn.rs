@@ -7,118 +7,35 @@
 //! that was tried, says why it failed, and nothing else.
 
 pub(crate) mod bearer;
+pub mod identity;
 pub mod jwt;
 pub mod token_review;
 
 use crate::{
-    config::Serial,
     error::{Error, Reason},
     proxy::{
         ProxyState,
-        access_review::UserInfo,
-        limits::Counter,
         listener::{ClientConnection, Listener},
     },
-    state::{JwksCache, KeySet},
 };
 use causeway_certs::{
-    Fingerprint, StaticTokens,
+    StaticTokens,
     verify::{PeerRejected, Purpose, none_revoked, verify_peer},
 };
 use causeway_rt::listener::RemoteAddr;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
 use jwt::{Expired, JwtAuthenticator};
-use rustls_pki_types::{CertificateDer, UnixTime};
-use std::{
-    fmt,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use rustls_pki_types::UnixTime;
+use std::time::Duration;
 use token_review::TokenReview;
 
 pub(crate) use bearer::TokenCache;
-
-/// Prefix of the names of clients of a unix socket.
-pub(crate) const UID: &str = "uid:";
-
-/// Method by which a client was identified.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum AuthMethod {
-    /// A client certificate.
-    Certificate,
-    /// A bearer token.
-    Token,
-    /// A JWT.
-    Jwt,
-    /// A token that the cluster's API knows.
-    TokenReview,
-    /// The permission to connect to a unix socket (0600).
-    Unix,
-    /// None: the listener serves anonymous clients.
-    Anonymous,
-}
-
-impl AuthMethod {
-    /// The word, for the log.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Certificate => "certificate",
-            Self::Token => "token",
-            Self::Jwt => "jwt",
-            Self::TokenReview => "token_review",
-            Self::Unix => "unix",
-            Self::Anonymous => "anonymous",
-        }
-    }
-}
-
-/// Identity of a client of a listener.
-#[derive(Clone, Debug)]
-pub struct ClientIdentity {
-    /// The name: a certificate's common name or URI, a token's name, a user id, or an address.
-    pub name: Arc<str>,
-    /// Groups: a certificate's organizations, or those of the token.
-    pub groups: Arc<[String]>,
-    /// The URIs in its certificate.
-    pub uris: Arc<[String]>,
-    /// How it is known.
-    pub method: AuthMethod,
-    /// The root of ours on which its certificate hangs.
-    pub root: Option<Fingerprint>,
-    /// The certificate that it has shown.
-    pub certificate: Option<Arc<PresentedCertificate>>,
-    /// For how long its certificate or JWT counts.
-    pub validity: Option<Validity>,
-    /// User of the cluster, if the cluster has identified the client.
-    pub account: Option<Arc<UserInfo>>,
-    /// Its streams that are open.
-    pub open: Counter,
-}
-
-impl fmt::Display for ClientIdentity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
-    }
-}
+pub(crate) use identity::UID;
+use identity::now;
+pub use identity::{AuthMethod, ClientIdentity, PresentedCertificate, Validity};
 
 impl ClientIdentity {
-    /// Returns a client with its count of open streams.
-    pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, shared: &ProxyState) -> Self {
-        let name: Arc<str> = name.into();
-        Self {
-            open: shared.limits.client(&name),
-            name,
-            groups: groups.into(),
-            uris: Arc::default(),
-            method,
-            root: None,
-            certificate: None,
-            validity: None,
-            account: None,
-        }
-    }
-
     /// Checks a certificate against the listener's current revocations and the current time.
     ///
     /// # Errors
@@ -156,39 +73,6 @@ impl ClientIdentity {
             _ => Ok(()),
         }
     }
-
-    /// With the URIs of its certificate.
-    #[must_use]
-    pub fn with_uris(mut self, uris: Vec<String>) -> Self {
-        self.uris = uris.into();
-        self
-    }
-
-    #[cfg(test)]
-    pub(crate) fn for_test(name: &str) -> Self {
-        Self {
-            name: name.into(),
-            groups: Arc::new([]),
-            uris: Arc::new([]),
-            method: AuthMethod::Certificate,
-            root: None,
-            certificate: None,
-            validity: None,
-            account: None,
-            open: Counter::default(),
-        }
-    }
-}
-
-/// A certificate that a client has shown.
-#[derive(Debug)]
-pub struct PresentedCertificate {
-    /// Its serial number.
-    pub serial: Serial,
-    /// It, and the intermediates that came with it.
-    pub chain: Vec<CertificateDer<'static>>,
-    /// Its last second, since 1970.
-    pub not_after: u64,
 }
 
 impl PresentedCertificate {
@@ -209,70 +93,6 @@ impl PresentedCertificate {
         let trust = &tls.load().trust;
         let proven = verify_peer(Some(&self.chain), Purpose::Client, at, trust, &none_revoked);
         proven.map(drop).map_err(|refused| refusal(&refused))
-    }
-}
-
-/// Returns the seconds since 1970.
-fn now() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.unwrap_or_default().as_secs()
-}
-
-/// For how long a certificate, a JWT or a token that the cluster knows counts.
-#[derive(Clone, Debug)]
-pub struct Validity {
-    /// The last second, since 1970.
-    until: u64,
-    /// The keys of a JWT's issuer, and those of them that proved it.
-    keys: Option<(JwksCache, Arc<KeySet>)>,
-    /// The audiences for which the cluster's API took a token.
-    audiences: Option<Arc<[String]>>,
-}
-
-impl Validity {
-    /// The validity of a certificate: up to this second since 1970.
-    pub fn until(until: u64) -> Self {
-        Self {
-            until,
-            keys: None,
-            audiences: None,
-        }
-    }
-
-    /// The validity of a JWT that `set` has proved.
-    pub fn proved(until: u64, keys: JwksCache, set: Arc<KeySet>) -> Self {
-        Self {
-            until,
-            keys: Some((keys, set)),
-            audiences: None,
-        }
-    }
-
-    /// The validity of a token with this `exp` claim, which the cluster's API took for these audiences.
-    pub fn reviewed(end: u64, audiences: Arc<[String]>) -> Self {
-        Self {
-            // RFC 7519 section 4.1.4: a token does not count in the second that it names.
-            until: end.saturating_sub(1),
-            keys: None,
-            audiences: Some(audiences),
-        }
-    }
-
-    /// Whether its last second is over.
-    pub fn is_over(&self) -> bool {
-        now() > self.until
-    }
-
-    /// Whether it counts without another proof: its time is not over, and the keys are the same.
-    pub fn holds(&self) -> bool {
-        let same = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.are(set);
-        !self.is_over() && self.keys.as_ref().is_none_or(same)
-    }
-
-    /// Whether its issuer has other keys by now.
-    pub fn has_other_keys(&self) -> bool {
-        let other = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.now().is_ok() && !keys.are(set);
-        self.keys.as_ref().is_some_and(other)
     }
 }
 

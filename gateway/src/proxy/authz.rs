@@ -9,7 +9,7 @@ pub use crate::config::policy::Action;
 use crate::{
     error::{Error, Reason},
     proxy::{
-        authn::{self, ClientIdentity},
+        authn::identity::{AuthMethod, ClientIdentity},
         route::Route,
     },
     state::{
@@ -158,7 +158,7 @@ fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) 
         user: &client.name,
         groups: &client.groups,
         uris: &client.uris,
-        known: client.method != authn::AuthMethod::Anonymous,
+        known: client.method != AuthMethod::Anonymous,
         from: ask.from.ip(),
         node: match ask.destination {
             Destination::Node(route) => Some(&route.node),

@@ -7,6 +7,8 @@
 //! and shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and `grpc-message` in
 //! a response of the kind "Trailers-Only", on any listener.
 
+pub(super) mod unparsed;
+
 use crate::{
     config::{ErrorFormat, ListenerProtocol},
     error::{Error, Reason},
@@ -19,8 +21,8 @@ use http::{
 };
 use hyper::ext::ReasonPhrase;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
-use serde::Serialize;
 use serde_json::json;
+use unparsed::problem_of;
 
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -53,18 +55,6 @@ impl ErrorProtocol {
             Self::Http
         }
     }
-}
-
-/// A problem (RFC 9457 §3), with this gateway's extension members.
-#[derive(Debug, Serialize)]
-struct ProblemDetails<'a> {
-    r#type: String,
-    title: &'static str,
-    status: u16,
-    detail: &'a str,
-    reason: &'static str,
-    #[serde(skip_serializing_if = "str::is_empty")]
-    trace: &'a str,
 }
 
 /// The answer that says why there is no other, to a request of this protocol.
@@ -107,59 +97,8 @@ pub fn of(
     response
 }
 
-/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed for this reason.
-pub(super) fn unparsed(form: ErrorFormat, reason: Reason) -> Vec<u8> {
-    let detail = unparsed_detail(reason);
-    let (status, kind, text) = match form {
-        ErrorFormat::Problem => {
-            let problem = problem_of(reason, detail, "");
-            (reason.status(), "application/problem+json", problem)
-        }
-        ErrorFormat::Kubernetes => {
-            let text = format!("{detail}\n");
-            (StatusCode::BAD_GATEWAY, "text/plain; charset=utf-8", text)
-        }
-    };
-    let (word, error) = (reason.word(), reason.proxy_status());
-    let phrase = status.canonical_reason().unwrap_or_default();
-    format!(
-        "HTTP/1.1 {} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\
-         Proxy-Status: causeway; error={error}; details=\"{word}: {detail}\"\r\n\r\n{text}",
-        status.as_u16(),
-        text.len(),
-    )
-    .into_bytes()
-}
-
-/// The sentence for a head that cannot be parsed for this reason.
-pub(super) fn unparsed_detail(reason: Reason) -> &'static str {
-    match reason {
-        Reason::UriTooLong => "the target of the request is longer than can be parsed",
-        Reason::HeaderTooLarge => {
-            "the head of the request is larger than can be parsed: it has more than twice limits.max_header_bytes or limits.max_headers"
-        }
-        Reason::VersionNotSupported => {
-            "the request line names a version of HTTP other than 1; without HTTP/2's preface HTTP/1.1 is served"
-        }
-        _ => "the head of the request is not HTTP/1.1",
-    }
-}
-
 fn problem(error: &Error, record: &AccessRecord) -> String {
     problem_of(error.reason, &error.detail, record.trace().as_str())
-}
-
-fn problem_of(reason: Reason, detail: &str, trace: &str) -> String {
-    let word = reason.word();
-    let problem = ProblemDetails {
-        r#type: format!("urn:causeway:problem:{word}"),
-        title: reason.title(),
-        status: reason.status().as_u16(),
-        detail,
-        reason: word,
-        trace,
-    };
-    serde_json::to_string(&problem).unwrap_or_default()
 }
 
 /// A `Status` of Kubernetes' API.

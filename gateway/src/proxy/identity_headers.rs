@@ -11,7 +11,7 @@ use crate::{
         IdentityHeaders,
         identity_headers::{field, fold_byte, is_taken},
     },
-    proxy::authn::{AuthMethod, ClientIdentity},
+    proxy::authn::identity::{AuthMethod, ClientIdentity},
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};

@@ -253,7 +253,7 @@ impl ClientConnection {
                 .peer
                 .ip()
                 .map_or_else(|| "unix".to_owned(), |ip| ip.to_string());
-            ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, shared)
+            ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, &shared.limits)
         };
         self.nobody.get_or_init(make).clone()
     }

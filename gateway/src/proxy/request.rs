@@ -167,7 +167,7 @@ pub fn kind<B: Body>(
     request: &Request<B>,
     listener: config::ListenerProtocol,
 ) -> Result<StreamKind, Error> {
-    let connect = super::is_connect(request.method());
+    let connect = is_connect(request.method());
     match (listener, connect) {
         // RFC 9110 §9.3.6: it has no content, and what passed for such would be missing from the session.
         (config::ListenerProtocol::Connect, true)
@@ -245,6 +245,11 @@ pub fn clean(fields: &mut HeaderMap) {
     headers::strip_hop_by_hop(fields);
     headers::strip_private(fields);
     debug_assert!(!fields.contains_key(wire::TARGET));
+}
+
+/// Whether a method is CONNECT.
+pub(crate) fn is_connect(method: &Method) -> bool {
+    method == Method::CONNECT
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! cached for a second, which is enough for a herd of requests. Keys are hashes of tokens, never tokens. A token that names its
 //! expiry never counts beyond that.
 
-use super::{ReviewAttributes, ReviewClient, ReviewError, UserInfo};
+use super::types::{ReviewAttributes, ReviewClient, ReviewError, UserInfo};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::authn::jwt};
 use causeway_rt::{Cache, CachedValue};
 use causeway_rt::{

@@ -5,7 +5,12 @@
 //! longer than it counts: neither beyond its expiry, nor beyond the keys that verified it. A token that the API knows is not
 //! cached here.
 
-use super::{AuthMethod, Authenticator, ClientIdentity, Validity, jwt, jwt::Expired};
+use super::{
+    Authenticator,
+    identity::{AuthMethod, ClientIdentity, Validity},
+    jwt,
+    jwt::Expired,
+};
 use crate::{
     error::{Error, Reason},
     proxy::{ProxyState, listener::ClientConnection},
@@ -72,7 +77,8 @@ async fn tried(
         let bound = shared.timeouts.authorize;
         let named = jwts.identify((token, expired), bound).await;
         let named = named.map_err(unproven)?;
-        let client = ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, shared);
+        let client =
+            ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, &shared.limits);
         return Ok(ClientIdentity {
             validity: Some(named.validity),
             ..client
@@ -89,7 +95,7 @@ async fn tried(
                 &found.name,
                 groups,
                 AuthMethod::Token,
-                shared,
+                &shared.limits,
             ))
         }
         (None, Some(review)) => review.identify((token, expired), from, shared).await,

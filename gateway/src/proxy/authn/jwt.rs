@@ -11,7 +11,7 @@ pub(super) mod claims;
 
 pub use claims::ClaimMappings;
 
-use super::{ClientIdentity, Validity};
+use super::identity::{ClientIdentity, Validity};
 use crate::{
     config,
     state::{

@@ -4,12 +4,12 @@
 //! taken from the API. No token is cached here; `access_review` caches answers by the token's hash.
 
 use super::{
-    AuthMethod, ClientIdentity, Validity,
+    identity::{AuthMethod, ClientIdentity, Validity},
     jwt::{self, Expired, claims},
 };
 use crate::{
     error::{Error, Reason},
-    proxy::{ProxyState, access_review::UserInfo},
+    proxy::{ProxyState, access_review::types::UserInfo},
     state::policy::AUTHENTICATED,
 };
 use causeway_certs::TrustDomain;
@@ -82,7 +82,12 @@ impl TokenReview {
             let why = "token_review: a name or group of its holder is one that no token can give";
             return Err(refuse(why));
         }
-        let client = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, shared);
+        let client = ClientIdentity::new(
+            &account.user,
+            groups,
+            AuthMethod::TokenReview,
+            &shared.limits,
+        );
         Ok(ClientIdentity {
             account: Some(account),
             ..client

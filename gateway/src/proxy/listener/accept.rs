@@ -187,7 +187,7 @@ impl ListenerConfig {
                     &format!("{UID}{uid}"),
                     Vec::new(),
                     AuthMethod::Unix,
-                    &proxy.shared,
+                    &proxy.shared.limits,
                 )),
                 RemoteAddr::Tcp(_) => None,
             };

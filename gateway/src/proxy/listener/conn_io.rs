@@ -9,7 +9,7 @@ use super::{
     header_timeout::HeaderBlockTracker,
     request_line::{LongTarget, RequestLine},
 };
-use crate::{config::ErrorFormat, error::Reason, proxy::error_response};
+use crate::{config::ErrorFormat, error::Reason, proxy::error_response::unparsed::unparsed};
 use causeway_rt::socket::{ResetOnClose, Socket};
 use causeway_tunnel::{eviction::Eviction, wire};
 use futures_util::task::AtomicWaker;
@@ -298,7 +298,7 @@ impl Unparsed {
             Some(b"31") if !line.is_target_too_long() => Reason::HeaderTooLarge,
             _ => Reason::UriTooLong,
         };
-        self.text = error_response::unparsed(self.form, reason);
+        self.text = unparsed(self.form, reason);
         Some(reason)
     }
 

@@ -9,7 +9,10 @@ use super::{ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTim
 use crate::{
     config::ErrorFormat,
     error::Reason,
-    proxy::{Proxy, access_log::AccessRecord, error_response, response_body::ResponseBody},
+    proxy::{
+        Proxy, access_log::AccessRecord, error_response::unparsed::unparsed_detail,
+        response_body::ResponseBody,
+    },
 };
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
@@ -242,7 +245,7 @@ fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hy
             Reason::Malformed
         };
         let reason = connection.condition.unparsed().unwrap_or(guess);
-        let detail = error_response::unparsed_detail(reason);
+        let detail = unparsed_detail(reason);
         let record = AccessRecord::unparsed(proxy, connection);
         record.failed(&reason.with_source(detail, error.to_string()));
         record.answered(match proxy.listener.errors {

@@ -232,7 +232,7 @@ fn client(
         // `check_peer` lets neither through for this purpose.
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
-    let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared);
+    let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared.limits);
     Ok(Some(ClientIdentity {
         root: proven.root,
         certificate: Serial::try_from(proven.serial).ok().map(|serial| {

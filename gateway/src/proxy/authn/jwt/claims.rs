@@ -8,7 +8,7 @@
 
 use super::Rejection;
 use crate::{
-    proxy::authn::UID,
+    proxy::authn::identity::UID,
     state::policy::{ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED},
 };
 use causeway_certs::TrustDomain;

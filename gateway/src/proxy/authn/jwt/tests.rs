@@ -1,5 +1,5 @@
 use super::*;
-use crate::proxy::authn::now;
+use crate::proxy::authn::identity::now;
 use crate::state::JwksWriter;
 use aws_lc_rs::{
     encoding::{AsDer, Pkcs8V1Der},
