@@ -5,6 +5,7 @@
 //! does that); `validate` finds what no type can express, all of it at once.
 
 mod allow;
+pub(crate) mod announced_ports;
 mod api_cache;
 mod port_ranges;
 mod validate;
@@ -20,7 +21,6 @@ pub use allow::{Allow, AllowedHost, Port, Protocol};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
 use causeway_config::{ByteSize, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
-pub(crate) use port_ranges::AnnouncedPortPolicy;
 pub use port_ranges::PortRange;
 
 /// The configuration of `causeway edge`.

@@ -13,7 +13,7 @@ pub use error::Error;
 pub use reload::{PendingReload, ReloadSummary, Reloader};
 
 use crate::{
-    config::{AnnouncedPortPolicy, Config, ReloadSender},
+    config::{Config, ReloadSender, announced_ports::AnnouncedPortPolicy},
     control::{
         admin,
         api_cache::{ApiCacheConfig, FinalSave},

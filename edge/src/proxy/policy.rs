@@ -10,7 +10,7 @@ use super::{
     upstream::{Upstream, UpstreamKey},
     upstream_tls::{self, TlsError},
 };
-use crate::config::{Allow, AnnouncedPortPolicy, Config, Protocol};
+use crate::config::{Allow, Config, Protocol, announced_ports::AnnouncedPortPolicy};
 use causeway_tunnel::{
     RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
 };

@@ -1,0 +1,42 @@
+//! Policy for the ports that a gateway may open by its list.
+//!
+//! A node of a cluster serves the ports that its cluster lists, unless its owner restricts them. Any other edge serves none
+//! unless its owner allows them. The edge's own admin listener, which has no authentication, is opened by no default and by
+//! no range.
+
+use super::{Config, PortRange};
+
+/// Policy for the ports that a gateway may list at an edge.
+#[derive(Clone, Debug)]
+pub(crate) struct AnnouncedPortPolicy {
+    ranges: Vec<PortRange>,
+    /// This edge is of a cluster's node, whose own addresses are it as loopback is.
+    pub(crate) of_cluster: bool,
+}
+
+impl AnnouncedPortPolicy {
+    /// Returns the policy that this configuration describes.
+    pub(crate) fn of(config: &Config) -> Self {
+        let of_cluster = config.kubernetes.is_some();
+        let all = || of_cluster.then_some(PortRange(1..=u16::MAX));
+        let ranges = match &config.listed_ports {
+            Some(said) => said.clone(),
+            None => all().into_iter().collect(),
+        };
+        Self { ranges, of_cluster }
+    }
+
+    /// Whether nothing may be listed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Whether this port may be, at an edge whose own listeners have the ports `own`.
+    pub(crate) fn permits(&self, port: u16, own: &[u16]) -> bool {
+        let says = |range: &PortRange| {
+            let alone = range.0 == (port..=port);
+            alone || (!own.contains(&port) && range.contains(port))
+        };
+        self.ranges.iter().any(says)
+    }
+}
