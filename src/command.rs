@@ -202,12 +202,12 @@ fn configure<C: ProcessConfig + Send + Sync + 'static>(
         for warning in warnings {
             errln!("warning: {warning}");
         }
-        // People read this one.
+        // A single configuration is printed for people.
         let loaded = config_loader::load_with_files::<C>(&sources);
         let config = loaded.map_err(|refused| RejectedConfig::from(refused.faults))?;
         telemetry::wanted(config.as_ref())?;
         check(&config).map_err(refused)?;
-        outln!("the configuration is sound")?;
+        outln!("the configuration is valid")?;
         return Ok(None);
     }
     let config = config_loader::load::<C>(&sources)?;

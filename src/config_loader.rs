@@ -120,8 +120,7 @@ pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, Rej
         && std::fs::read_to_string(file).is_ok_and(|text| text.trim().is_empty())
     {
         let file = file.display();
-        let why =
-            format!("{file}:1:1: there is nothing in it; write {{}} if all defaults are meant");
+        let why = format!("{file}:1:1: the file is empty; write {{}} to use all defaults");
         return Err(vec![why].into());
     }
     load(sources)
@@ -198,7 +197,7 @@ impl PartialConfig {
         }
         match document.value {
             Value::Object(_) => self.value = document.value,
-            // A fault of the text was found, and nothing can be said of the rest.
+            // The text has a syntax error, so the rest cannot be checked.
             Value::Null => {}
             _ => self.fault_in_file(None, "", "must be a map: lines of \"key: value\""),
         }
@@ -212,7 +211,7 @@ impl PartialConfig {
                 .environment
                 .iter()
                 .find(|(variable, _)| variable == name);
-            // An empty variable is how many tools unset one.
+            // Many tools unset a variable by making it empty.
             found.map(|(_, text)| text).filter(|text| !text.is_empty())
         };
         for key in &keys {
@@ -320,7 +319,7 @@ impl PartialConfig {
             };
             let path = steps(error.path());
             let written = shape.pruned.original(&path);
-            // A struct that lacks what was taken out of it has had its fault already.
+            // Errors below removed values have already been reported.
             if !shape.pruned.within(&written) {
                 self.fault(&written.to_string(), false, &error.inner().to_string());
             }

@@ -3,7 +3,7 @@
 //! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot be used, 78 failed and would fail
 //! again until an operator changes something.
 
-// They panic if nothing can be written; `output` has what takes their place.
+// These macros panic if writing fails; `output` has the replacements.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
@@ -72,7 +72,7 @@ fn run(job: command::PreparedCommand) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     let done = runtime.block_on(job.work);
-    // A disk that hangs does not keep a process from its end.
+    // A hanging disk must not prevent the process from exiting.
     runtime.shutdown_timeout(Duration::from_secs(1));
     done
 }

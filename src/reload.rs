@@ -49,17 +49,17 @@ async fn run(mut reasons: ReloadTriggers, reload: ReloadFn) -> Infallible {
     loop {
         let (why, asked) = tokio::select! {
             () = hung_up(&mut reasons.hangup) => ("SIGHUP", None),
-            asked = reasons.asked.next() => ("asked", Some(asked)),
-            () = files.changed() => ("a file changed", None),
+            asked = reasons.asked.next() => ("admin request", Some(asked)),
+            () = files.changed() => ("a file has changed", None),
         };
         files.settled().await;
-        tracing::info!(why, "reading the configuration anew");
+        tracing::info!(why, "reloading the configuration");
         let (outcome, noted) = attempt(reload.clone(), files.noted()).await;
         files = files.replaced(noted);
         match &outcome {
-            Ok(done) => tracing::info!(done, "the configuration is in force"),
+            Ok(done) => tracing::info!(done, "the configuration was reloaded"),
             Err(error) => {
-                tracing::error!(%error, "the configuration is refused; everything is as it was");
+                tracing::error!(%error, "the configuration was rejected; the previous one stays in effect");
             }
         }
         if let Some(asked) = asked {
@@ -72,9 +72,9 @@ async fn run(mut reasons: ReloadTriggers, reload: ReloadFn) -> Infallible {
 async fn attempt(reload: ReloadFn, before: FileHashes) -> (Result<String, String>, FileHashes) {
     let begun = before.clone();
     let attempt = spawn_blocking(move || {
-        // First, since logrotate has moved the file away whatever the configuration says now.
+        // First, because logrotate has moved the file even if the configuration is invalid.
         telemetry::reopen_audit_log();
-        // What changes from here on is a reason of its own.
+        // Changes after this point cause another reload.
         let before = before.anew();
         let mut noted = FileHashes::default();
         match reload(&mut noted) {
@@ -83,7 +83,7 @@ async fn attempt(reload: ReloadFn, before: FileHashes) -> (Result<String, String
         }
     });
     attempt.await.unwrap_or_else(|failed| {
-        let why = format!("reading it failed half way, which is Causeway's own fault: {failed}");
+        let why = format!("the reload failed halfway, which is a bug in Causeway: {failed}");
         (Err(why), begun)
     })
 }

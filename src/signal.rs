@@ -22,7 +22,7 @@ pub(crate) struct Signals {
 impl Signals {
     /// Takes the signals over; from here on they no longer end the process by themselves.
     pub(crate) fn listen() -> anyhow::Result<Self> {
-        let take = |kind| signal(kind).context("cannot listen to signals");
+        let take = |kind| signal(kind).context("cannot install the signal handlers");
         Ok(Self {
             stop: CancellationToken::new(),
             now: CancellationToken::new(),
@@ -50,10 +50,10 @@ impl Signals {
 /// The first signal asks, the second ends.
 fn ask(name: &str, stop: &CancellationToken, now: &CancellationToken) {
     if stop.is_cancelled() {
-        tracing::warn!("{name} again: ending at once");
+        tracing::warn!("second {name}: stopping at once");
         now.cancel();
     } else {
-        tracing::info!("{name}: draining; once more ends at once");
+        tracing::info!("{name}: draining; a second signal stops at once");
         stop.cancel();
     }
 }

@@ -64,7 +64,7 @@ impl SystemdNotifier {
         match Self::connect(&address, watchdog.map(Duration::from_micros)) {
             Ok(notify) => notify,
             Err(error) => {
-                tracing::warn!(?address, %error, "the service manager cannot be told anything (NOTIFY_SOCKET)");
+                tracing::warn!(?address, %error, "cannot connect to the service manager (NOTIFY_SOCKET); it receives no status");
                 Self(None)
             }
         }
@@ -115,7 +115,7 @@ impl SystemdNotifier {
         let most = (grace + FAREWELL).as_micros();
         channel.say(&format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={most}"));
         self.status(&format!(
-            "stopping: what is open gets up to {}",
+            "stopping: open streams have at most {} to end",
             humantime::format_duration(grace)
         ));
     }
@@ -145,9 +145,9 @@ impl SystemdNotifier {
                 if silent.is_empty() {
                     self.alive();
                 } else {
-                    let cores: Vec<_> = silent.iter().map(|core| core.0).collect();
-                    tracing::error!(?cores, "these cores have not answered for {rhythm:?}");
-                    self.status(&format!("cores {cores:?} do not answer"));
+                    let workers: Vec<_> = silent.iter().map(|worker| worker.0).collect();
+                    tracing::error!(?workers, "workers have not responded for {rhythm:?}");
+                    self.status(&format!("workers {workers:?} do not respond"));
                 }
                 if stop.is_cancelled() {
                     self.stopping(grace);
@@ -163,7 +163,7 @@ impl SystemdNotifier {
 
     /// Joins, if an edge still has to.
     pub(crate) async fn joining<T>(&self, join: impl Future<Output = T>) -> T {
-        let silence = "not joined yet: no gateway has answered so far";
+        let silence = "not joined yet: no gateway has answered yet";
         self.beginning(join, silence).await
     }
 
@@ -265,7 +265,7 @@ impl NotifySocket {
 
     fn say(&self, words: &str) {
         if let Err(error) = self.socket.send(words.as_bytes()) {
-            tracing::debug!(%error, words, "the service manager did not take this");
+            tracing::debug!(%error, words, "cannot send the status to the service manager");
         }
     }
 }
@@ -296,7 +296,7 @@ fn fares(status: &Status) -> String {
         places.insert(format!("{}{own}", tunnel.gateway));
     }
     let (node, known) = (&status.node, status.gateways.len());
-    // As they say themselves, where several may be behind one address.
+    // The count that the gateways announce, because one address may lead to several.
     let short = status
         .reached
         .filter(|reached| reached.gateways < reached.of);
@@ -307,7 +307,7 @@ fn fares(status: &Status) -> String {
             let places = places.join(", ");
             format!("{node}: connected to {reached} of {of} gateways: {places}")
         }
-        // One name leads to several of them.
+        // One name resolves to several gateways.
         _ if places.len() > held.len() => {
             let places: Vec<_> = places.into_iter().collect();
             format!("{node}: connected to {}", places.join(", "))
@@ -318,7 +318,7 @@ fn fares(status: &Status) -> String {
             held.len(),
             held.join(", ")
         ),
-        Some(trouble) => format!("{node}: not connected: {}; trying again", trouble.what),
+        Some(trouble) => format!("{node}: not connected: {}; retrying", trouble.what),
         None => format!(
             "{node}: connecting to {}",
             count(known, "gateway", "gateways")

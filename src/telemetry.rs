@@ -34,19 +34,19 @@ use log_writer::LogWriter;
 
 /// The logs of this process; dropping them writes what waits.
 pub(crate) struct Logs {
-    // Dropped first: it may have something to say.
+    // Dropped first, because it may log a message.
     _audit: Option<AuditLog>,
     _lines: LogWriter,
 }
 
 /// Starts logging for the rest of the process. The returned value is dropped last.
 pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
-    // It has a file of its own, or nobody wants it.
+    // The audit log has its own file, or is disabled.
     let filter = wanted(log)?.add_directive(format!("{AUDIT}=off").parse()?);
-    // It calls each try of an API that is away an error; whoever tries says so once.
+    // kube logs an error for each attempt on an unreachable API server; our callers log it once.
     let filter = filter.add_directive("kube_client::client::builder=off".parse()?);
     let stderr = LogWriter::to(std::io::stderr());
-    // Its own complaints about a writer that fails would panic where standard error is what fails.
+    // Internal error messages would panic if standard error itself fails.
     let lines = fmt::layer()
         .log_internal_errors(false)
         .with_writer(stderr.writer());
@@ -87,7 +87,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         .with(lines.with_filter(filter))
         .with(audited)
         .try_init()
-        .context("cannot start the log")?;
+        .context("cannot initialize the log")?;
     if log.format == LogFormat::Json {
         std::panic::set_hook(Box::new(|panic| {
             report(LogFormat::Json, &panic.to_string());
@@ -96,7 +96,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     count_dropped(&stderr, audit.as_ref());
     if let Cow::Owned(taken) = lowered(&text(log), STATIC_MAX_LEVEL) {
         tracing::warn!(
-            "this build logs nothing below {STATIC_MAX_LEVEL}: the filter is \"{taken}\""
+            "this build has no log messages below {STATIC_MAX_LEVEL}; using the filter \"{taken}\""
         );
     }
     Ok(Logs {
@@ -126,7 +126,7 @@ pub(crate) fn report(format: LogFormat, message: &str) {
     };
     match format {
         LogFormat::Text => errln!("{priority}{message}"),
-        // As the log writes its lines.
+        // The format of log lines.
         LogFormat::Json => {
             let now = humantime::format_rfc3339_micros(SystemTime::now()).to_string();
             let line = json!({
@@ -164,10 +164,10 @@ pub(crate) fn wanted(log: &Log) -> anyhow::Result<EnvFilter> {
 pub(crate) fn filter(text: &str) -> anyhow::Result<EnvFilter> {
     let says = || {
         format!(
-            "\"{text}\" is no log filter; write a level such as info, or info,causeway_tunnel=debug"
+            "\"{text}\" is not a log filter; write a level such as info, or info,causeway_tunnel=debug"
         )
     };
-    // A word alone is a target to the parser, which would silence all others.
+    // The parser takes a single word as a target, which would silence all others.
     let level = |word: &str| word.contains(['=', '[']) || word.parse::<LevelFilter>().is_ok();
     let mut words = text
         .split(',')
@@ -180,7 +180,7 @@ pub(crate) fn filter(text: &str) -> anyhow::Result<EnvFilter> {
     if !text.contains('[')
         && let Some(word) = words.find(|word| !level(word))
     {
-        bail!("{}: \"{word}\" is no level", says());
+        bail!("{}: \"{word}\" is not a log level", says());
     }
     EnvFilter::try_new(lowered(text, STATIC_MAX_LEVEL)).with_context(says)
 }
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bad_filter_says_what_to_write() {
+    fn a_bad_filter_error_states_the_expected_format() {
         for good in [
             "info",
             "INFO,causeway_tunnel=debug",
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_that_the_build_lacks_is_the_nearest_one_that_it_has() {
+    fn a_missing_log_level_maps_to_the_nearest_available_one() {
         let debug = LevelFilter::DEBUG;
         for (text, taken) in [
             ("trace", "debug"),

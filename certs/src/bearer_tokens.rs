@@ -59,7 +59,7 @@ impl StaticTokens {
                 Entry::Occupied(taken) => {
                     let owner = &taken.get().name;
                     return Err(fault(format!(
-                        "the same token already stands for '{owner}'"
+                        "the same token is already listed for '{owner}'"
                     )));
                 }
             };
@@ -104,12 +104,12 @@ fn parse_line(line: &str) -> Result<(Fingerprint, StaticToken), String> {
     let hash = words
         .next()
         .and_then(|word| word.strip_prefix("sha256:"))
-        .ok_or("a line begins with 'sha256:' and the token's hash")?
+        .ok_or("a line must begin with 'sha256:' and the hash of the token")?
         .parse()
-        .map_err(|_| "'sha256:' is followed by 64 hexadecimal digits")?;
+        .map_err(|_| "'sha256:' must be followed by 64 hexadecimal digits")?;
     let name = words
         .next()
-        .ok_or("the client's name is missing behind the hash")?;
+        .ok_or("the name of the client is missing after the hash")?;
     check_client(name).map_err(|error| error.to_string())?;
     let groups: Vec<_> = words
         .next()
@@ -121,7 +121,7 @@ fn parse_line(line: &str) -> Result<(Fingerprint, StaticToken), String> {
         .try_for_each(|group| check_client(group))
         .map_err(|error| error.to_string())?;
     if words.next().is_some() {
-        return Err("write groups in one word: group,group".into());
+        return Err("write the groups without spaces: group,group".into());
     }
     let groups = groups.into_iter().map(str::to_owned).collect();
     Ok((

@@ -158,7 +158,9 @@ impl CaConstraints {
 fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, CertificateError> {
     let (rest, parsed) = X509Certificate::from_der(der).map_err(malformed)?;
     if !rest.is_empty() {
-        return Err(CertificateError("bytes follow the certificate".into()));
+        return Err(CertificateError(
+            "there are extra bytes after the certificate".into(),
+        ));
     }
     Ok(parsed)
 }
@@ -188,7 +190,7 @@ fn seconds(timestamp: i64) -> u64 {
 }
 /// Unix seconds as people read them.
 pub(crate) fn date(seconds: u64) -> String {
-    // Beyond the year 9999 there is no such form.
+    // The format ends with the year 9999.
     let last = 253_402_300_799;
     let moment = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds.min(last));
     humantime::format_rfc3339_seconds(moment).to_string()

@@ -30,6 +30,6 @@ pub fn provider() -> Arc<CryptoProvider> {
 /// Makes `provider` the process's default, for libraries that ask for one. Later calls change
 /// nothing, so that each test may call it.
 pub fn install_provider() {
-    // Fails only where a default is installed already.
+    // Fails only if a default is already installed.
     let _ = CryptoProvider::clone(&provider()).install_default();
 }

@@ -36,11 +36,13 @@ pub enum CsrError {
     #[error("the certificate request is not signed by its own key")]
     Signature,
     /// A kind of key that is not signed.
-    #[error("{0} keys are not accepted: use ECDSA P-256 or P-384, Ed25519, or RSA from 2048 bits")]
+    #[error(
+        "{0} keys are not accepted: use ECDSA P-256 or P-384, Ed25519, or RSA with at least 2048 bits"
+    )]
     Key(String),
     /// The request does not ask for exactly the identity of its node.
     #[error(
-        "the certificate request {asks}; that of an edge has no subject and one name, the URI {uri}"
+        "the certificate request {asks}; the request of an edge must have no subject and exactly one name, the URI {uri}"
     )]
     Asks {
         /// Description of the fault.
@@ -50,7 +52,7 @@ pub enum CsrError {
     },
     /// The subject or names are wrong, so a cluster's own signer would name another identity.
     #[error(
-        "the certificate request {asks}; that of an edge has exactly the subject {wanted}, and nothing else"
+        "the certificate request {asks}; the request of an edge must have exactly the subject {wanted}, and nothing else"
     )]
     Subject {
         /// Description of the fault.
@@ -59,7 +61,7 @@ pub enum CsrError {
         wanted: String,
     },
     /// The key could not be made or used on this machine.
-    #[error("cannot make the key or its request: {0}")]
+    #[error("cannot create the key or the certificate request: {0}")]
     Local(#[source] rcgen::Error),
 }
 
@@ -76,7 +78,9 @@ impl VerifiedPublicKey {
         let (rest, request) = X509CertificationRequest::from_der(der)
             .map_err(|error| CsrError::Malformed(error.to_string()))?;
         if !rest.is_empty() {
-            return Err(CsrError::Malformed("bytes follow the request".into()));
+            return Err(CsrError::Malformed(
+                "there are extra bytes after the request".into(),
+            ));
         }
         let key = &request.certification_request_info.subject_pki;
         check_strength(key)?;
@@ -113,7 +117,7 @@ impl VerifiedPublicKey {
         let asks = match subject.node(&info.subject) {
             Some(found) if found != *node => format!("is for node {found}, and not for {node}"),
             None => format!("has the subject \"{}\"", info.subject),
-            Some(_) if !info.attributes().is_empty() => "asks for more than its subject".to_owned(),
+            Some(_) if !info.attributes().is_empty() => "contains more than its subject".to_owned(),
             Some(_) => return Ok(key),
         };
         let wanted = subject.to_string();
@@ -151,24 +155,24 @@ fn unexpected_extension(request: &X509CertificationRequestInfo<'_>, uri: &str) -
     let extensions = match (parsed.next(), parsed.next()) {
         (Some(Ok(extensions)), None) => extensions,
         (Some(Err(other)), _) | (_, Some(Err(other))) => return Some(other),
-        (None, _) => return Some("names nobody".to_owned()),
-        (_, Some(Ok(_))) => return Some("asks for extensions twice".to_owned()),
+        (None, _) => return Some("contains no name".to_owned()),
+        (_, Some(Ok(_))) => return Some("contains two lists of extensions".to_owned()),
     };
     let names = match extensions.as_slice() {
         [one] => match one.parsed_extension() {
             ParsedExtension::SubjectAlternativeName(names) => &names.general_names,
-            _ => return Some(format!("asks for the extension {}", one.oid)),
+            _ => return Some(format!("contains the extension {}", one.oid)),
         },
         several => {
             let all: Vec<_> = several.iter().map(|each| each.oid.to_string()).collect();
-            return Some(format!("asks for the extensions {}", all.join(", ")));
+            return Some(format!("contains the extensions {}", all.join(", ")));
         }
     };
     match names.as_slice() {
         [GeneralName::URI(only)] if *only == uri => None,
         others => {
             let all: Vec<_> = others.iter().map(ToString::to_string).collect();
-            Some(format!("names {}", all.join(", ")))
+            Some(format!("contains the names {}", all.join(", ")))
         }
     }
 }
@@ -323,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_for_a_cluster_names_its_node_and_nothing_else() {
+    fn a_cluster_request_names_only_its_node() {
         let key = PrivateKey::generate().unwrap();
         let pem = key.request_of(&td(), &edge_1()).unwrap();
         let der = pem_of(&pem);
@@ -350,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_request_for_a_cluster_asks_for_besides_is_refused_by_name() {
+    fn extra_fields_of_a_cluster_request_are_refused_by_name() {
         let uri = |text: &str| SanType::URI(text.try_into().unwrap());
         let own = || uri("spiffe://test.example/edge/edge-1");
         let bare = || {
@@ -364,7 +368,7 @@ mod tests {
             let refused = VerifiedPublicKey::of_edge(request.der(), &td(), &edge_1());
             refused.unwrap_err().to_string()
         };
-        assert!(refused(bare()).contains("names nobody"));
+        assert!(refused(bare()).contains("contains no name"));
         let mut named = bare();
         named.subject_alt_names = vec![own()];
         named.distinguished_name.push(
@@ -378,11 +382,11 @@ mod tests {
         let mut usage = bare();
         usage.subject_alt_names = vec![own()];
         usage.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
-        assert!(refused(usage).contains("asks for the extensions"));
+        assert!(refused(usage).contains("contains the extensions"));
         let mut authority = bare();
         authority.subject_alt_names = vec![own()];
         authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        assert!(refused(authority).contains("asks for the extensions"));
+        assert!(refused(authority).contains("contains the extensions"));
     }
 
     #[test]
@@ -419,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused() {
+    fn malformed_requests_are_refused() {
         assert!(matches!(
             VerifiedPublicKey::verify(b""),
             Err(CsrError::Malformed(_))

@@ -38,7 +38,7 @@ pub enum EdgeIdentityError {
     #[error(transparent)]
     Trust(#[from] TrustError),
     /// The root did not sign the certificate, or not for an edge.
-    #[error("the edge's certificate does not hold: {0}")]
+    #[error("the edge's certificate is not valid: {0}")]
     Refused(#[from] PeerRejected),
 }
 
@@ -182,12 +182,12 @@ impl EdgeIdentity {
         TrustStore::below(&roots, &domain)?;
         if domain != self.trust_domain {
             return Err(EdgeIdentityError::Root(format!(
-                "it is of the trust domain {domain}, this edge of {}",
+                "it is of trust domain {domain}, but this edge is of {}",
                 self.trust_domain
             )));
         }
         if !roots.iter().any(|root| self.roots.contains(root)) {
-            let why = "none of them is believed already".to_owned();
+            let why = "none of the new roots is trusted already".to_owned();
             return Err(EdgeIdentityError::Root(why));
         }
         Ok(roots)
@@ -218,7 +218,7 @@ fn read_roots(
 ) -> Result<(Vec<CertificateDer<'static>>, TrustDomain), EdgeIdentityError> {
     let roots = pem::certificates(text).map_err(EdgeIdentityError::Root)?;
     if roots.len() > MOST_ROOTS {
-        let why = format!("there are more than {MOST_ROOTS} of them");
+        let why = format!("there are more than {MOST_ROOTS} certificates");
         return Err(EdgeIdentityError::Root(why));
     }
     let domain = |root| {
@@ -235,7 +235,7 @@ fn read_roots(
     match domains.pop() {
         Some(one) if domains.is_empty() => Ok((roots, one)),
         _ => {
-            let why = "they are of several trust domains".to_owned();
+            let why = "the certificates are of several trust domains".to_owned();
             Err(EdgeIdentityError::Root(why))
         }
     }
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn roots_that_follow_one_another_are_taken_and_strangers_are_not() {
+    fn successive_roots_are_accepted_and_foreign_roots_are_refused() {
         let ca = ca();
         let (key, chain) = enrol(&ca);
         let mut edge = EdgeIdentity::new(&ca.root_pem(), &chain, &key.key_pem()).unwrap();
@@ -287,7 +287,7 @@ mod tests {
                 .is_err()
         );
         assert!(edge.read_roots(&chain).is_err(), "no authority");
-        // Its own certificate hangs on none of these, and it comes back all the same.
+        // The roots did not issue its own certificate; it still loads.
         let again = EdgeIdentity::from_file(edge.to_file()).unwrap();
         assert_eq!((again.roots.len(), again.node), (1, edge.node));
     }

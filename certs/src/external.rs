@@ -23,10 +23,10 @@ pub enum ExternalIdentityError {
     #[error(transparent)]
     Leaf(#[from] LeafCertificateError),
     /// The certificate carries no identity, or a malformed one.
-    #[error("{0}; it has to carry the one URI {1}")]
+    #[error("{0}; the certificate must contain exactly one URI {1}")]
     Name(NameError, &'static str),
     /// The certificate carries an identity, but not the required one.
-    #[error("it is the certificate of {found}; it has to carry the one URI {wanted}")]
+    #[error("the certificate is for {found}; it must contain exactly one URI {wanted}")]
     Kind {
         /// Identity in the certificate.
         found: String,
@@ -34,7 +34,7 @@ pub enum ExternalIdentityError {
         wanted: &'static str,
     },
     /// The extended key usage is missing.
-    #[error("its extended key usage does not name {0}")]
+    #[error("the extended key usage of the certificate does not contain {0}")]
     Usage(&'static str),
     /// The roots cannot be parsed.
     #[error("unreadable CA certificates: {0}")]
@@ -83,14 +83,14 @@ pub(crate) fn edge(
 pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
     let roots = pem::certificates(text).map_err(ExternalIdentityError::Roots)?;
     if roots.len() > MOST_ROOTS {
-        let why = format!("there are more than {MOST_ROOTS} of them");
+        let why = format!("there are more than {MOST_ROOTS} certificates");
         return Err(ExternalIdentityError::Roots(why));
     }
     for root in &roots {
         let read = CaConstraints::read(root)?;
         if !read.signs {
             let name = read.subject.common;
-            let why = format!("that of {name:?} is no CA's: it may not sign certificates");
+            let why = format!("{name:?} is not a CA certificate: it may not sign certificates");
             return Err(ExternalIdentityError::Roots(why));
         }
     }

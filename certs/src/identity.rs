@@ -98,7 +98,7 @@ impl Identity {
             None if path == "gateway" => Ok(Self::Gateway),
             Some(("edge", node)) => {
                 let name = NodeName::parse(node)?;
-                // Whoever signs may take these for two; a path of SPIFFE knows its case.
+                // SPIFFE paths are case-sensitive, so a CA may treat these as two names.
                 if name.as_str() == node {
                     Ok(Self::Edge(name))
                 } else {

@@ -95,7 +95,7 @@ impl ClusterCa {
         );
         if life > SHOWN_AT_MOST.as_secs() {
             return Err(unreadable(&format_args!(
-                "it lives for {life} s, and what is made to be shown here for {} s at most",
+                "its lifetime is {life} s, but a certificate for this purpose may have at most {} s",
                 SHOWN_AT_MOST.as_secs()
             )));
         }

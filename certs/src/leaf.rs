@@ -32,13 +32,15 @@ pub enum LeafCertificateError {
     #[error(transparent)]
     Certificate(#[from] CertificateError),
     /// The key is of an unknown kind or not the certificate's.
-    #[error("the private key does not fit the certificate: {0}")]
+    #[error("the private key does not match the certificate: {0}")]
     Key(#[from] rustls::Error),
     /// The certificate is for another use.
-    #[error("its extended key usage does not name {0}")]
+    #[error("the extended key usage of the certificate does not contain {0}")]
     Usage(&'static str),
     /// The certificate is not valid now, and the certificate that it was to replace is.
-    #[error("it is valid from {from} to {to}, and the one in use, which is valid now, stays")]
+    #[error(
+        "the new certificate is valid from {from} to {to}, which is not now; the current certificate is valid and stays in use"
+    )]
     Period {
         /// First second of validity, as RFC 3339 has it.
         from: String,
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leaf_reads_as_it_was_written() {
+    fn a_written_leaf_parses_back() {
         let leaf = leaf();
         let again = LeafCertificate::load(&leaf.chain_pem(), leaf.key_pem().expose()).unwrap();
         assert_eq!(again.chain(), leaf.chain());

@@ -50,7 +50,7 @@ pub enum NameError {
         count: usize,
     },
     /// The certificate's one identity is not one of this trust domain.
-    #[error("the certificate's identity '{uri}' is none of trust domain {domain}")]
+    #[error("the certificate's identity '{uri}' is not of trust domain {domain}")]
     UnknownIdentity {
         /// The URI found.
         uri: String,
@@ -182,7 +182,7 @@ pub struct NodePattern(String);
 impl NodePattern {
     /// Checks and lower-cases a name or a pattern.
     pub fn parse(text: &str) -> Result<Self, NameError> {
-        // With a star for any of the characters of a name, it must read as one.
+        // With a letter in place of each star, the pattern must be a valid name.
         dns(&text.replace('*', "x")).map_err(|error| match error {
             NameError::NotDns { why, .. } => NameError::NotDns {
                 name: text.chars().take(MAX_NAME).collect(),
@@ -218,7 +218,7 @@ fn matches(pattern: &str, label: &str) -> bool {
     let Some(last) = parts.next_back() else {
         return rest.is_empty();
     };
-    // What stands between stars is found as early as it can be, which leaves most for what follows.
+    // Each part between stars matches at its first position, which leaves most text for the rest.
     for part in parts {
         let Some((_, behind)) = rest.split_once(part) else {
             return false;

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_chain_reads_as_it_was_written() {
+    fn a_written_chain_parses_back() {
         let chain = vec![
             CertificateDer::from(vec![7; 100]),
             CertificateDer::from(vec![9; 48]),

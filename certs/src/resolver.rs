@@ -110,7 +110,7 @@ impl SniCertResolver {
             .leaves
             .try_get_with((ca.state(), shown.clone()), || self.mint(&ca, shown));
         minted
-            .inspect_err(|error| tracing::error!(%error, ?shown, "cannot mint a leaf"))
+            .inspect_err(|error| tracing::error!(%error, ?shown, "cannot issue a certificate for the listener"))
             .ok()
     }
 

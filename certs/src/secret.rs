@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_reads_what_it_prints() {
+    fn a_printed_fingerprint_parses_back() {
         let one = Fingerprint::digest(b"x");
         assert_eq!(one.to_string().parse(), Ok(one));
         assert_eq!(one.to_string().to_uppercase().parse(), Ok(one));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn certificates_of_one_key_have_its_fingerprint_whatever_else_they_say() {
+    fn certificates_of_one_key_share_its_fingerprint() {
         let key = rcgen::KeyPair::generate().unwrap();
         let made = |name: &str| {
             let params = rcgen::CertificateParams::new([name.to_owned()]).unwrap();

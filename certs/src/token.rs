@@ -39,13 +39,13 @@ pub enum TokenError {
     #[error("this is not a join token: it should begin with '{PREFIX}.'")]
     Prefix,
     /// A part is missing, as after copying half of it.
-    #[error("the join token is cut off: it has {found} of its 4 parts")]
+    #[error("the join token is incomplete: it has {found} of 4 parts")]
     Truncated {
         /// Number of its parts.
         found: usize,
     },
     /// The text is longer than a token.
-    #[error("the join token has more than its 4 parts")]
+    #[error("the join token has more than 4 parts")]
     TooLong,
     /// A part is not what it should be.
     #[error("the join token's {part} is damaged: copy the whole token again")]
@@ -70,7 +70,7 @@ impl JoinToken {
     /// A new token for a gateway with this root.
     pub(crate) fn generate(root: Fingerprint) -> Self {
         let mut id = secret::random::<ID_BYTES>();
-        // It begins with a letter: what begins with `-` is no argument of `token revoke`.
+        // Begins with a letter, because `token revoke` would parse a leading `-` as a flag.
         id[0] &= 0x7f;
         Self {
             id: secret::base64url(&id),

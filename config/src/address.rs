@@ -143,7 +143,7 @@ impl schemars::JsonSchema for SocketAddrStr {
 fn socket_address(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| {
         format!(
-            "\"{text}\" is no listen address; write IP:PORT with a port up to 65535, such as \
+            "\"{text}\" is not a listen address; write IP:PORT with a port up to 65535, such as \
              0.0.0.0:10263 or [::]:10263"
         )
     })
@@ -165,7 +165,7 @@ impl ListenAddrs {
         let listen = listen.into();
         let earlier = self.0.iter().find(|(_, _, taken)| taken.overlaps(&listen));
         if let Some((other, called, taken)) = earlier {
-            let remedy = "give one of them another port or path";
+            let remedy = "give one of the two another port or path";
             let message = format!("{listen} overlaps with {called} ({taken}); {remedy}");
             faults.add_against(path, other, message);
         }
@@ -184,7 +184,7 @@ pub fn host_port(text: &str) -> Result<(&str, u16), String> {
     let port: u16 = port.parse().map_err(|_| fault())?;
     if port == 0 {
         return Err(format!(
-            "\"{text}\": port 0 cannot be dialled; ports run from 1 to 65535"
+            "\"{text}\": cannot connect to port 0; ports are 1 to 65535"
         ));
     }
     if let Some(inner) = host

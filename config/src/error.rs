@@ -93,7 +93,7 @@ impl ConfigErrors {
             if wait.is_zero() {
                 self.add(
                     format!("{section}.{key}"),
-                    "must be longer than zero: every wait has a bound, and none may pass at once",
+                    "must be greater than zero: with 0 every wait would time out at once",
                 );
             }
         }

@@ -35,12 +35,15 @@ impl ReloadSender {
     /// browser sends the origin of a page that posts (`Origin`), and no other program does: a page may not request a reload.
     pub async fn answer(&self, is_page: bool) -> (u16, String) {
         let (code, said) = if is_page {
-            (403, "a page in a browser may not ask for this".to_owned())
+            (403, "a web page may not request this".to_owned())
         } else {
             match self.ask().await {
                 Some(Ok(done)) => (200, done),
                 Some(Err(why)) => (422, why),
-                None => (501, "this process reads no configuration anew".to_owned()),
+                None => (
+                    501,
+                    "this process does not support reloading its configuration".to_owned(),
+                ),
             }
         };
         (code, format!("{said}\n"))

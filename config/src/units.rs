@@ -172,7 +172,7 @@ impl<'de> Deserialize<'de> for Network {
         let network = network.or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
         let network = network.map_err(|_| {
             D::Error::custom(format!(
-                "\"{text}\" is no network; write 10.0.0.0/8, 2001:db8::/32 or 192.168.1.7"
+                "\"{text}\" is not a network; write 10.0.0.0/8, 2001:db8::/32 or 192.168.1.7"
             ))
         })?;
         canonical_network(network)
@@ -192,7 +192,7 @@ pub fn canonical_network(network: IpNet) -> Result<IpNet, String> {
     }
     let address = network.addr();
     Err(format!(
-        "\"{network}\" is an address within a network; write {whole} for all of it, or {address} for the one"
+        "\"{network}\" is an address within a network; write {whole} for the whole network, or {address} for this one address"
     ))
 }
 
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn formatted_units_parse_back() {
         for (wait, size) in [(90, 64 << 20), (5, 1000), (1, 0)] {
             let wait = Duration::from_secs(wait);
             let sample = Sample { wait, size };
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(read("192.168.1.7").unwrap(), "192.168.1.7/32");
         let said = read("10.1.2.3/8").unwrap_err().to_string();
         assert!(
-            said.contains("write 10.0.0.0/8") && said.contains("or 10.1.2.3 for the one"),
+            said.contains("write 10.0.0.0/8") && said.contains("or 10.1.2.3 for this one address"),
             "{said}"
         );
     }
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_say_what_to_write() {
+    fn faults_state_the_expected_format() {
         let message = read(&json!(5), &json!(1)).unwrap_err();
         assert!(
             message.contains("integer `5`") && message.contains("\"5s\""),

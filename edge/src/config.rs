@@ -27,52 +27,52 @@ pub use port_ranges::PortRange;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Directory of the key, the certificate and the learnt gateways; made with mode 0700.
+    /// Directory of the key, the certificate and the announced gateway addresses; created with mode 0700.
     pub data_dir: PathBuf,
-    /// Name of this node. If the stored identity is of another node, the edge joins by this name.
+    /// Name of this node. If the stored identity is of another node, the edge joins again with this name.
     pub node: Option<String>,
     /// `host:port` of the gateways.
     pub gateways: Vec<String>,
-    /// Token of `causeway token create`. Used where there is no identity, or gateways refuse the stored one; a token is used once.
+    /// Join token of `causeway token create`. The edge uses it if it has no identity, or if gateways refuse the stored identity. A token is used once.
     pub join: Option<Secret>,
-    /// File with that token, in place of `join`; read whenever a token is needed.
+    /// File that contains the join token, instead of `join`; read each time a token is needed.
     pub join_file: Option<PathBuf>,
-    /// A certificate that an external CA issues and renews, in place of the one that a token brings.
+    /// Certificate that an external CA issues and renews, instead of a certificate obtained with a join token.
     pub identity: Option<Identity>,
-    /// The cluster that says who this node is, in place of a token; the gateways' `kubernetes.certificates` are for that.
+    /// Cluster that provides this node's first certificate, instead of a join token; requires `kubernetes.certificates` at the gateways.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kubernetes: Option<Kubernetes>,
     /// Proxy between this node and the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
-    /// Hosts, domains and networks that are dialled without the proxy, `HOST:PORT` for one port, `*` for everything; `NO_PROXY` if absent.
+    /// Hosts, domains and networks to which the edge connects without the proxy, `HOST:PORT` for one port, `*` for everything; `NO_PROXY` if absent.
     pub no_proxy: Vec<String>,
     /// Health and metrics.
     pub admin: Admin,
     /// Ports and hosts that the gateway may reach through this node.
     pub allow: Allow,
-    /// The node's ports that are served, and where each leads. No other port is, but for those of `listed_ports`.
+    /// Ports of the node that the edge serves, each with its upstream. No other ports are served, except those of `listed_ports`.
     pub ports: BTreeMap<u16, Port>,
-    /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port, and the reader's, are among them only if they are named alone, in no range.
+    /// Node ports (`9100`, `9000-9999`) that the edge also serves once the gateway's cluster lists them. The upstream is on loopback, or else on this node's own addresses; `ports` has precedence. `[]` means no ports. If absent: all ports with `kubernetes`, no ports without. The ports of the edge's own admin listener and of the API cache are only included if they are listed individually, not by a range.
     #[serde(skip_serializing_if = "Option::is_none")]
-    // A key without a value is a fault, and not as good as none.
+    // A key without a value is an error; it does not count as a missing key.
     #[schemars(with = "Vec<PortRange>")]
     pub listed_ports: Option<Vec<PortRange>>,
     /// Labels announced to the gateway.
     pub labels: BTreeMap<String, String>,
-    /// The node's addresses announced to the gateway, which confirms them before it routes by them. If ports are listed, their upstreams are looked for there, too.
+    /// Addresses of the node, announced to the gateway, which confirms them before it routes by them. Upstreams of listed ports are also searched at these addresses.
     pub addresses: Vec<IpAddr>,
-    /// The group of nodes on one site network, announced to the gateway, which confirms it.
+    /// Node pool, the group of nodes on one site network. Announced to the gateway, which confirms it.
     pub pool: Option<String>,
     /// Cache of cluster objects for this node's own programs and the members of its node pool; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
-    /// Limits on what is served.
+    /// Limits on streams, memory and headers.
     pub limits: Limits,
-    /// How long is waited at most.
+    /// Timeouts.
     pub timeouts: Timeouts,
-    /// How long is waited before a gateway is dialled anew.
+    /// Delay before the edge connects to a gateway again.
     pub backoff: Backoff,
     /// The log.
     pub log: Log,
@@ -122,11 +122,11 @@ impl Config {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
-    /// File of this node's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/edge/NODE`.
+    /// File of this node's certificate and its intermediates. The certificate contains exactly one URI, `spiffe://TRUST-DOMAIN/edge/NODE`.
     pub chain: PathBuf,
-    /// File of the key.
+    /// File of the certificate's private key.
     pub key: PathBuf,
-    /// File of the CAs on which certificates of gateways hang; their one URI is `spiffe://TRUST-DOMAIN/gateway`.
+    /// File of the CAs that issue the gateways' certificates. These contain exactly one URI, `spiffe://TRUST-DOMAIN/gateway`.
     pub ca: PathBuf,
 }
 
@@ -136,17 +136,17 @@ impl Identity {
     }
 }
 
-/// A cluster whose API is asked for this node's first certificate. Gateways renew it.
+/// Cluster that issues this node's first certificate through its API. Gateways renew the certificate.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
-    /// File by which the API server is reached as this node, such as its kubelet's; without it the edge is a pod with a service account.
+    /// Kubeconfig file with this node's credentials for the API server, such as the kubelet's. If absent, the edge uses the service account of its pod.
     pub kubeconfig: Option<PathBuf>,
-    /// Name of the signer that is asked, as `kubernetes.certificates.signer` of the gateway has it. What one of the cluster's own makes is shown to a gateway, which gives one of Causeway's for it.
+    /// Name of the signer, the same as `kubernetes.certificates.signer` of the gateway. If it is a signer of the cluster itself, the edge presents the certificate to a gateway and receives a certificate of Causeway's CA for it.
     pub signer: String,
     /// Namespace of the `ConfigMap` with the gateways' CA.
     pub namespace: String,
-    /// Name of that `ConfigMap`, whose key `ca.crt` it is.
+    /// Name of the `ConfigMap` with the gateways' CA in the key `ca.crt`.
     pub name: String,
 }
 
@@ -154,7 +154,7 @@ impl Default for Kubernetes {
     fn default() -> Self {
         Self {
             kubeconfig: None,
-            // As the gateway has them.
+            // Same values as at the gateway.
             signer: "causeway.io/edge".to_owned(),
             namespace: "kube-system".to_owned(),
             name: "causeway-ca".to_owned(),
@@ -191,10 +191,10 @@ impl Default for Admin {
 )]
 #[serde(rename_all = "snake_case")]
 pub enum TunnelMode {
-    /// At one, and at another one if that fails.
+    /// At one gateway, and at another gateway if the first one fails.
     #[default]
     One,
-    /// At each address that their names lead to, and at each behind it.
+    /// At each address that the gateways' names resolve to, and at each gateway behind it.
     Every,
 }
 
@@ -202,17 +202,17 @@ pub enum TunnelMode {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to, and at each gateway behind it where they say how many they are.
+    /// `one`: tunnels to one gateway, and to another gateway if the first one fails. `every`: tunnels to each address that the names in `gateways` resolve to, and to each gateway behind it if the gateways announce their number.
     pub gateways: TunnelMode,
-    /// With `every`: how often the names are resolved anew.
+    /// With `every`: interval at which the names are resolved again.
     #[serde(with = "DurationStr")]
     pub resolve_after: Duration,
-    /// Tunnels at most, 16 or fewer; with `every`, at each gateway.
+    /// Maximum number of tunnels, at most 16; with `every`, to each gateway.
     pub max: usize,
-    /// A further tunnel is dialled once a stream has moved this much.
+    /// Number of bytes of one stream after which the edge opens an additional tunnel.
     #[serde(with = "ByteSize")]
     pub bulk_after: usize,
-    /// It is closed when no stream has moved that much for this long.
+    /// Time after which the edge closes an additional tunnel that no stream has used that much.
     #[serde(with = "DurationStr")]
     pub bulk_idle: Duration,
 }
@@ -221,9 +221,9 @@ impl Default for Tunnels {
     fn default() -> Self {
         Self {
             gateways: TunnelMode::One,
-            // A replica that comes is of use to nobody before its first edges are there; a name server lives on caches.
+            // A new replica is useless until edges connect, so the interval is short; name servers answer from caches.
             resolve_after: Duration::from_secs(15),
-            // One for bulk beside one for small requests; more measured no faster.
+            // One for bulk transfers and one for small requests; more were not faster in measurements.
             max: 2,
             // Above any log page or metrics scrape, below any image or backup.
             bulk_after: 1 << 20,
@@ -232,19 +232,19 @@ impl Default for Tunnels {
     }
 }
 
-/// Limits on what is served.
+/// Limits on streams, memory and headers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Streams of all tunnels; further ones get 503. Each has a connection to an upstream.
+    /// Maximum number of streams of all tunnels; further streams get 503. Each stream has a connection to an upstream.
     pub streams: usize,
-    /// Memory limit for stalled streams, whose client or upstream does not read: 320 KiB each, and the buffered bytes of an upload. Beyond it the streams that have been stalled for longest are reset.
+    /// Memory limit for stalled streams, whose client or upstream does not read: 320 KiB each, and the buffered bytes of an upload. Above the limit, the edge resets the streams that have been stalled longest.
     #[serde(with = "ByteSize")]
     pub stalled: usize,
-    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which stalled streams are reset, the longest first. Each holds up to 4 MiB of an upstream's answer there. 0 is half of the number at which the kernel says that memory is short (`net.ipv4.tcp_mem`).
+    /// Limit on the TCP buffers of all processes in this machine's kernel (`mem` in `/proc/net/sockstat`), in bytes. Above the limit, the edge resets stalled streams, longest first. Each stalled stream uses up to 4 MiB of these buffers. 0 means half of the kernel's memory pressure threshold (`net.ipv4.tcp_mem`).
     #[serde(with = "ByteSize")]
     pub tcp_memory: usize,
-    /// Fields in the head of an upstream's answer over HTTP/1.1; an answer with more is 502.
+    /// Maximum number of header fields in an HTTP/1.1 response of an upstream; a response with more fields becomes 502.
     pub max_headers: usize,
 }
 
@@ -253,9 +253,9 @@ impl Default for Limits {
         Self {
             // Twenty times what a kubelet's node runs in pods; a descriptor each.
             streams: 4_096,
-            // 800 downloads that stand still, beside which two tunnels' uploads have room.
+            // Enough for 800 stalled downloads and the uploads of two tunnels.
             stalled: 256 << 20,
-            // The kernel knows how much memory the machine has.
+            // 0: the kernel derives its threshold from the machine's memory.
             tcp_memory: 0,
             // hyper's own default.
             max_headers: 100,
@@ -263,32 +263,32 @@ impl Default for Limits {
     }
 }
 
-/// How long is waited at most.
+/// Timeouts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
-    /// A gateway's TCP handshake.
+    /// TCP handshake with a gateway.
     #[serde(with = "DurationStr")]
     pub tcp: Duration,
-    /// A gateway's TLS handshake.
+    /// TLS handshake with a gateway.
     #[serde(with = "DurationStr")]
     pub tls: Duration,
-    /// The gateway's hello.
+    /// Hello of a gateway.
     #[serde(with = "DurationStr")]
     pub hello: Duration,
-    /// A tunnel on which nothing was read for this long is closed and dialled anew.
+    /// Time without received bytes after which a tunnel is closed and opened again.
     #[serde(with = "DurationStr")]
     pub silence: Duration,
-    /// TCP and TLS handshake of an upstream.
+    /// TCP and TLS handshake with an upstream.
     #[serde(with = "DurationStr")]
     pub dial: Duration,
-    /// Answer of an upstream to an upgrade.
+    /// Response of an upstream to an upgrade.
     #[serde(with = "DurationStr")]
     pub upgrade: Duration,
     /// Time after which an idle connection to an upstream is closed.
     #[serde(with = "DurationStr")]
     pub upstream_idle: Duration,
-    /// Time that open streams get to end when the edge stops.
+    /// Maximum time for open streams to end when the edge stops.
     #[serde(with = "DurationStr")]
     pub drain: Duration,
 }
@@ -298,7 +298,7 @@ impl Default for Timeouts {
         Self {
             // A returned network is noticed by the next attempt, so attempts are short.
             tcp: Duration::from_secs(2),
-            // Two round trips on the slowest usable link, and a busy gateway in a storm.
+            // Two round trips on the slowest usable link, and a busy gateway during a reconnect storm.
             tls: Duration::from_secs(5),
             hello: Duration::from_secs(5),
             // The gateway PINGs an idle tunnel every 5 s: three of them are missing.
@@ -306,7 +306,7 @@ impl Default for Timeouts {
             // Below the gateway's bound of 10 s, so that the client gets the edge's reason.
             dial: Duration::from_secs(5),
             upgrade: Duration::from_secs(30),
-            // Below the 75 s after which nginx, and the 90 s after which Go, close theirs.
+            // Below the idle timeouts of nginx (75 s) and Go (90 s).
             upstream_idle: Duration::from_mins(1),
             // Kubernetes' default grace before it kills.
             drain: Duration::from_secs(30),
@@ -314,14 +314,14 @@ impl Default for Timeouts {
     }
 }
 
-/// How long is waited, at random up to this, before a gateway is dialled anew.
+/// Maximum delay before the edge connects to a gateway again. The delay is random up to this value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
-    /// At most, where the network is silent.
+    /// Maximum delay if the network does not respond.
     #[serde(with = "DurationStr")]
     pub silent_max: Duration,
-    /// At most, where the gateway refused, or with `every` does not answer while another one does.
+    /// Maximum delay if the gateway refused the edge, or with `every` if the gateway does not respond although another one does.
     #[serde(with = "DurationStr")]
     pub refused_max: Duration,
 }
@@ -329,7 +329,7 @@ pub struct Backoff {
 impl Default for Backoff {
     fn default() -> Self {
         Self {
-            // A silent network costs nobody anything, and waiting keeps the edge away.
+            // Attempts on a silent network cost nothing, and a long delay keeps the edge disconnected.
             silent_max: Duration::from_secs(2),
             // A refusal costs the gateway a handshake: 19,000 edges make 630 a second at most.
             refused_max: Duration::from_mins(1),

@@ -143,7 +143,7 @@ impl Default for Metrics {
             last_reload_successful: Gauge::default(),
             reading: OnceLock::new(),
         };
-        // The one that it begins with is in force.
+        // The initial configuration counts as loaded.
         metrics.last_reload_successful.set(1);
         metrics.register();
         metrics.register_dials();
@@ -157,50 +157,50 @@ impl Metrics {
     fn register(&mut self) {
         let registry = &mut self.registry;
         let streams = self.streams.clone();
-        registry.register("streams", "Streams that ended, by kind and how", streams);
+        registry.register(
+            "streams",
+            "Streams that have ended, by kind and outcome",
+            streams,
+        );
         let open = self.open.clone();
-        registry.register("open_streams", "Streams that are open, by kind", open);
+        registry.register("open_streams", "Open streams, by kind", open);
         let connections = self.connections.clone();
         registry.register(
             "upstream_connections",
-            "Connections that requests went by: new or reused",
+            "Upstream connections used for requests, by kind: new or reused",
             connections,
         );
         let retries = self.retries.clone();
         registry.register(
             "upstream_retries",
-            "Requests sent again because a kept connection was closed without a byte of an answer",
+            "Requests that were retried because an idle connection closed without any response bytes",
             retries,
         );
         let turned_away = self.turned_away.clone();
         registry.register(
             "connections_rejected",
-            "Connections that were refused for want of a place, or evicted since another one needed theirs, by limit",
+            "Connections that were refused or evicted because a limit was reached, by limit",
             turned_away,
         );
         let tunnels = self.tunnels.clone();
-        registry.register("tunnels", "Tunnels that stand", tunnels);
+        registry.register("tunnels", "Open tunnels", tunnels);
         let attempts = self.attempts.clone();
         registry.register(
             "tunnel_attempts",
-            "Attempts at a tunnel, by outcome",
+            "Attempts to open a tunnel, by outcome",
             attempts,
         );
         let renewals = self.renewals.clone();
         registry.register(
             "renewals",
-            "Attempts at a new certificate for this node, by outcome",
+            "Attempts to renew this node's certificate, by outcome",
             renewals,
         );
         let reloads = self.reloads.clone();
-        registry.register(
-            "reloads",
-            "Configurations that were read anew, by outcome",
-            reloads,
-        );
+        registry.register("reloads", "Configuration reloads, by outcome", reloads);
         registry.register(
             "last_reload_successful",
-            "Whether the newest configuration that was read is the one in force",
+            "Whether the last configuration reload succeeded",
             self.last_reload_successful.clone(),
         );
     }
@@ -210,17 +210,17 @@ impl Metrics {
         let dials = self.dials.clone();
         registry.register(
             "upstream_dials",
-            "TCP connections to apps that were tried, by outcome",
+            "Attempts to open a TCP connection to an upstream, by outcome",
             dials,
         );
         registry.register(
             "upstream_dial_failures",
-            "TCP connections to apps that failed, by cause: target-refused, target-timeout, target-unresolved, resolve-timeout, target-unreachable, policy, or exhausted (this edge is out of file descriptors, local ports or memory)",
+            "Failed TCP connections to upstreams, by cause: target-refused, target-timeout, target-unresolved, resolve-timeout, target-unreachable, policy, or exhausted (this edge is out of file descriptors, local ports or memory)",
             self.dial_failures.clone(),
         );
         registry.register_with_unit(
             "upstream_dial",
-            "Time that a TCP connection to an app took, with its name's resolution",
+            "Time to open a TCP connection to an upstream, including name resolution",
             Unit::Seconds,
             self.dial_seconds.clone(),
         );
@@ -230,12 +230,12 @@ impl Metrics {
         let registry = &mut self.registry;
         registry.register(
             "stalled_streams",
-            "Streams in which bytes wait that nobody takes, when they were last looked at",
+            "Streams with buffered bytes that are not being read, at the last check",
             self.stalled.clone(),
         );
         registry.register(
             "evicted_streams",
-            "Streams that were reset because nobody took the bytes that waited in them, by what ran short: memory (limits.stalled) or tcp_memory (limits.tcp_memory)",
+            "Stalled streams that were reset, by exhausted limit: memory (limits.stalled) or tcp_memory (limits.tcp_memory)",
             self.evicted.clone(),
         );
     }
@@ -244,14 +244,14 @@ impl Metrics {
         let registry = &mut self.registry;
         registry.register_with_unit(
             "certificate_expiry_timestamp",
-            "When this node's certificate ends, in Unix time",
+            "Expiry of this node's certificate, in Unix time",
             Unit::Seconds,
             self.certificate_expiry.clone(),
         );
         let listeners = self.listener_certificate_expiry.clone();
         registry.register_with_unit(
             "listener_certificate_expiry_timestamp",
-            "When what a listener of the reader's shows ends, in Unix time",
+            "Expiry of the certificate of an API cache listener, in Unix time",
             Unit::Seconds,
             listeners,
         );
@@ -399,7 +399,7 @@ impl<'a> StreamGuard<'a> {
         Self {
             metrics,
             kind,
-            // A stream whose task ends with the edge is dropped without a word.
+            // Outcome of a stream whose task is dropped when the edge stops.
             ending: StreamOutcome::TunnelLost,
         }
     }

@@ -168,7 +168,7 @@ impl Proxy {
             loop {
                 tokio::select! {
                     biased;
-                    // The future that holds the app's connection is dropped here.
+                    // This drops the future that owns the upstream connection.
                     _ = reply.reset() => return served.end(StreamOutcome::ClientClosed),
                     head = interim.next() => match head {
                         Some(head) => drop(reply.interim(head)),
@@ -180,7 +180,7 @@ impl Proxy {
             }
         };
         while let Some(head) = interim.pop() {
-            // A stream that was reset says so below.
+            // An error of a reset stream is returned below.
             let _ = reply.interim(head);
         }
         match answer {
@@ -200,7 +200,7 @@ impl Proxy {
                     biased;
                     ending = &mut passing => served.end(ending),
                     refused = &mut refused_later => {
-                        info!(%target, detail = %refused.detail, "a stream ended that the policy does not allow any more");
+                        info!(%target, detail = %refused.detail, "closing a stream that `allow` and `ports` no longer permit");
                         withdrawal.withdraw();
                         served.end(StreamOutcome::Refused(refused.refusal));
                     }
@@ -219,7 +219,7 @@ impl Proxy {
         let Some(app) = app else {
             return pending().await;
         };
-        // Borrowed: a token that is cloned for each stream takes a lock that all cores share.
+        // Borrowed, because cloning the token for each stream takes a lock that all threads share.
         self.replaced.cancelled().await;
         let mut address = None;
         loop {
@@ -231,7 +231,7 @@ impl Proxy {
             drop(newest);
             tokio::select! {
                 () = replaced.cancelled() => {}
-                // The stream goes on dialling by the policy under which it began.
+                // The stream keeps dialling with the policy under which it began.
                 other = connected.other_than(address) => address = Some(other),
             }
         }
@@ -294,7 +294,7 @@ impl Proxy {
                 if !ended && let Err(error) = pump(&mut *body, &mut send, None).await {
                     return ending(&error);
                 }
-                // What holds the stream open must not wait for the app's connection to come to rest.
+                // The client's stream must not stay open until the upstream connection is idle.
                 drop(send);
                 body.keep(&self.kept).await;
                 StreamOutcome::Done
@@ -311,7 +311,7 @@ impl Proxy {
 fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
     match error {
         PumpError::Body(error) => {
-            debug!(%error, "an app broke off its answer");
+            debug!(%error, "an upstream closed the connection during its response");
             StreamOutcome::UpstreamFailed
         }
         PumpError::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
@@ -342,12 +342,11 @@ async fn read_rest(
         };
         let chunk = chunk.map_err(|_| RequestError::Client)?;
         if rest.len() + chunk.len() > length {
-            let detail = "the rest of the request's target does not end with a frame";
+            let detail = "the remaining bytes of the request target do not end at a frame boundary";
             return Err(RejectCode::Malformed.because(detail).into());
         }
         if !rest.append(&chunk) {
-            let detail =
-                "the requests with long targets need more memory than the edge has for them";
+            let detail = "the edge has no memory left for requests with long targets";
             return Err(RejectCode::Busy.because(detail).into());
         }
     }
@@ -361,7 +360,7 @@ fn broken(app: &Upstream, what: &str) -> RequestError {
 }
 
 fn endless(target: &causeway_tunnel::Target) -> RequestError {
-    let detail = format!("{target} sent interim answers without end instead of an answer");
+    let detail = format!("{target} sent too many interim responses without a final response");
     RejectCode::TargetBroken.because(detail).into()
 }
 

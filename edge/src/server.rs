@@ -390,7 +390,7 @@ fn admin_socket(store: &Store) -> Option<UnixListener> {
         Ok(listener::SocketListener::Unix(socket)) => Some(socket),
         Ok(listener::SocketListener::Tcp(_)) => None,
         Err(error) => {
-            warn!(%error, "no unix socket for commands: they use the admin listener");
+            warn!(%error, "cannot open the unix socket for commands; commands use the admin listener");
             None
         }
     }
@@ -423,16 +423,16 @@ async fn live(
 ) {
     let renewing = renew::run(links.clone(), held.clone(), made);
     let beside = async {
-        // What drains needs no new certificate.
+        // A draining edge needs no new certificate.
         stop.run_until_cancelled(renewing).await;
         make_way(claim, &held, over).await;
     };
     tokio::select! {
         () = links.run(changes) => {}
-        // Goes on for as long as there are tunnels.
+        // Runs as long as there are tunnels.
         () = beside.instrument(info_span!("renew")) => {}
     }
-    // A successor has its own word there.
+    // After a takeover the new process owns the saved data.
     if !over.is_cancelled() {
         api_cache::shutdown(reading).await;
     }
@@ -445,17 +445,17 @@ async fn make_way(claim: DirLock, held: &IdentityStore, over: &CancellationToken
     while !released.is_taken() {
         sleep(LOOK).await;
     }
-    info!("another process has the node's data directory: it gets the listeners");
+    info!("another process has taken over the data directory; closing the listeners for it");
     held.release();
     over.cancel();
     std::future::pending::<()>().await;
 }
 
 fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {
-    info!(node, %admin, ?ports, "edge runs");
+    info!(node, %admin, ?ports, "edge is running");
     if ports.is_empty() && AnnouncedPortPolicy::of(config).is_empty() {
         warn!(
-            "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
+            "this edge serves no ports: configure some, for example with --ports '{{9100: {{}}}}'"
         );
     }
 }

@@ -256,7 +256,7 @@ impl StatusWriter {
     /// Returns once a tunnel stands.
     pub(crate) async fn connected(&self) {
         let mut standing = self.0.standing.subscribe();
-        // The sender lives as long as this.
+        // The sender lives at least as long as this task.
         let _ = standing.wait_for(|standing| *standing > 0).await;
     }
 
@@ -339,7 +339,7 @@ impl StatusReader {
         }
         let state = match &trouble {
             _ if tunnels.iter().any(|tunnel| tunnel.state == "standing") => "connected",
-            // Another process has the node, though old streams go on here.
+            // Another process serves the node now, although old streams continue here.
             Some(trouble) if trouble.refused => "refused",
             _ if !tunnels.is_empty() => "connected",
             _ => "connecting",

@@ -219,10 +219,10 @@ bad_input() {
   local name enrol edge="$PWD/edge.yaml:/etc/causeway/edge.yaml:ro"
   enrol=$(docker volume ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
     --filter label=com.docker.compose.volume=enrol)
-  say 'a token that was used already: the edge says so and ends'
+  say 'a token that was already used: the edge says so and ends'
   name=$(stray spent -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \
     edge --config /etc/causeway/edge.yaml --join-file /run/causeway/edge-1.token)
-  says_and_ends "$name" 'used already'
+  says_and_ends "$name" 'already used'
   passes
   say 'a file that is no token: the edge says so and ends'
   name=$(stray wrong -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \

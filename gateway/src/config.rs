@@ -310,9 +310,9 @@ impl Default for Limits {
             stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
-            // What `http::Uri` holds, and more than any browser sends.
+            // The maximum size of an `http::Uri`, and more than any browser sends.
             max_uri_bytes: 64 << 10,
-            // As much as kube-apiserver itself takes of a head (http.DefaultMaxHeaderBytes).
+            // The limit of kube-apiserver for a request head (http.DefaultMaxHeaderBytes).
             max_kubernetes_uri_bytes: 1 << 20,
             // Twice the largest head that kube-apiserver sends with client groups inside.
             max_header_bytes: 64 << 10,
@@ -364,16 +364,16 @@ pub struct Timeouts {
 impl Default for Timeouts {
     fn default() -> Self {
         Self {
-            // What Go's and HAProxy's defaults allow a slow client.
+            // The time that the defaults of Go and HAProxy allow a slow client.
             tls: Duration::from_secs(10),
             header: Duration::from_secs(10),
             // kube-apiserver sets no bound of its own; edges give up a dial after 5 s.
             connect: Duration::from_secs(10),
-            // kubelet pulls a terminal up within seconds, even on a busy node.
+            // kubelet opens a terminal within seconds, even on a busy node.
             upgrade_first_byte: Duration::from_secs(30),
-            // An app that flushes to a slow disk pauses for a minute or two, and goes on.
+            // An app that flushes to a slow disk pauses for one or two minutes and then continues.
             upload: Duration::from_mins(5),
-            // The same for clients: somebody reads a page of a log, and goes on.
+            // The same for clients: a user reads a page of a log, and continues.
             download: Duration::from_mins(5),
             // Go's client keeps idle connections for 90 s: close no earlier than it does.
             idle_keepalive: Duration::from_secs(90),
@@ -382,7 +382,7 @@ impl Default for Timeouts {
             authorize: Duration::from_secs(3),
             // An edge dials every 2 s while no gateway answers; its handshake and a slow link come on top.
             reconnect: Duration::from_secs(5),
-            // Behind a balancer an edge finds a gateway that is back by some attempts, about one a second.
+            // Behind a load balancer, an edge needs several attempts to find a gateway that has restarted, about one each second.
             edges: Duration::from_secs(10),
         }
     }

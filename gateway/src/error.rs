@@ -45,7 +45,7 @@ pub enum Reason {
     TargetTimeout,
     /// A service that must authenticate or authorize the client, find the node of a pod, or record the key of a target does not
     /// answer.
-    Undecided,
+    DependencyUnavailable,
     /// A limit is reached.
     LimitReached,
     /// The gateway or the edge drains.
@@ -84,7 +84,7 @@ impl Reason {
         Self::TargetKeyChanged,
         Self::TunnelLost,
         Self::TargetTimeout,
-        Self::Undecided,
+        Self::DependencyUnavailable,
         Self::LimitReached,
         Self::Draining,
         Self::UriTooLong,
@@ -101,7 +101,7 @@ impl Reason {
         match self {
             Self::NodeUnknown => StatusCode::NOT_FOUND,
             Self::NodeNotConnected
-            | Self::Undecided
+            | Self::DependencyUnavailable
             | Self::LimitReached
             | Self::Draining
             | Self::Exhausted => StatusCode::SERVICE_UNAVAILABLE,
@@ -121,7 +121,7 @@ impl Reason {
             Self::ContentTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            // Nobody reads it: the code that nginx has for this in its log.
+            // No client reads this status: it is the code that nginx logs for a client that has gone.
             Self::ClientClosed => StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
         }
     }
@@ -157,7 +157,7 @@ impl Reason {
         matches!(
             self,
             Self::Unauthenticated
-                | Self::Undecided
+                | Self::DependencyUnavailable
                 | Self::Forbidden
                 | Self::EdgePolicy
                 | Self::Misdirected
@@ -183,7 +183,7 @@ impl Reason {
             Self::TargetKeyChanged => "target_key_changed",
             Self::TunnelLost => "tunnel_lost",
             Self::TargetTimeout => "target_timeout",
-            Self::Undecided => "undecided",
+            Self::DependencyUnavailable => "dependency_unavailable",
             Self::LimitReached => "limit_reached",
             Self::Draining => "draining",
             Self::UriTooLong => "uri_too_long",
@@ -210,7 +210,7 @@ impl Reason {
             Self::TargetKeyChanged => "tls_certificate_error",
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
-            Self::Undecided | Self::Exhausted => "proxy_internal_error",
+            Self::DependencyUnavailable | Self::Exhausted => "proxy_internal_error",
             Self::LimitReached => "connection_limit_reached",
             Self::Unauthenticated
             | Self::Misdirected
@@ -227,7 +227,7 @@ impl Reason {
     /// Returns how long a client should wait before it retries, if a retry helps.
     pub fn retry_after(self) -> Option<Duration> {
         match self {
-            Self::NodeNotConnected | Self::Undecided => Some(Duration::from_secs(2)),
+            Self::NodeNotConnected | Self::DependencyUnavailable => Some(Duration::from_secs(2)),
             Self::LimitReached | Self::Draining | Self::Exhausted => Some(Duration::from_secs(1)),
             Self::NodeUnknown
             | Self::Misdirected
@@ -255,22 +255,22 @@ impl Reason {
     /// Returns the title of the problem (RFC 9457 §3.1.3): the same for every occurrence.
     pub fn title(self) -> &'static str {
         match self {
-            Self::NodeUnknown => "No such node",
+            Self::NodeUnknown => "Node unknown",
             Self::NodeNotConnected => "Node not connected",
             Self::Misdirected => "Request not for this gateway",
             Self::Unauthenticated => "Client not authenticated",
             Self::Forbidden => "Client not allowed",
             Self::EdgePolicy => "Refused by the edge's policy",
             Self::TargetRefused => "Target refused the connection",
-            Self::TargetUnresolved => "Name of the target not resolved",
+            Self::TargetUnresolved => "Target name not resolved",
             Self::TargetUnreachable => "Target unreachable",
-            Self::ResolveTimeout => "Name of the target not resolved in time",
+            Self::ResolveTimeout => "Target name not resolved in time",
             Self::Exhausted => "Out of file descriptors, ports or memory",
             Self::TargetBroken => "Target broke the protocol",
-            Self::TargetKeyChanged => "Target not the one that is known",
+            Self::TargetKeyChanged => "Target key changed",
             Self::TunnelLost => "Tunnel lost in flight",
             Self::TargetTimeout => "Target too slow",
-            Self::Undecided => "Nobody to decide",
+            Self::DependencyUnavailable => "Decision unavailable",
             Self::LimitReached => "Limit reached",
             Self::Draining => "Draining",
             Self::UriTooLong => "Request target too long",
@@ -352,22 +352,22 @@ impl Error {
     pub fn of_stream(node: &str, error: &StreamError) -> Self {
         match error {
             error if error.is_eviction() => Reason::LimitReached.error(format!(
-                "the stream to {node} was reset, because the bytes that waited in it were not taken"
+                "the stream to {node} was reset because its buffered bytes were not read"
             )),
             error if error.is_withdrawn() => Reason::EdgePolicy.error(format!(
-                "the policy of {node} was changed and does not allow the stream any more"
+                "the policy of {node} was changed and no longer allows the stream"
             )),
             StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
-                Reason::TargetBroken.error(format!("{node} broke the stream off: {error}"))
+                Reason::TargetBroken.error(format!("{node} aborted the stream: {error}"))
             }
-            StreamError::Lost { .. } => {
-                Reason::TunnelLost.error(format!("{node} was lost in mid-stream: {error}"))
-            }
+            StreamError::Lost { .. } => Reason::TunnelLost.error(format!(
+                "the tunnel of {node} was lost during the stream: {error}"
+            )),
             StreamError::TooLarge => {
                 Reason::HeaderTooLarge.error(format!("the tunnel of {node}: {error}"))
             }
             StreamError::Busy => Reason::LimitReached.error(format!(
-                "{node}'s tunnel has as many streams as it may have"
+                "the tunnel of {node} has reached its maximum number of streams"
             )),
         }
     }

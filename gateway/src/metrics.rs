@@ -42,12 +42,12 @@ pub struct TunnelGuard {
 
 impl Metrics {
     /// The metrics of a gateway that has done nothing yet.
-    #[allow(clippy::new_ret_no_self, reason = "always shared between cores")]
+    #[allow(clippy::new_ret_no_self, reason = "always shared between workers")]
     pub fn new() -> Arc<Self> {
         let declared = Declared::default();
         let mut registry = Registry::with_prefix(PREFIX);
         declared.register(&mut registry);
-        // The one that it begins with is in force.
+        // The configuration of the start counts as a successful reload.
         declared.last_reload_successful.set(1);
         Arc::new(Self { registry, declared })
     }
@@ -68,7 +68,7 @@ impl Metrics {
         self.declared.handshakes_failed.get_or_create(&labels).inc();
     }
 
-    /// A stream is served by another core than its node's.
+    /// A stream is served by another worker than its node's.
     pub fn crossed(&self) {
         self.declared.streams_crossed.inc();
     }

@@ -112,7 +112,7 @@ pub struct Proxy {
     /// The listener.
     pub listener: Arc<Listener>,
     /// The worker that serves the connection.
-    pub core: WorkerId,
+    pub worker: WorkerId,
     /// The owner of tasks that outlive a request: request bodies, upgraded sessions.
     pub tasks: Arc<TaskGroup>,
 }
@@ -133,7 +133,7 @@ impl Proxy {
         let condition = is_http1.then_some(&connection.condition);
         let request = request
             .map(|body| RequestBody::new(body, is_awaited, (self, connection.peer), condition));
-        // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
+        // RFC 9110 §9.3.2. hyper ensures this only for HTTP/1.1.
         let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let served = pin!(self.serve(connection, request, exchange, &record));
         match record.unless_ended(served).await.flatten() {
@@ -187,7 +187,7 @@ impl Proxy {
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
         if self.listener.is_over() {
-            let why = "this listener has another configuration by now; connect anew";
+            let why = "the configuration of this listener has changed; open a new connection";
             return Err(Reason::Draining.error(why));
         }
         request::check(&request, self.bounds())?;
@@ -292,7 +292,7 @@ impl Proxy {
             .identify(connection, presented, port, &self.shared)
             .await?;
         if !self.listener.believes(client.root) {
-            let why = "certificate: the root on which it hangs is trusted no more";
+            let why = "certificate: its root is no longer trusted";
             return Err(Reason::Unauthenticated.error(why));
         }
         client.is_welcome(&self.listener)?;
@@ -317,7 +317,7 @@ impl Proxy {
 
     /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
     pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
-        if self.shared.registry.core(&route.node) != self.core {
+        if self.shared.registry.worker(&route.node) != self.worker {
             self.shared.metrics.crossed();
         }
         self.shared
@@ -376,12 +376,12 @@ impl StreamContext<'_> {
 fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
     match away {
         NodeUnavailable::Never => Reason::NodeNotConnected.error(format!(
-            "{node} is not connected and was not seen since this gateway started"
+            "{node} is not connected and has not connected since this gateway started"
         )),
         NodeUnavailable::Last { seen, from } => {
             let ago = SystemTime::now().duration_since(*seen).unwrap_or_default();
             Reason::NodeNotConnected.error(format!(
-                "{node} is not connected since {}, {} s ago; its last tunnel came from {from}",
+                "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {from}",
                 humantime::format_rfc3339_seconds(*seen),
                 ago.as_secs()
             ))
@@ -390,7 +390,7 @@ fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
             "{node} does not answer on its tunnel from {from}; the link is probably down"
         )),
         NodeUnavailable::Draining => Reason::Draining.error(format!(
-            "{node} is leaving this gateway and takes no new streams here"
+            "{node} is disconnecting from this gateway and accepts no new streams"
         )),
     }
 }

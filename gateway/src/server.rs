@@ -63,7 +63,7 @@ const FAREWELL: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Gateway {
     config: Config,
-    cores: Option<Workers>,
+    workers: Option<Workers>,
     deciding: AuthorizerSource,
     reloads: ReloadSender,
     pods: Option<Arc<dyn PodLookup>>,
@@ -95,8 +95,8 @@ impl Gateway {
     pub fn new(config: Config) -> Self {
         Self {
             config,
-            cores: None,
-            // Without rules: whoever a listener lets in may do everything.
+            workers: None,
+            // Without rules, every client that a listener admits is allowed everything.
             deciding: AuthorizerSource::Policy(PolicyReader::default()),
             reloads: ReloadSender::default(),
             pods: None,
@@ -145,8 +145,8 @@ impl Gateway {
 
     /// Runs on these workers instead of starting its own threads.
     #[must_use]
-    pub fn cores(mut self, cores: Workers) -> Self {
-        self.cores = Some(cores);
+    pub fn workers(mut self, workers: Workers) -> Self {
+        self.workers = Some(workers);
         self
     }
 
@@ -176,7 +176,7 @@ pub struct Bound {
     pins: (PinWriter, mpsc::Receiver<NewPin>),
     /// Lock of the data directory: another gateway on it would issue under the same CA and write the same files.
     claim: DirLock,
-    cores: Workers,
+    workers: Workers,
     threads: OwnedWorkers,
     shared: Arc<ProxyState>,
     tasks: Arc<TaskGroup>,
@@ -200,8 +200,8 @@ struct OwnedWorkers(Option<Workers>);
 
 impl Drop for OwnedWorkers {
     fn drop(&mut self) {
-        if let Some(cores) = &self.0 {
-            cores.end();
+        if let Some(workers) = &self.0 {
+            workers.end();
         }
     }
 }
@@ -311,7 +311,7 @@ impl Bound {
     /// Returns a handle that checks the liveness of the gateway, at any time from now on.
     pub fn pulse(&self) -> Watchdog {
         Watchdog {
-            cores: self.cores.clone(),
+            workers: self.workers.clone(),
             registry: self.shared.registry.clone(),
             readiness: self.readiness.clone(),
         }
@@ -324,7 +324,7 @@ impl Bound {
 
     /// Starts the background tasks, whose end is not awaited.
     fn beside(&self) -> TaskGroup {
-        let (tasks, runtime) = (TaskGroup::default(), self.cores.runtime(WorkerId(0)));
+        let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
         watch(
             (&tasks, runtime),
             self.reloader.parts(),
@@ -344,9 +344,9 @@ impl Bound {
             let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
             tasks.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
         }
-        for core in self.cores.all() {
-            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
-            tasks.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
+        for worker in self.workers.all() {
+            let checks = recheck::run(self.shared.clone(), worker, self.tasks.clone());
+            tasks.spawn_on(self.workers.runtime(worker), info_span!("recheck"), checks);
         }
         tasks
     }
@@ -355,13 +355,13 @@ impl Bound {
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
-        // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.
+        // Dropping this future stops the gateway: first its tasks, then the threads that it started.
         let begun = self.beside();
         let (_threads, _claim, beside) = (self.threads, self.claim, begun);
         let _end = self.tasks.guard();
         let (control, closing) = (TaskGroup::default(), CancellationToken::new());
         let leaving = CancellationToken::new();
-        let runtime = self.cores.runtime(WorkerId(0));
+        let runtime = self.workers.runtime(WorkerId(0));
         self.reloader.parts().listeners.open();
         if let Some(reading) = &self.admission.reading {
             let nodes = &self.reloader.parts().authority.roll.nodes;
@@ -383,7 +383,7 @@ impl Bound {
             let names = self.reloader.parts().names.clone();
             let answering = dns::run(bound, names, closing.clone());
             control.spawn_on(runtime, info_span!("dns"), answering);
-            tracing::info!(%address, "names of nodes are answered");
+            tracing::info!(%address, "answering DNS queries for node names");
         }
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
@@ -394,7 +394,7 @@ impl Bound {
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
         stop.cancelled().await;
-        // What was asked to connect elsewhere must not come back here.
+        // Edges that were asked to connect to other gateways must not reconnect here.
         leaving.cancel();
         startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
         let clients = || self.shared.limits.connections();

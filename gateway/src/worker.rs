@@ -54,7 +54,7 @@ impl Workers {
             runtimes.push(runtime.handle().clone());
             let stop = stop.clone();
             let thread = std::thread::Builder::new()
-                .name(format!("core-{index}"))
+                .name(format!("worker-{index}"))
                 .spawn(move || runtime.block_on(stop.cancelled()))?;
             threads.all().push(thread);
         }
@@ -89,8 +89,8 @@ impl Workers {
     }
 
     /// Returns the runtime of a worker.
-    pub fn runtime(&self, core: WorkerId) -> &Handle {
-        &self.runtimes[core.0 % self.runtimes.len()]
+    pub fn runtime(&self, worker: WorkerId) -> &Handle {
+        &self.runtimes[worker.0 % self.runtimes.len()]
     }
 
     /// Returns all workers.
@@ -109,9 +109,9 @@ impl WorkerThreads {
         let here = std::thread::current().id();
         let threads = std::mem::take(&mut *self.all());
         for thread in threads {
-            // The last clone may be dropped by a task of a core itself.
+            // The last clone may be dropped by a task of a worker itself.
             if thread.thread().id() != here {
-                // A core that panicked has said so already.
+                // A worker that panicked has logged it already.
                 let _ = thread.join();
             }
         }
@@ -129,26 +129,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_keeps_its_core_and_nodes_spread() {
-        let cores = Workers::start(2).unwrap();
+    fn a_node_keeps_its_worker_and_nodes_spread() {
+        let workers = Workers::start(2).unwrap();
         let mut seen = [0; 2];
         for index in 0..200 {
             let node = NodeName::parse(&format!("edge-{index}")).unwrap();
-            assert_eq!(cores.of(&node), cores.of(&node));
-            seen[cores.of(&node).0] += 1;
+            assert_eq!(workers.of(&node), workers.of(&node));
+            seen[workers.of(&node).0] += 1;
         }
         assert!(seen.iter().all(|count| *count > 60), "{seen:?}");
     }
 
     #[test]
-    fn each_core_runs_on_its_own_thread() {
-        let cores = Workers::start(2).unwrap();
-        let ids: Vec<_> = cores
+    fn each_worker_runs_on_its_own_thread() {
+        let workers = Workers::start(2).unwrap();
+        let ids: Vec<_> = workers
             .all()
-            .map(|core| {
+            .map(|worker| {
                 let (tell, told) = std::sync::mpsc::channel();
                 #[allow(clippy::disallowed_methods, reason = "a test")]
-                cores.runtime(core).spawn(async move {
+                workers.runtime(worker).spawn(async move {
                     tell.send(std::thread::current().id()).unwrap();
                 });
                 told.recv().unwrap()

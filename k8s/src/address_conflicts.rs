@@ -31,7 +31,7 @@ pub struct ConflictEvents {
 impl ConflictEvents {
     /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
-        let what = "writing an event on a Node with an address of another";
+        let what = "writing an event for a Node with an address of another node";
         let mut events = EventWriter::new(self.client, self.gateway, what);
         let mut changes = self.nodes.changes();
         let nodes = self.nodes.reader();
@@ -73,13 +73,13 @@ fn note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> Strin
     let others = others.join(", ");
     match &conflict.holder {
         Some(holder) if holder == member => {
-            format!("{address} is also claimed by {others}: this node keeps it")
+            format!("{address} is also claimed by {others}: this node keeps the address")
         }
         Some(holder) => format!(
-            "{address} is an address of {holder}, which keeps it: this node is not reached by it through Causeway, only by name"
+            "{address} is an address of {holder}, which keeps it: Causeway does not route the address to this node, use the name of this node"
         ),
         None => format!(
-            "{address} is also an address of {others}: none of these nodes is reached by it through Causeway, only by name"
+            "{address} is also an address of {others}: Causeway routes the address to none of these nodes, use their names"
         ),
     }
 }

@@ -63,7 +63,8 @@ impl ServiceWatcher {
         let mut changes = self.nodes.changes();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut watching = LogThrottle::new("watching the Service of the tunnels");
-        let mut finding = LogThrottle::new("finding where edges reach this gateway");
+        let mut finding =
+            LogThrottle::new("finding the addresses at which edges reach this gateway");
         let mut counting =
             LogThrottle::new("counting the gateways behind the Service of the tunnels");
         let (mut service, mut count) = (None, None);
@@ -144,13 +145,13 @@ impl ServiceWatcher {
                     ?addresses,
                     replicas,
                     done,
-                    "the Service says where edges reach this gateway"
+                    "the Service sets the addresses at which edges reach this gateway"
                 );
                 Ok(())
             }
             refused => {
                 self.found.send_replace(before);
-                let nobody = || "nobody takes up addresses here".to_owned();
+                let nobody = || "the gateway is shutting down".to_owned();
                 Err(refused.and_then(Result::err).unwrap_or_else(nobody))
             }
         }
@@ -214,7 +215,7 @@ fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<Stri
         }
         other => {
             return Err(format!(
-                "it is of type {other}, which lets in nobody from outside; make it a LoadBalancer or a NodePort, or say the addresses in its annotation {ANNOTATION}"
+                "it is of type {other}, which is not reachable from outside the cluster; change it to LoadBalancer or NodePort, or set the addresses in its annotation {ANNOTATION}"
             ));
         }
     };
@@ -224,7 +225,7 @@ fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<Stri
     if all.len() > MOST {
         tracing::warn!(
             addresses = all.len(),
-            "edges take {MOST} addresses, and are told the first ones; a name in tunnel.advertise may lead to all"
+            "edges accept at most {MOST} addresses and receive only the first ones; use a name in tunnel.advertise that resolves to all of them"
         );
         all.truncate(MOST);
     }
@@ -237,7 +238,9 @@ fn port_of<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, 
         several => several
             .iter()
             .find(|port| port.name.as_deref().unwrap_or_default() == name)
-            .ok_or_else(|| format!("it has no port named {name} (kubernetes.advertise.port)")),
+            .ok_or_else(|| {
+                format!("it has no port with the name {name} (kubernetes.advertise.port)")
+            }),
     }
 }
 
@@ -270,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_balancers_addresses_and_names_are_taken_with_the_services_port() {
+    fn load_balancer_addresses_are_used_with_the_service_port() {
         let none = found(&json!({}), &[]).unwrap_err();
         assert!(none.contains("no address yet"), "{none}");
         let ingress =
@@ -295,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn an_annotation_counts_before_all_else_and_what_is_wrong_is_named() {
+    fn an_annotation_comes_first_and_its_faults_are_named() {
         let annotated = |text: &str| {
             let said = json!({ "metadata": { "annotations": { ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
             found(&said, &[])

@@ -42,7 +42,7 @@ impl ApiCacheSource {
             }
         };
         tokio::select! {
-            // Only of no resources it is done.
+            // The future completes only if there are no resources.
             _ = join_all(all) => pending().await,
             never = releases => never,
             never = source.listen() => never,
@@ -52,7 +52,7 @@ impl ApiCacheSource {
 
 /// Keeps one store in step with the API. Never returns.
 async fn keep(store: &Store, source: &ApiClient) -> Infallible {
-    let mut trouble = LogThrottle::new("reading what edges may read");
+    let mut trouble = LogThrottle::new("reading the objects that edges may read");
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut returns = source.returns();
     loop {
@@ -76,7 +76,7 @@ async fn keep(store: &Store, source: &ApiClient) -> Infallible {
         let (why, after) = explained(store.resource(), ended);
         trouble.say(&why);
         let pause = backoff.refused(after, rand::random());
-        // Where the API has asked for a pause it gets that.
+        // If the API has asked for a pause, the gateway waits for that time.
         let returned = async {
             if after.is_none() && returns.changed().await.is_ok() {
                 backoff.reset();
@@ -96,11 +96,11 @@ fn explained(resource: &GroupVersionResource, ended: ReflectorError) -> (String,
     let (why, after) = match ended {
         ReflectorError::Broken(why) | ReflectorError::Stale(why, _) => (why, None),
         ReflectorError::Refused(StatusCode::FORBIDDEN, why, after) => {
-            let todo = "the gateway's ClusterRole has to allow list and watch of it (deploy/components/api-cache)";
+            let todo = "the gateway's ClusterRole must allow list and watch for it (deploy/components/api-cache)";
             (format!("{why}; {todo}"), after)
         }
         ReflectorError::Refused(StatusCode::NOT_FOUND, _, after) => {
-            let why = "the cluster's API does not serve it; take it out of api_cache.resources";
+            let why = "the cluster's API does not serve it; remove it from api_cache.resources";
             (why.to_owned(), after)
         }
         ReflectorError::Refused(status, why, after) => (format!("{status}: {why}"), after),

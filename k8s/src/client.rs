@@ -58,11 +58,11 @@ pub enum ClientError {
     },
     /// There is no service account.
     #[error(
-        "kubernetes.kubeconfig is not set, and this is no pod with a service account: {0}; name a kubeconfig"
+        "kubernetes.kubeconfig is not set, and this process does not run in a pod with a service account: {0}; set kubernetes.kubeconfig"
     )]
     NoPod(kube::config::InClusterError),
     /// A part that the configuration names cannot be used: certificates, a proxy.
-    #[error("the API server's client cannot be built: {0}")]
+    #[error("the client for the API server cannot be built: {0}")]
     Build(kube::Error),
 }
 

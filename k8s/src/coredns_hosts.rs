@@ -72,7 +72,7 @@ impl HostsController {
                 Some(()) => {
                     tracing::info!(
                         lease = self.rules.lease(),
-                        "this gateway writes the hosts file"
+                        "this gateway now writes the hosts file"
                     );
                     self.metrics.hosts_leading(true);
                     let writing = Reconciler::new(&self).run();
@@ -89,7 +89,7 @@ impl HostsController {
             match lost {
                 Some(why) => tracing::warn!(
                     why,
-                    "the lease of the hosts file is lost; this gateway stands by"
+                    "the lease of the hosts file is lost; this gateway is on standby"
                 ),
                 None => return lease.release().await,
             }
@@ -158,7 +158,7 @@ impl<'a> Reconciler<'a> {
                 Err(failure) => {
                     self.hosts.metrics.hosts_written(false);
                     if failure.is_conflict() {
-                        tracing::debug!(why = %failure, "the hosts file is written by somebody else, too");
+                        tracing::debug!(why = %failure, "another process also writes the hosts file");
                     } else {
                         trouble.say(&failure.to_string());
                     }
@@ -179,7 +179,7 @@ impl<'a> Reconciler<'a> {
         let again = pause.map(|pause| Instant::now() + pause);
         loop {
             tokio::select! {
-                // Never an error: the writing side is ours.
+                // Never an error: this function owns the writing side.
                 _ = self.changes.changed(), if again.is_none() => break,
                 Some((number, version)) = self.watched.next() => match version {
                     Ok(version) => {
@@ -254,7 +254,7 @@ impl<'a> Reconciler<'a> {
         self.hosts.metrics.hosts_written(true);
         let name = self.maps.name(number);
         if file.right.is_some() && file.right != file.version() {
-            let by = before.and_then(foreign_managers).unwrap_or("somebody");
+            let by = before.and_then(foreign_managers).unwrap_or("unknown");
             let what = if before.is_some() {
                 "changed"
             } else {
@@ -263,13 +263,13 @@ impl<'a> Reconciler<'a> {
             tracing::warn!(
                 configmap = name,
                 by,
-                "the hosts file was {what}, and is put right"
+                "the hosts file was {what} by another process and has been restored"
             );
         } else {
             tracing::debug!(
                 configmap = name,
                 bytes = text.len(),
-                "the hosts file is written"
+                "the hosts file was written"
             );
         }
         file.right = written.resource_version();
@@ -288,7 +288,7 @@ impl<'a> Reconciler<'a> {
             let name = map.name_any();
             tracing::info!(
                 configmap = name,
-                "a hosts file more than is needed is removed"
+                "a hosts file that is no longer needed was removed"
             );
             *file = HostsFile::default();
         }

@@ -62,7 +62,7 @@ pub(crate) async fn submit(client: Client, wanted: &CsrSpec<'_>) -> Result<(), C
     };
     if bounded(made).await? {
         let (request, signer) = (wanted.name, wanted.signer);
-        tracing::info!(request, signer, "asked the cluster for a certificate");
+        tracing::info!(request, signer, "requested a certificate from the cluster");
     }
     Ok(())
 }
@@ -96,7 +96,7 @@ pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool
     }
     let status = json!({ "conditions": [{
         "type": "Approved", "status": "True", "reason": "CausewayGateway",
-        "message": "the gateway asks for its own client certificate",
+        "message": "the gateway requests its own client certificate",
         "lastUpdateTime": Time(Timestamp::now()),
     }] });
     let patch = json!({
@@ -109,14 +109,14 @@ pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool
             tracing::info!(
                 request = name,
                 signer,
-                "approved the own request for a certificate"
+                "approved this gateway's own certificate request"
             );
             Ok(true)
         }
         // The API server does not say which right is missing.
         Err(CsrRequestError::Refused(why)) if why.contains("not permitted") => {
             Err(CsrRequestError::Refused(format!(
-                "{why} (it needs the verb \"approve\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
+                "{why} (the gateway needs the verb \"approve\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
             )))
         }
         Err(why) => Err(why),
@@ -152,14 +152,14 @@ pub(crate) async fn bounded<T>(
             error_message(&error)
         ))),
         Err(_) => Err(CsrRequestError::Silent(
-            "the cluster's API does not answer in time".to_owned(),
+            "the cluster's API did not answer in time".to_owned(),
         )),
     }
 }
 
 fn read(name: &str, request: Option<CertificateSigningRequest>) -> CsrStatus {
     let Some(request) = request else {
-        return CsrStatus::Refused(format!("the request {name} is not there any more"));
+        return CsrStatus::Refused(format!("the request {name} no longer exists"));
     };
     for (kind, what) in [("Denied", "was denied"), ("Failed", "has failed")] {
         if let Some(condition) = condition(&request, kind) {
@@ -174,10 +174,10 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> CsrStatus {
     match certificate.filter(|certificate| !certificate.0.is_empty()) {
         Some(ByteString(chain)) => CsrStatus::Signed(String::from_utf8_lossy(chain).into_owned()),
         None if condition(&request, "Approved").is_some() => {
-            CsrStatus::Waiting(format!("the request {name} is approved and not signed yet"))
+            CsrStatus::Waiting(format!("the request {name} is approved but not signed yet"))
         }
         None => CsrStatus::Waiting(format!(
-            "the request {name} is not approved yet; `kubectl describe csr {name}` says why, if a gateway leaves it as it is"
+            "the request {name} is not approved yet; if a gateway does not approve it, `kubectl describe csr {name}` shows the reason"
         )),
     }
 }
@@ -199,7 +199,7 @@ mod tests {
     const CLIENT: [&str; 2] = ["client auth", "digital signature"];
 
     #[test]
-    fn what_became_of_a_request_is_told_in_words() {
+    fn the_outcome_of_a_request_is_described() {
         let request = |kinds: &[&str], certificate: &str| {
             let condition = |kind: &&str| CertificateSigningRequestCondition {
                 type_: (*kind).to_owned(),
@@ -223,7 +223,7 @@ mod tests {
         for (request, part) in [
             (request(&["Denied"], ""), "was denied: said so"),
             (request(&["Approved", "Failed"], ""), "has failed: said so"),
-            (None, "not there any more"),
+            (None, "no longer exists"),
         ] {
             match read("x", request) {
                 CsrStatus::Refused(why) => assert!(why.contains(part), "{why}"),
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gateway_approves_its_own_request_and_none_that_took_its_name() {
+    async fn a_gateway_approves_only_its_own_request() {
         let [key, others] = [(); 2].map(|()| PrivateKey::generate().unwrap());
         let request = key.request_of_user("gateway").unwrap();
         let wanted = CsrSpec {

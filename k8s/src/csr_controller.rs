@@ -86,7 +86,7 @@ impl CsrController {
 
     async fn sign(&self) -> Infallible {
         let mut changes = self.nodes.changes();
-        // Before the cluster has named its nodes nobody is to hear that there is none.
+        // Before the nodes of the cluster are loaded, no request may be refused because its node is missing.
         while self.nodes.reader().places().is_none() && changes.changed().await.is_ok() {}
         let wanted = format!("spec.signerName={}", self.rules.signer);
         let config = watcher::Config::default().fields(&wanted).page_size(PAGE);
@@ -128,10 +128,10 @@ impl<'a> CsrBacklog<'a> {
             events: EventWriter::new(
                 of.client.clone(),
                 of.gateway.clone(),
-                "writing an event on a request for a certificate",
+                "writing an event for a certificate request",
             ),
-            watching: LogThrottle::new("watching requests for certificates"),
-            settling: LogThrottle::new("signing what edges ask the cluster for"),
+            watching: LogThrottle::new("watching certificate requests"),
+            settling: LogThrottle::new("signing the certificate requests of edges"),
         }
     }
 
@@ -144,7 +144,7 @@ impl<'a> CsrBacklog<'a> {
             validate::validate(request, &self.of.rules, &self.of.signer)
         };
         match event {
-            // A list begins before it is asked for.
+            // The watch emits the start of a list before it sends the request.
             Event::Init => return self.requests.listing(),
             Event::InitApply(request) | Event::Apply(request) => {
                 if validate::is_ours(&request, &self.of.rules) {
@@ -222,7 +222,7 @@ impl<'a> CsrBacklog<'a> {
     /// Leaves a request as it is, and reports the reason once.
     async fn leave(&mut self, request: &Csr, why: &str) {
         let why = if request.approved {
-            format!("approved, but not signed: {why}")
+            format!("the request is approved, but was not signed: {why}")
         } else {
             why.to_owned()
         };
@@ -233,7 +233,7 @@ impl<'a> CsrBacklog<'a> {
             request = request.name,
             by = request.requester,
             why,
-            "a request for a certificate is left as it is"
+            "a certificate request was not approved"
         );
         self.of.metrics.cluster_certificate("left");
         let warning = WarningEvent {
@@ -247,10 +247,7 @@ impl<'a> CsrBacklog<'a> {
 
     /// Approves a request. Returns its new version, or `None` if another approver was faster.
     async fn approve(&self, request: &Csr, right: &ValidCsr) -> Result<Option<String>, String> {
-        let message = format!(
-            "it is Node {} that asks for its own certificate",
-            right.node
-        );
+        let message = format!("Node {} requests its own certificate", right.node);
         let status = json!({ "conditions": [{
             "type": "Approved", "status": "True", "reason": "CausewayEdge", "message": message,
             "lastUpdateTime": Time(Timestamp::now()),
@@ -276,7 +273,7 @@ impl<'a> CsrBacklog<'a> {
             return Ok(false);
         }
         self.of.metrics.cluster_certificate("signed");
-        tracing::info!(node = %right.node, request = request.name, "issued an edge's certificate by the cluster's word");
+        tracing::info!(node = %right.node, request = request.name, "issued an edge's certificate for a request in the cluster");
         Ok(true)
     }
 
@@ -295,11 +292,14 @@ impl<'a> CsrBacklog<'a> {
         match timeout(BOUND, asked).await {
             Ok(Ok(patched)) => Ok(Some(patched)),
             Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_not_found() => {
-                tracing::debug!(request = request.name, "another was faster");
+                tracing::debug!(
+                    request = request.name,
+                    "another gateway has handled the request already"
+                );
                 Ok(None)
             }
             Ok(Err(error)) => Err(self.refused(part, &error_message(&error))),
-            Err(_) => Err("the cluster's API does not answer in time".to_owned()),
+            Err(_) => Err("the cluster's API did not answer in time".to_owned()),
         }
     }
 
@@ -313,7 +313,7 @@ impl<'a> CsrBacklog<'a> {
         if said.contains("not permitted") {
             let signer = &self.of.rules.signer;
             return format!(
-                "{said} (it needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
+                "{said} (the gateway needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
             );
         }
         said.to_owned()

@@ -45,7 +45,7 @@ impl Endpoint {
                 let (host, port) = rest.rsplit_once(':').unwrap_or_default();
                 if host.is_empty() || port.parse::<u16>().is_err() {
                     return Err(format!(
-                        "\"{url}\" is no https://HOST:PORT, and kube-apiserver takes no other"
+                        "\"{url}\" does not have the form https://HOST:PORT, and kube-apiserver accepts no other"
                     ));
                 }
                 let mut files = vec![certificate.as_str(), key];
@@ -55,7 +55,7 @@ impl Endpoint {
         };
         match files.into_iter().find(|path| !path.starts_with('/')) {
             Some(path) => Err(format!(
-                "\"{path}\" is no absolute path, as kube-apiserver's host knows it"
+                "\"{path}\" is not an absolute path on the host of kube-apiserver"
             )),
             None => Ok(()),
         }
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_what_kube_apiserver_decodes() {
+    fn the_written_file_decodes_in_kube_apiserver() {
         assert_eq!(
             tls().to_string(),
             r#"apiVersion: apiserver.k8s.io/v1beta1
@@ -159,7 +159,7 @@ egressSelections:
     }
 
     #[test]
-    fn what_kube_apiserver_would_not_take_is_refused() {
+    fn a_file_that_kube_apiserver_rejects_is_refused() {
         tls().check().unwrap();
         let with = |change: fn(&mut Endpoint)| {
             let mut listener = tls();
@@ -186,7 +186,7 @@ egressSelections:
                 *key = "egress.key".to_owned();
             }
         });
-        assert!(relative.contains("no absolute path"), "{relative}");
+        assert!(relative.contains("not an absolute path"), "{relative}");
         assert!(
             Endpoint::Socket("listener.sock".to_owned())
                 .check()

@@ -59,9 +59,7 @@ impl EventWriter {
             Ok(Ok(_)) => self.writing.over(),
             Ok(Err(kube::Error::Api(status))) if status.is_already_exists() => self.writing.over(),
             Ok(Err(error)) => self.writing.say(&error_message(&error)),
-            Err(_) => self
-                .writing
-                .say("the cluster's API does not answer in time"),
+            Err(_) => self.writing.say("the cluster's API did not answer in time"),
         }
     }
 

@@ -107,9 +107,7 @@ impl Purpose {
             Self::TunnelPort(domain) => {
                 let (leaf, found) = external::gateway(text, text).map_err(said)?;
                 if found != *domain {
-                    return Err(format!(
-                        "it is of trust domain {found}, and not of {domain}"
-                    ));
+                    return Err(format!("it has trust domain {found} instead of {domain}"));
                 }
                 Ok(leaf)
             }
@@ -227,7 +225,7 @@ impl GatewayCertificate {
             Ok(CsrStatus::Signed(chain)) => chain,
             Ok(CsrStatus::Waiting(_)) if pending.since + PATIENCE.as_secs() > now() => {
                 return Err(NotRenewed::Yet(format!(
-                    "the request {} is not approved and signed yet: {} is to do that",
+                    "the request {} is not approved and signed yet: this is the task of {}",
                     pending.name, self.signer
                 )));
             }
@@ -243,25 +241,25 @@ impl GatewayCertificate {
             let holds = kept.not_after > SystemTime::now();
             holds
                 .then_some(kept)
-                .ok_or_else(|| "it has ended already".to_owned())
+                .ok_or_else(|| "it has expired already".to_owned())
         });
         if kept.is_ok() {
             let what = self.purpose.stored();
             let saved = self
                 .on_disk(move |store| store.save_made(what, &text))
                 .await;
-            // It is there to be taken when the disk is well again.
+            // The certificate can still be fetched when the disk works again.
             saved.map_err(NotRenewed::Yet)?;
         }
         self.forget().await?;
         let name = pending.name;
         let kept = kept.map_err(|why| {
             NotRenewed::Made(format!(
-                "what was made for the request {name} cannot be used: {why}"
+                "the certificate issued for the request {name} cannot be used: {why}"
             ))
         })?;
         let ends = humantime::format_rfc3339_seconds(kept.not_after);
-        tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has another certificate by its cluster");
+        tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has a new certificate from its cluster");
         Ok(kept)
     }
 
@@ -274,7 +272,7 @@ impl GatewayCertificate {
         }
         self.forget().await?;
         Err(NotRenewed::Made(format!(
-            "the request {} in the cluster is not the one of this gateway, and is not approved",
+            "the request {} in the cluster was not created by this gateway and is not approved",
             wanted.name
         )))
     }
@@ -407,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn another_is_due_after_two_thirds_of_its_life_or_when_the_names_are_others() {
+    fn renewal_is_due_at_two_thirds_of_life_or_for_changed_names() {
         let names = [
             HostName::parse("gw.example").unwrap(),
             HostName::parse("192.0.2.1").unwrap(),

@@ -58,7 +58,7 @@ impl LeaderElector {
             lasts,
             seen: None,
             renewed: None,
-            trouble: LogThrottle::new("asking for the lease of the hosts file"),
+            trouble: LogThrottle::new("acquiring the lease of the hosts file"),
         }
     }
 
@@ -73,7 +73,7 @@ impl LeaderElector {
                 Err(LeaseError::Beaten) => {}
                 Err(failure) => self.trouble.say(&failure.to_string()),
             }
-            // Those who wait do not ask in step.
+            // Candidates that wait must not send their requests at the same time.
             sleep(self.pause().mul_f64(1.0 + rand::random::<f64>() / 5.0)).await;
         }
     }
@@ -92,7 +92,7 @@ impl LeaderElector {
                 }
                 Ok(Ok(false)) => {
                     self.renewed = None;
-                    return format!("{} has it now", self.holder().unwrap_or("nobody"));
+                    return format!("{} holds it now", self.holder().unwrap_or("no gateway"));
                 }
                 Ok(Err(failure)) => failure,
                 Err(_) => LeaseError::Silent,
@@ -112,19 +112,19 @@ impl LeaderElector {
         };
         let mut lease = seen.lease.clone();
         let spec = lease.spec.get_or_insert_default();
-        // As client-go leaves it.
+        // The default of client-go.
         spec.holder_identity = Some(String::new());
         spec.lease_duration_seconds = Some(1);
         spec.renew_time = Some(now());
         let parameters = PostParams::default();
         let put = self.api.replace(&self.name, &parameters, &lease);
         match timeout(FAREWELL, put).await {
-            Ok(Ok(_)) => tracing::info!("the lease of the hosts file is given up"),
+            Ok(Ok(_)) => tracing::info!("the lease of the hosts file was released"),
             Ok(Err(error)) => tracing::warn!(
                 why = error_message(&error),
-                "the lease of the hosts file is not given up"
+                "the lease of the hosts file was not released"
             ),
-            Err(_) => tracing::warn!("the lease of the hosts file is not given up in time"),
+            Err(_) => tracing::warn!("the lease of the hosts file was not released in time"),
         }
     }
 
@@ -147,7 +147,7 @@ impl LeaderElector {
         if self.renewed.is_some()
             && let Some(seen) = &self.seen
         {
-            // Nobody else writes it as long as it is ours: one request is enough.
+            // No other gateway writes the lease while this gateway holds it: one request is enough.
             match self.write(Some(seen.lease.clone())).await {
                 Err(LeaseError::Beaten) => {}
                 written => {
@@ -183,7 +183,7 @@ impl LeaderElector {
     /// Records a successful attempt that began at this time.
     fn own(&mut self, begun: Instant, written: v1::Lease) -> bool {
         self.see(&written);
-        // Also where only the version has changed.
+        // Replaced even if only the version has changed.
         if let Some(seen) = &mut self.seen {
             seen.lease = written;
         }
@@ -252,11 +252,11 @@ fn now() -> MicroTime {
 #[derive(Debug, thiserror::Error)]
 enum LeaseError {
     /// Another candidate has written or deleted the Lease meanwhile.
-    #[error("somebody else has written it meanwhile")]
+    #[error("another process has changed it in the meantime")]
     Beaten,
     #[error("{}", error_message(.0))]
     Asked(kube::Error),
-    #[error("the cluster's API does not answer in time")]
+    #[error("the cluster's API did not answer in time")]
     Silent,
 }
 

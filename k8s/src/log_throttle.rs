@@ -34,7 +34,7 @@ impl LogThrottle {
             tracing::debug!(why, "{} still fails", self.what);
             return false;
         }
-        tracing::warn!(why, lasts = ?since.elapsed(), "{} fails; trying on", self.what);
+        tracing::warn!(why, lasts = ?since.elapsed(), "{} failed; retrying", self.what);
         true
     }
 
@@ -42,7 +42,7 @@ impl LogThrottle {
     pub(crate) fn over(&mut self) {
         self.said = FailureThrottle::default();
         if let Some(since) = self.since.take() {
-            tracing::info!(lasted = ?since.elapsed(), "{} goes well again", self.what);
+            tracing::info!(lasted = ?since.elapsed(), "{} succeeds again", self.what);
         }
     }
 }

@@ -98,7 +98,7 @@ fn node_of_user(review: SelfSubjectReview) -> Result<String, CsrRequestError> {
     match extra.remove(NODE).as_deref() {
         Some([node]) => Ok(node.clone()),
         _ => Err(CsrRequestError::Refused(format!(
-            "to the cluster this is \"{who}\", which is no node and on none; give kubernetes.kubeconfig the file of the node's kubelet"
+            "the cluster identifies this edge as \"{who}\", which is neither a node nor a pod on a node; set kubernetes.kubeconfig to the file of the node's kubelet"
         ))),
     }
 }
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_knows_its_name_by_its_own_credentials_or_by_a_pods_token() {
+    fn a_node_name_comes_from_node_credentials_or_a_pod_token() {
         let name = |who, node: &[&str]| node_of_user(review(who, node));
         assert_eq!(name("system:node:edge-1", &[]).unwrap(), "edge-1");
         let account = "system:serviceaccount:edges:edge";

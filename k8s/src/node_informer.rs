@@ -55,7 +55,7 @@ impl NodeInformer {
         let config = watcher::Config::default().page_size(PAGE);
         let config = config.timeout(WATCH_TIMEOUT);
         let api = Api::<Node>::all(self.client.clone());
-        // What is not kept is gone before the next page comes.
+        // Fields that are not needed are dropped before the next page arrives.
         let rules = &self.rules;
         let events = watcher(api, config)
             .default_backoff()
@@ -68,7 +68,7 @@ impl NodeInformer {
             tokio::select! {
                 event = events.next() => match event {
                     Some(Ok(seen)) => {
-                        // A list begins before it is asked for.
+                        // The watch emits the start of a list before it sends the request.
                         if !matches!(seen, NodeEvent::Anew) {
                             touch.heard();
                         }
@@ -115,7 +115,7 @@ fn seen(event: &Event<Node>, rules: &Kubernetes) -> NodeEvent {
     let Ok(name) = NodeName::parse(&node.name_any()) else {
         tracing::warn!(
             node = node.name_any(),
-            "a Node object has a name that none of ours can have"
+            "a Node object has a name that is not valid in Causeway"
         );
         return NodeEvent::Nameless;
     };
@@ -139,14 +139,14 @@ fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
         let all = addresses.into_iter().flatten();
         all.filter(move |address| address.type_ == kind)
     };
-    // The first one counts most, in whatever order the object has them.
+    // Internal addresses come first, regardless of the order in the object.
     let mut believed: Vec<IpAddr> = of("InternalIP")
         .chain(of("ExternalIP"))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
         .filter(|address| is_own(*address, &rules.address_networks))
         .collect();
-    // Edges that dial a wrong one find no certificate there.
+    // Edges that dial a wrong address find no valid certificate there.
     let outside = |kind| {
         let all = of(kind).filter_map(|address| address.address.parse::<IpAddr>().ok());
         all.filter(|address| is_own(*address, &[]))
@@ -168,7 +168,7 @@ fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
         .collect();
     ClusterNode {
         edge: rules.edge_labels.iter().any(has),
-        // One without is no cluster's, and has no right before others.
+        // A Node without a creation time was not created by a cluster and has no priority over others.
         created: created.map_or(u64::MAX, |time| {
             u64::try_from(time.0.as_second()).unwrap_or_default()
         }),
@@ -247,7 +247,7 @@ impl NodeCache {
                 node = %name,
                 addresses = all,
                 believed = MOST_ADDRESSES,
-                "a Node object has more addresses than a machine; the first ones are believed, and the others ignored"
+                "a Node object has too many addresses; the first ones are used and the others ignored"
             );
         }
     }
@@ -288,7 +288,7 @@ impl ApiHealth {
             Instant::now()
         });
         if let Some(hold) = &self.hold {
-            let reason = format!("the nodes of the cluster are not known yet: {why}");
+            let reason = format!("the nodes of the cluster have not been loaded yet: {why}");
             self.nodes.pending(&reason);
             hold.says(reason);
         }
@@ -299,12 +299,12 @@ impl ApiHealth {
         self.said = Some(Instant::now());
         let age = since.elapsed();
         if self.hold.is_some() {
-            tracing::warn!(why, "the cluster's nodes cannot be listed; trying on");
+            tracing::warn!(why, "the cluster's nodes cannot be listed; retrying");
         } else {
             tracing::warn!(
                 why,
                 ?age,
-                "the cluster's nodes cannot be watched; what was known is served on"
+                "the cluster's nodes cannot be watched; the gateway continues with the last known nodes"
             );
         }
     }
@@ -313,7 +313,11 @@ impl ApiHealth {
         let edge = members.values().filter(|member| member.edge).count();
         self.metrics.nodes(edge, members.len() - edge);
         if self.hold.take().is_some() {
-            tracing::info!(nodes = members.len(), edge, "the cluster's nodes are known");
+            tracing::info!(
+                nodes = members.len(),
+                edge,
+                "the cluster's nodes have been loaded"
+            );
         } else {
             tracing::debug!(nodes = members.len(), edge, "the cluster's nodes changed");
         }

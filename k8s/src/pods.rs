@@ -68,7 +68,7 @@ impl Asked for PodLookup {
                 let ttl = life(&value);
                 CachedValue { value, ttl }
             };
-            // Who has left waits for no answer.
+            // A client that has disconnected waits for no answer.
             let _ = tell.send(cache.get_or_fetch(pod.clone(), fetch).await);
         };
         self.tasks
@@ -77,7 +77,7 @@ impl Asked for PodLookup {
             match told.await {
                 Ok(Ok(node)) => Ok(node),
                 Ok(Err(why)) => Err(Cow::Owned(why.to_string())),
-                Err(_) => Err(Cow::Borrowed("the gateway is ending")),
+                Err(_) => Err(Cow::Borrowed("the gateway is shutting down")),
             }
         })
     }
@@ -92,7 +92,7 @@ async fn ask(client: Client, (namespace, name): &PodName) -> LookupResult {
         Err(_) => return Err("the cluster's API does not answer".into()),
     };
     let node = pod.spec.and_then(|spec| spec.node_name);
-    let node = node.ok_or("it is on none yet")?;
+    let node = node.ok_or("the pod is on no node yet")?;
     NodeName::parse(&node).map_err(|error| error.to_string().into())
 }
 
@@ -113,7 +113,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
     #[tokio::test]
-    async fn a_pod_is_asked_for_once_by_all_who_wait_and_anew_by_who_comes_later() {
+    async fn concurrent_lookups_of_a_pod_share_one_request() {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
         let api = tower::service_fn(move |_: Request<Body>| {

@@ -145,7 +145,7 @@ struct Reconciler<'a> {
 
 impl<'a> Reconciler<'a> {
     fn new(ports: &'a PortListController) -> Self {
-        let hold = format!("{} is not known yet", ports.list());
+        let hold = format!("{} has not been loaded yet", ports.list());
         Self {
             ports,
             told: None,
@@ -156,7 +156,7 @@ impl<'a> Reconciler<'a> {
             service: false,
             right: None,
             watching: LogThrottle::new("watching the list of ports"),
-            refused: LogThrottle::new("taking up the list of ports"),
+            refused: LogThrottle::new("applying the list of ports"),
             writing: LogThrottle::new("writing the ports of the Service"),
         }
     }
@@ -171,7 +171,10 @@ impl<'a> Reconciler<'a> {
             }
             Err(why) => {
                 if let Some(hold) = &self.hold {
-                    hold.says(format!("{} is not known yet: {why}", self.ports.list()));
+                    hold.says(format!(
+                        "{} has not been loaded yet: {why}",
+                        self.ports.list()
+                    ));
                 }
                 self.watching.say(&why);
             }
@@ -184,7 +187,7 @@ impl<'a> Reconciler<'a> {
             Ok(service) => {
                 self.watching.over();
                 let version = service.and_then(|service| service.resource_version());
-                // Before the list is known nothing is taken away.
+                // Before the list is loaded, nothing is removed.
                 self.service |= self.right.is_some() && version != self.right;
             }
             Err(why) => self.watching.say(&why),
@@ -233,7 +236,7 @@ impl<'a> Reconciler<'a> {
     fn report(&mut self, faults: &[String]) {
         self.ports.metrics.ports_refused(!faults.is_empty());
         let list = self.ports.list();
-        let text = || format!("{list}: not served: {}", faults.join("; "));
+        let text = || format!("{list}: some ports are not served: {}", faults.join("; "));
         self.fault = (!faults.is_empty()).then(|| self.ports.readiness.fault(text()));
     }
 
@@ -241,7 +244,7 @@ impl<'a> Reconciler<'a> {
     async fn serve_last(&mut self) {
         let last = self.ports.store.read_runtime(LAST);
         let last = last.unwrap_or_else(|error| {
-            tracing::warn!(%error, "the ports that were served last cannot be read");
+            tracing::warn!(%error, "the list of ports that were served before the start cannot be read");
             None
         });
         let Some(last) = last.and_then(|text| serde_json::from_str(&text).ok()) else {
@@ -253,10 +256,16 @@ impl<'a> Reconciler<'a> {
                 self.report(&refused);
                 if !refused.is_empty() {
                     let why = refused.join("; ");
-                    tracing::warn!(why, "not all ports of before are served");
+                    tracing::warn!(
+                        why,
+                        "some ports that were served before the start are not served"
+                    );
                 }
             }
-            Err(why) => tracing::warn!(why, "the ports of before are not served"),
+            Err(why) => tracing::warn!(
+                why,
+                "the ports that were served before the start are not served"
+            ),
         }
     }
 
@@ -287,12 +296,12 @@ impl<'a> Reconciler<'a> {
             let last = self.ports.listed.send_replace(Some(ports.clone()));
             match self.ports.reloads.ask().await {
                 Some(Ok(done)) => {
-                    tracing::info!(http = ?ports.http, https = ?ports.https, done, "these ports of the cluster's list are served");
+                    tracing::info!(http = ?ports.http, https = ?ports.https, done, "serving these ports of the cluster's list");
                     Ok(())
                 }
                 refused => {
                     self.ports.listed.send_replace(last);
-                    let nobody = || "nobody takes up ports here".to_owned();
+                    let nobody = || "the gateway is shutting down".to_owned();
                     Err(refused.and_then(Result::err).unwrap_or_else(nobody))
                 }
             }
@@ -306,7 +315,7 @@ impl<'a> Reconciler<'a> {
     fn keep(&self) {
         let text = serde_json::to_string(&*self.ports.listed.borrow()).unwrap_or_default();
         if let Err(error) = self.ports.store.write_runtime(LAST, &text) {
-            tracing::warn!(%error, "the ports that are served cannot be kept for the next start");
+            tracing::warn!(%error, "the list of served ports cannot be saved for the next start");
         }
     }
 
@@ -336,11 +345,10 @@ impl<'a> Reconciler<'a> {
             Patch::Apply(&apply),
         );
         let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
-        let written =
-            written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;
+        let written = written.map_err(|_| "the cluster's API did not answer in time".to_owned())?;
         let written = written.map_err(|error| error_message(&error))?;
         self.right = written.resource_version();
-        tracing::debug!(service = name, ports = ?served, "the Service has these ports");
+        tracing::debug!(service = name, ports = ?served, "the Service now has these ports");
         Ok(())
     }
 
@@ -371,9 +379,9 @@ impl<'a> Reconciler<'a> {
         match timeout(BOUND, recorder.publish(&event, &about)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                tracing::debug!(why = error_message(&error), "no event could be written");
+                tracing::debug!(why = error_message(&error), "an event could not be written");
             }
-            Err(_) => tracing::debug!("no event could be written in time"),
+            Err(_) => tracing::debug!("an event could not be written in time"),
         }
     }
 }
@@ -407,7 +415,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gateway_is_ready_once_it_has_a_list_and_what_is_left_out_is_reported() {
+    async fn a_gateway_is_ready_with_a_list_and_reports_skipped_entries() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         let (reloads, mut asked) = causeway_config::reloads();
@@ -417,9 +425,16 @@ mod tests {
         let held = || ports.readiness.held().unwrap_or_default();
         assert!(held().contains("kube-system/causeway-ports"), "{}", held());
         keeper.heard(Err("forbidden".into()));
-        assert!(held().ends_with("not known yet: forbidden"), "{}", held());
+        assert!(
+            held().ends_with("not been loaded yet: forbidden"),
+            "{}",
+            held()
+        );
 
-        for (listed, fault) in [("9051, ninety", "\"ninety\" is no port"), ("9052", "")] {
+        for (listed, fault) in [
+            ("9051, ninety", "\"ninety\" is not a valid port"),
+            ("9052", ""),
+        ] {
             let data = [("http-proxy-ports".to_owned(), listed.to_owned())];
             keeper.heard(Ok(Some(ConfigMap {
                 data: Some(data.into()),
@@ -443,7 +458,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gateway_that_starts_serves_the_ports_of_before_until_the_api_answers() {
+    async fn a_starting_gateway_serves_stored_ports_until_the_api_answers() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         let (reloads, mut asked) = causeway_config::reloads();

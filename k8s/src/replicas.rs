@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_ready_and_does_not_terminate_counts_once_whatever_families_it_has() {
+    fn ready_replicas_count_once_across_address_families() {
         let four = json!({ "addressType": "IPv4", "endpoints": [
             { "addresses": ["10.0.0.1"], "conditions": { "ready": true } },
             { "addresses": ["10.0.0.2"], "conditions": {} },
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_behind_which_nobody_is_says_nothing() {
+    fn a_service_without_replicas_reports_no_count() {
         assert_eq!(counted(&slices(&[])), None);
         let none = json!({ "addressType": "IPv4", "endpoints": null });
         assert_eq!(counted(&slices(&[none])), None);

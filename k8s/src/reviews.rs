@@ -70,7 +70,7 @@ impl GatewayReviewClient for ReviewClient {
 
 /// Returns the user of the token, if the token is valid for one of these audiences.
 fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> {
-    // A server that knows nothing of audiences names none, and has checked none.
+    // A server that does not support audiences returns none and has checked none.
     let named = status.audiences.unwrap_or_default();
     let ours = audiences.is_empty() || named.iter().any(|audience| audiences.contains(audience));
     let user = status.user.filter(|_| ours)?;
@@ -113,10 +113,10 @@ fn allows(status: &SubjectAccessReviewStatus) -> bool {
 fn unanswered(error: &Error, resource: &str) -> ReviewError {
     let says = match error {
         Error::Api(status) if status.code == 403 => {
-            format!("the cluster does not let this gateway create {resource}").into()
+            format!("the cluster does not allow this gateway to create {resource}").into()
         }
         Error::Api(status) if status.code == 401 => {
-            "the cluster's API does not know this gateway".into()
+            "the cluster's API does not accept this gateway's credentials".into()
         }
         _ => "the cluster's API does not answer".into(),
     };
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_but_a_plain_yes_for_one_of_the_audiences_is_one() {
+    fn only_a_clear_yes_for_one_of_the_audiences_authenticates() {
         let ours = ["here".to_owned(), "there".to_owned()];
         for (status, audiences, counts) in [
             (said(Some(true), &["there", "x"]), &ours[..], true),

@@ -62,7 +62,7 @@ impl SharedState {
     pub async fn initial_sync(&self, hold: ReadinessBlock) {
         let mut trouble = self.trouble();
         while let Err(why) = self.synchronize().await {
-            let reason = format!("revocations and pinned keys are not read yet: {why}");
+            let reason = format!("revocations and pinned keys have not been loaded yet: {why}");
             self.roll.nodes.pending(&reason);
             hold.says(reason);
             trouble.say(&why);
@@ -93,7 +93,7 @@ impl SharedState {
             name = self.name,
             "sharing state in a Secret"
         );
-        LogThrottle::new("keeping revocations and pinned keys in the cluster's Secret")
+        LogThrottle::new("storing revocations and pinned keys in the cluster's Secret")
     }
 
     /// Makes the data directory and the Secret the same.
@@ -107,7 +107,7 @@ impl SharedState {
             let there = secret.data.as_ref().and_then(|data| data.get(SECRET_KEY));
             let there = match there.filter(|text| !text.0.is_empty()) {
                 Some(text) => serde_json::from_slice(&text.0).map_err(|error| {
-                    format!("{SECRET_KEY} of the Secret does not read: {error}")
+                    format!("{SECRET_KEY} of the Secret cannot be parsed: {error}")
                 })?,
                 None => State::default(),
             };
@@ -135,7 +135,7 @@ impl SharedState {
             }
             return self.on_disk(move |store| save_last(store, &merged)).await;
         }
-        Err("other gateways change the Secret all the time".to_owned())
+        Err("other gateways change the Secret too often".to_owned())
     }
 
     fn failed(&self, error: &kube::Error) -> String {
@@ -152,7 +152,7 @@ impl SharedState {
         self.on_disk(move |store| {
             let last = load_last(store)?;
             if !last.revoked.is_empty() {
-                // A file that is missing is no file in which nobody is revoked.
+                // A missing file does not mean that no node is revoked.
                 store.nodes().require()?;
             }
             if !last.pins.is_empty() {
@@ -191,7 +191,7 @@ impl SharedState {
     }
 }
 
-const TIMEOUT_MESSAGE: &str = "the cluster's API does not answer in time";
+const TIMEOUT_MESSAGE: &str = "the cluster's API did not answer in time";
 
 /// Returns the entries of both sides, where each side has changed those of `last`.
 fn merge<K: Ord + Clone, V: PartialEq + Clone>(
@@ -213,7 +213,7 @@ fn merge<K: Ord + Clone, V: PartialEq + Clone>(
 
 fn load_last(store: &Store) -> Result<State, StoreError> {
     let text = store.read_runtime(LAST_STATE_FILE)?;
-    // Without it all is taken for new on both sides, and nothing is lost.
+    // Without the last state, all entries of both sides count as new, and none is lost.
     let read = text.and_then(|text| serde_json::from_str(&text).ok());
     Ok(read.unwrap_or_default())
 }
@@ -293,7 +293,7 @@ mod tests {
             ("other", 6),
         ];
         assert_eq!(merged, map(&expected));
-        // A pod that knows nothing takes what is there.
+        // A new pod without state takes over the contents of the Secret.
         assert_eq!(merge(&map(&[]), &map(&[]), &there), there);
     }
 

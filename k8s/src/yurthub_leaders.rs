@@ -66,7 +66,7 @@ impl YurtHubLeaders {
             written: BTreeMap::new(),
         };
         let mut hubs = self.hubs;
-        let mut trouble = LogThrottle::new("telling YurtHubs where to read");
+        let mut trouble = LogThrottle::new("writing the leader ConfigMaps for YurtHubs");
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
             let now = hubs.borrow_and_update().clone();
@@ -76,7 +76,7 @@ impl YurtHubLeaders {
                     backoff.reset();
                     LOOK
                 }
-                // The others are as they are to be.
+                // All other ConfigMaps are up to date.
                 Ok(failures) => {
                     trouble.say(&failures.join("; "));
                     backoff.reset();
@@ -91,7 +91,7 @@ impl YurtHubLeaders {
                     }
                 }
             };
-            // Whoever changes it is there as long as the gateway is.
+            // The writer exists as long as the gateway.
             let _ = timeout(pause, hubs.changed()).await;
             sleep(GATHER).await;
         }
@@ -128,7 +128,7 @@ impl Reconciler {
             let of_pool = hubs.get(pool);
             let mut put = self.put(pool, maps.get(pool), of_pool).await;
             if put.as_ref().is_err_and(WriteError::is_conflict) {
-                // Somebody was faster, or it is there without the label by which it would have been listed.
+                // Another process was faster, or the object exists without the label by which it would have been listed.
                 put = match timeout(BOUND, self.api.get_opt(&format!("{PREFIX}{pool}"))).await? {
                     Ok(map) => self.put(pool, map.as_ref(), of_pool).await,
                     Err(error) => Err(error.into()),
@@ -171,12 +171,16 @@ impl Reconciler {
             tracing::warn!(
                 configmap = name,
                 by,
-                "what YurtHubs are told was changed, and is put right; if that is OpenYurt's own controller, switch it off for good \
+                "another process changed the leader ConfigMap for YurtHubs, and this gateway restored it; if that was OpenYurt's own controller, disable that controller permanently \
                  (yurt-manager --controllers=-hubleader,-hubleaderconfig,*)"
             );
         } else if !wanted.tells(&found) {
             let leaders = wanted.leaders();
-            tracing::info!(configmap = name, leaders, "YurtHubs are told where to read");
+            tracing::info!(
+                configmap = name,
+                leaders,
+                "the leader ConfigMap for YurtHubs was written"
+            );
         }
         self.written.insert(pool.to_owned(), wanted);
         Ok(())
@@ -189,7 +193,7 @@ impl Reconciler {
         hubs: Option<&state::NodePoolEndpoints>,
     ) -> LeaderMap {
         let nodes = &self.nodes;
-        // Before the cluster has named its nodes, nobody is to conclude that there are none.
+        // Before the nodes of the cluster are loaded, readers must not conclude that there are none.
         let may = |node: &str| {
             NodeName::parse(node).is_ok_and(|node| {
                 nodes.revoked(&node).is_none()
@@ -211,10 +215,10 @@ impl Reconciler {
     fn foreign(&self, map: &ConfigMap) -> WriteError {
         let (key, value) = LABEL;
         let (name, namespace) = (map.name_any(), &self.namespace);
-        let by = foreign_managers(map).map(|by| format!(" but {by}'s"));
+        let by = foreign_managers(map).map(|by| format!(" but to {by}"));
         WriteError::Foreign(format!(
-            "the ConfigMap {namespace}/{name} is not a gateway's{}, and is left as it is: hubs of that pool read where it says. Switch \
-             OpenYurt's controller off for good (yurt-manager --controllers=-hubleader,-hubleaderconfig,*), and hand it over \
+            "the ConfigMap {namespace}/{name} does not belong to a gateway{} and is not changed: hubs of that pool use the leaders in it. Disable \
+             OpenYurt's controller permanently (yurt-manager --controllers=-hubleader,-hubleaderconfig,*), and transfer the ConfigMap \
              (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)",
             by.unwrap_or_default()
         ))
@@ -229,7 +233,7 @@ enum WriteError {
     Foreign(String),
     #[error("{}", error_message(.0))]
     Asked(#[from] kube::Error),
-    #[error("the cluster's API does not answer in time")]
+    #[error("the cluster's API did not answer in time")]
     Silent(#[from] tokio::time::error::Elapsed),
 }
 

@@ -49,7 +49,7 @@ impl Backoff {
         self.refusals = self.refusals.saturating_add(1);
         let own = spread(grown(self.refusals, self.refused_max), random);
         match asked {
-            // A fleet that was told one number still spreads, upwards.
+            // Jitter above the requested delay, for edges that received the same value.
             Some(asked) => own.max(asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0)),
             None => own,
         }
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_silent_network_is_tried_every_two_seconds_and_a_refusal_backs_off_to_a_minute() {
+    fn silence_is_retried_every_2_s_and_refusals_back_off_to_60_s() {
         let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
         for _ in 0..40 {
             assert!(backoff.silent(1.0) <= Duration::from_secs(2));
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delay_that_the_server_asked_for_is_honoured_and_spread_upwards() {
+    fn a_delay_requested_by_the_server_is_kept_with_upward_jitter() {
         let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
         let asked = Some(Duration::from_secs(10));
         assert_eq!(backoff.refused(asked, 0.0), Duration::from_secs(10));

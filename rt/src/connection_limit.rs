@@ -199,7 +199,7 @@ impl Table {
     /// The connection to evict for one of this source.
     fn victim(&mut self, source: Source, free: usize) -> Option<u64> {
         if free > 0 {
-            // A source that gets none of the places that are free is beyond its share.
+            // A source that is refused although slots are free has exceeded its share.
             return self.candidate(source);
         }
         loop {
@@ -207,7 +207,7 @@ impl Table {
             if largest != source && self.count(largest) <= self.count(source) {
                 return self.candidate(source);
             }
-            // A source of which none can be evicted is no longer among the evictable ones.
+            // A source without evictable connections is no longer listed.
             if let Some(id) = self.candidate(largest) {
                 return Some(id);
             }
@@ -222,7 +222,7 @@ impl Table {
             let is_silent = held.silent.contains(&id);
             let activity = self.slots.get(&id)?.activity.clone();
             let is_busy = activity.busy.load(SeqCst) > 0 && {
-                // Whoever ends being busy from here on lists it again.
+                // A connection that becomes idle after this point is listed again.
                 activity.listed.store(false, SeqCst);
                 activity.busy.load(SeqCst) > 0
             };
@@ -367,7 +367,7 @@ impl ConnectionLimit {
             Ok(slot) => slot,
             Err(granted) => match granted.await {
                 Ok(slot) => slot,
-                // The table outlives whoever waits, and drops no grant.
+                // The table outlives all waiters and drops no grant.
                 Err(_) => std::future::pending().await,
             },
         }
@@ -386,7 +386,7 @@ impl ConnectionLimit {
         let connections = std::mem::take(&mut table.turned_away);
         let (limit, most, held) = (self.0.name, self.0.most, table.count(source));
         let last = turned.as_str();
-        tracing::warn!(limit, most, connections, last, %source, held, "connections are turned away for want of places");
+        tracing::warn!(limit, most, connections, last, %source, held, "connections were rejected, because a limit was reached");
     }
 
     fn table<T>(&self, work: impl FnOnce(&mut Table) -> T) -> T {
@@ -399,7 +399,7 @@ impl ConnectionLimit {
             self.grant(table)
         });
         for (grant, slot) in granted {
-            // A waiter that is gone gives the place back at once.
+            // If the waiter is gone, the slot is returned at once.
             let _ = grant.send(slot);
         }
     }
@@ -409,7 +409,7 @@ impl ConnectionLimit {
         let mut granted = Vec::new();
         for _ in 0..table.turns.len() {
             let free = self.0.most.saturating_sub(table.slots.len());
-            // A source keeps its turn until there is a place.
+            // A source keeps its turn until a slot is free.
             if free == 0 {
                 break;
             }
@@ -549,14 +549,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_busy_or_settled_is_never_evicted_and_idle_goes_after_silent() {
+    fn busy_connections_are_never_evicted_and_silent_ones_go_first() {
         let (limit, events) = limit(4);
         let [busy, settled, idle] = [(); 3].map(|()| limit.admit(source(1)).unwrap());
         let guard = busy.busy();
         settled.settle();
         drop(idle.busy());
         let silent = limit.admit(source(2)).unwrap();
-        // The largest source gives before a smaller one, what is idle for want of what is silent.
+        // The largest source loses a connection first: a silent one, or else an idle one.
         let third = limit.admit(source(3)).unwrap();
         assert!(is_evicted(&idle) && !is_evicted(&silent));
         third.settle();
@@ -578,9 +578,9 @@ mod tests {
     }
 
     #[test]
-    fn of_sources_that_hold_as_much_the_oldest_connection_goes_whatever_its_address() {
+    fn among_equal_sources_the_oldest_connection_is_evicted() {
         let (limit, _) = limit(64);
-        // A crowd of addresses on both sides of the newcomer's, each with one silent connection.
+        // Many addresses below and above the new one, each with one silent connection.
         let crowd = |number: u16| {
             let [high, low] = number.to_be_bytes();
             let first = if number.is_multiple_of(2) { 10 } else { 203 };
@@ -595,7 +595,7 @@ mod tests {
         held.push(crowd(127));
         assert!(is_evicted(&newcomer), "it is the oldest by now");
         assert_eq!(held.iter().filter(|slot| !is_evicted(slot)).count(), 64);
-        // One that spoke and is idle goes behind all that are silent.
+        // An idle connection that was active is evicted after all silent ones.
         let idle = limit.admit(source(2)).unwrap();
         drop(idle.busy());
         held.extend((128..191).map(crowd));
@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_takes_nothing_from_one_that_holds_less() {
+    fn a_source_takes_no_slot_from_a_smaller_one() {
         let (limit, _) = limit(4);
         let many: Vec<_> = (0..3).map(|_| limit.admit(source(1)).unwrap()).collect();
         many.iter().for_each(Slot::settle);
@@ -614,7 +614,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_waits_gets_a_turn_whatever_another_source_has_in_its_queue() {
+    async fn waiting_sources_take_turns_for_every_queue_length() {
         let (limit, _) = limit(4);
         let mut held: Vec<_> = (0..3)
             .map(|_| limit.acquire(source(1)).now_or_never().unwrap())
@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_an_address_or_the_network_that_a_host_has_to_itself() {
+    fn a_source_is_an_address_or_the_network_of_one_host() {
         let of = |text: &str| Source::from(text.parse::<IpAddr>().unwrap()).to_string();
         assert_eq!(of("192.0.2.1"), "192.0.2.1");
         assert_eq!(of("::ffff:192.0.2.1"), "192.0.2.1");

@@ -119,7 +119,7 @@ fn of_process() -> Registry {
     }
     registry.register(
         "causeway_log_lines_dropped",
-        "Lines that a log lacks because its reader or disk did not keep up, by log",
+        "Log lines that were dropped because the reader or disk was too slow, by log",
         dropped,
     );
     let Some(usage) = process::Usage::now() else {
@@ -127,20 +127,28 @@ fn of_process() -> Registry {
     };
     registry.register(
         "process_cpu_seconds",
-        "User and system CPU time spent",
+        "User and system CPU time",
         ConstCounter::new(usage.cpu_seconds),
     );
     registry.register(
         "process_start_time_seconds",
-        "Start of the process in Unix time",
+        "Start time of the process, in Unix time",
         ConstGauge::new(usage.start_time_seconds),
     );
     for (name, help, value) in [
         ("open_fds", "Open file descriptors", usage.open_fds),
-        ("max_fds", "Most open file descriptors", usage.max_fds),
+        (
+            "max_fds",
+            "Maximum number of open file descriptors",
+            usage.max_fds,
+        ),
         ("threads", "Threads", usage.threads),
-        ("resident_memory_bytes", "Resident memory", usage.resident),
-        ("virtual_memory_bytes", "Virtual memory", usage.mapped),
+        (
+            "resident_memory_bytes",
+            "Resident memory size",
+            usage.resident,
+        ),
+        ("virtual_memory_bytes", "Virtual memory size", usage.mapped),
     ] {
         let name = format!("process_{name}");
         registry.register(name, help, ConstGauge::new(value));
@@ -183,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_format_declares_counters_by_their_samples_and_has_no_end_mark() {
+    fn the_text_format_names_counters_by_samples_without_end_mark() {
         let mut registry = Registry::with_prefix("x");
         let counter: Counter = Counter::default();
         registry.register("requests", "Requests", counter.clone());

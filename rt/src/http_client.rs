@@ -27,7 +27,7 @@ where
         .await?;
     let tasks = TaskGroup::default();
     tasks.spawn(debug_span!("request"), async move {
-        // A connection that fails gives its error to the request or to the body.
+        // The request or the body receives the error of the connection.
         let _ = connection.await;
     });
     Ok((sender.send_request(request).await?, tasks))

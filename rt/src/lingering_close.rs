@@ -23,7 +23,7 @@ pub async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut io: S) {
         io.shutdown().await?;
         tokio::io::copy(&mut io.take(MOST), &mut sink()).await
     };
-    // It is over either way, and a peer that is gone already has read what it wanted to.
+    // The connection ends in any case; a closed peer has read what it needs.
     let _ = timeout(LONGEST, parting).await;
 }
 
@@ -33,11 +33,11 @@ mod tests {
     use tokio::{io::duplex, time::Instant};
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_said_is_read_and_what_still_comes_breaks_nothing() {
+    async fn sent_bytes_are_read_and_late_bytes_break_no_close() {
         let (mut near, mut far) = duplex(64);
         let said = async {
             far.read_u8().await.unwrap();
-            // It says its request to the end before it looks for what it is told.
+            // The client sends its whole request before it reads the response.
             far.write_all(&[0; 4096]).await.unwrap();
             let mut rest = Vec::new();
             far.read_to_end(&mut rest).await.unwrap();
@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_peer_that_neither_reads_nor_leaves_is_waited_for_within_bounds() {
+    async fn a_peer_that_neither_reads_nor_leaves_is_awaited_in_bounds() {
         let (near, _silent) = duplex(64);
         let begun = Instant::now();
         close(near).await;

@@ -89,9 +89,9 @@ impl BoundSocket {
     /// # Errors
     /// As the system says, for example for a path of more than about 90 bytes.
     pub fn unix_instead(path: &Path) -> io::Result<Self> {
-        // Bound inside a private folder and then moved, so that at no moment anybody else can connect.
+        // Bound inside a private directory and then moved, so that no other user can ever connect.
         let folder = path.with_extension(format!("bind-{}", std::process::id()));
-        // A process that was killed may have left it, and in a container the next one has the same id.
+        // A killed process may have left it; in a container the next process has the same id.
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
         let bound = bind_private(&folder, path);
@@ -145,11 +145,11 @@ fn clear_stale(path: &Path) -> io::Result<()> {
         Err(error) => Err(error),
         Ok(found) if !found.file_type().is_socket() => Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
-            "something that is not a socket is at this path",
+            "the path exists and is not a socket",
         )),
         Ok(_) if std::os::unix::net::UnixStream::connect(path).is_ok() => Err(io::Error::new(
             io::ErrorKind::AddrInUse,
-            "another process listens on this path",
+            "another process already listens on this path",
         )),
         Ok(_) => std::fs::remove_file(path),
     }
@@ -172,11 +172,11 @@ impl SocketListener {
             match self.try_accept().await {
                 Ok(accepted) => return accepted,
                 Err(error) if is_of_one_peer(&error) => {
-                    tracing::debug!(%error, "a peer hung up before it was accepted");
+                    tracing::debug!(%error, "a client disconnected before its connection was accepted");
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut said, true) {
-                        tracing::warn!(%error, "cannot accept connections, trying again");
+                        tracing::warn!(%error, "cannot accept connections; retrying");
                     }
                     sleep(PAUSE).await;
                 }

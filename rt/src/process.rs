@@ -27,7 +27,7 @@ impl Usage {
     pub(crate) fn now() -> Option<Self> {
         let read = |file: &str| fs::read_to_string(file).ok();
         let (stat, status) = (read("/proc/self/stat")?, read("/proc/self/status")?);
-        // The name of the program, in brackets, may hold blanks and brackets. Behind it stands field 3.
+        // The program name, in brackets, may contain blanks and brackets. Field 3 follows it.
         let (_, fields) = stat.rsplit_once(')')?;
         let fields: Vec<&str> = fields.split_whitespace().collect();
         let ticks = |field: usize| fields.get(field - 3)?.parse::<f64>().ok();

@@ -57,7 +57,7 @@ mod own {
     use std::{io, net::SocketAddr};
 
     pub(super) async fn look_up(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
-        // Without name servers `/etc/hosts` still counts.
+        // Without name servers `/etc/hosts` is still used.
         let (servers, fault) = match read_system_conf() {
             Ok(servers) => (servers, None),
             Err(error) => {
@@ -80,7 +80,7 @@ mod own {
     ) -> Result<TokioResolver, NetError> {
         options.ip_strategy = LookupIpStrategy::Ipv4AndIpv6;
         options.server_ordering_strategy = ServerOrderingStrategy::UserProvidedOrder;
-        // An answer that was wrong must not outlive its cause.
+        // No cache, so that wrong responses are not kept.
         options.cache_size = 0;
         let mut builder =
             TokioResolver::builder_with_config(config, TokioRuntimeProvider::default());
@@ -91,17 +91,17 @@ mod own {
     fn failed(host: &str, error: &NetError, fault: Option<NetError>) -> io::Error {
         if let Some(fault) = fault {
             return io::Error::other(format!(
-                "{host} is not in /etc/hosts, and /etc/resolv.conf names no server: {fault}"
+                "{host} is not in /etc/hosts, and /etc/resolv.conf contains no name server: {fault}"
             ));
         }
         match error {
             NetError::Timeout => io::Error::new(
                 io::ErrorKind::TimedOut,
-                "no name server of /etc/resolv.conf has answered",
+                "no name server of /etc/resolv.conf has responded",
             ),
             NetError::Dns(_) if error.is_no_records_found() => io::Error::new(
                 io::ErrorKind::NotFound,
-                "the name servers of /etc/resolv.conf know no such name",
+                "the name servers of /etc/resolv.conf have no such name",
             ),
             other => io::Error::other(other.to_string()),
         }
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_address_is_itself_and_localhost_is_this_machine() {
+    async fn an_address_maps_to_itself_and_localhost_to_loopback() {
         let found = resolve("::1", 80).await.unwrap();
         assert_eq!(found, ["[::1]:80".parse().unwrap()]);
         let found = resolve("localhost", 443).await.unwrap();

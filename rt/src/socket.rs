@@ -124,7 +124,7 @@ impl ResetOnClose for Socket {
 
 impl ResetOnClose for TcpStream {
     fn abort(&self) {
-        // A socket that is gone already needs no reset.
+        // A closed socket needs no reset.
         let _ = SockRef::from(self).set_linger(Some(Duration::ZERO));
     }
 }
@@ -350,7 +350,7 @@ mod tests {
     };
 
     #[tokio::test]
-    async fn a_reset_that_a_read_was_told_of_is_told_to_whoever_asks_later_as_well() {
+    async fn a_reset_seen_by_a_read_is_reported_to_later_checks() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut far = TcpStream::connect(listener.local_addr().unwrap())
             .await

@@ -41,7 +41,7 @@ impl TaskGroup {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        // An `async` block around the task would hold it twice or more, and each task is moved as a whole into its place.
+        // An `async` block around the task would contain it twice or more, and each task is moved as a whole.
         let owned = task.with_cancellation_token_owned(self.stop.clone());
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }
@@ -119,7 +119,7 @@ mod tests {
     use tracing::info_span;
 
     #[tokio::test(start_paused = true)]
-    async fn drain_ends_what_does_not_end_itself() {
+    async fn drain_aborts_tasks_that_do_not_end() {
         let tasks = TaskGroup::new(&CancellationToken::new());
         tasks.spawn(info_span!("t"), std::future::pending());
         assert_eq!(tasks.drain(Duration::from_secs(30)).await, 1);

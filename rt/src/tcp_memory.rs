@@ -36,7 +36,7 @@ impl TcpMemory {
     /// Bytes that all TCP sockets of this machine use now.
     #[allow(clippy::unused_self, reason = "only an open reader may ask")]
     pub fn used(&self) -> Option<usize> {
-        // The kernel answers from memory: nothing waits for a disk.
+        // The kernel reads from memory, so this does not block on a disk.
         used(&read("/proc/net/sockstat")?)
     }
 }

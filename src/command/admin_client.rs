@@ -56,12 +56,15 @@ pub(super) fn address(
     data_dir: &Path,
 ) -> anyhow::Result<(AdminAddress, String)> {
     if let Some(address) = given {
-        return Ok((address.into(), "as told".into()));
+        return Ok((address.into(), "from --admin".into()));
     }
     let remedy =
-        "name the process with --admin HOST:PORT, or its data directory with --data-dir DIR";
+        "give its admin address with --admin HOST:PORT, or its data directory with --data-dir DIR";
     match address_from_data_dir(data_dir).context(remedy)? {
-        Some(address) => Ok((address, format!("as {} says", data_dir.display()))),
+        Some(address) => Ok((
+            address,
+            format!("from the data directory {}", data_dir.display()),
+        )),
         None => bail!(
             "no gateway or edge runs in {}; {remedy}",
             data_dir.display()
@@ -72,7 +75,7 @@ pub(super) fn address(
 /// Forgets where a process is asked that ends.
 pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
     store.remove_runtime(NAME)?;
-    // A socket that stays answers nobody, and the next process replaces it.
+    // A leftover socket does no harm; the next process replaces it.
     let _ = std::fs::remove_file(store.admin_socket());
     Ok(())
 }
@@ -122,7 +125,7 @@ pub(super) async fn request(
     };
     tokio::time::timeout(PATIENCE, asking)
         .await
-        .with_context(|| format!("{place} has not answered within {PATIENCE:?}"))?
+        .with_context(|| format!("{place} did not answer within {PATIENCE:?}"))?
 }
 
 async fn connect(address: &str) -> anyhow::Result<TcpStream> {
@@ -151,8 +154,11 @@ async fn exchange(
         let body = response.into_body().collect().await?.to_bytes();
         Ok::<_, hyper::Error>((status, body))
     };
-    ask.await
-        .with_context(|| format!("{place} does not answer as an admin listener does"))
+    ask.await.with_context(|| {
+        format!(
+            "the response of {place} is not that of an admin listener; is it the admin address?"
+        )
+    })
 }
 
 #[cfg(test)]
@@ -188,16 +194,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_admin_listener_is_told_so() {
+    async fn an_address_without_admin_listener_is_reported() {
         let error = answered("SSH-2.0-OpenSSH\r\n").await.unwrap_err();
         assert!(
-            format!("{error:#}").contains("as an admin listener does"),
+            format!("{error:#}").contains("is not that of an admin listener"),
             "{error:#}"
         );
     }
 
     #[test]
-    fn an_address_that_is_told_wins() {
+    fn an_explicit_address_wins() {
         let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
         assert_eq!(found.0, AdminAddress::from("127.0.0.1:1".to_owned()));
     }

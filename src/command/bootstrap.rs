@@ -25,10 +25,11 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
         .map(|node| NodeName::parse(node).with_context(|| format!("--node {node}")))
         .collect::<anyhow::Result<_>>()?;
     if ask.clients.iter().any(|name| name == "ca") {
-        bail!("--client ca: ca.pem is the root's; choose another name");
+        bail!("--client ca: ca.pem is the file of the root certificate; choose another name");
     }
     let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
-    fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
+    fs::create_dir_all(&ask.out)
+        .with_context(|| format!("cannot create the directory {}", ask.out.display()))?;
     private_file::write(&ask.out.join("ca.pem"), &authority.client_bundle_pem())?;
     for node in &nodes {
         let file = ask.out.join(format!("{node}.token"));
@@ -45,18 +46,18 @@ fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::
     let place = file.display();
     if store.nodes().all()?.iter().any(|known| known.node == *node) {
         return Ok(format!(
-            "has joined already and needs no token (if its data is lost: causeway token create --node {node})"
+            "has already joined and needs no token (if its data is lost: causeway token create --node {node})"
         ));
     }
     if holds(store, node, file)? {
-        return Ok(format!("the token in {place} still holds"));
+        return Ok(format!("the token in {place} is still valid"));
     }
     let token = store
         .tokens()?
         .create(node, ttl, NodeAttributes::default())?;
     private_file::write(file, &format!("{}\n", token.text().expose()))?;
     let ttl = humantime::format_duration(ttl);
-    Ok(format!("token in {place}, good for {ttl}, once"))
+    Ok(format!("token in {place}, valid for {ttl}, used once"))
 }
 
 /// Whether the file has an unused token of this data directory for the node.
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_run_makes_only_what_is_missing() {
+    fn a_second_run_creates_only_missing_files() {
         let folder = tempfile::tempdir().unwrap();
         let ask = ask(folder.path());
         let read = |name: &str| fs::read_to_string(ask.out.join(name)).unwrap();
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_cannot_be_a_nodes_makes_nothing() {
+    fn an_invalid_node_name_creates_no_files() {
         let folder = tempfile::tempdir().unwrap();
         let mut ask = ask(folder.path());
         ask.nodes.push("not a name".into());

@@ -175,7 +175,7 @@ mod tests {
     use crate::cli::DataDir;
 
     #[tokio::test]
-    async fn a_secret_that_was_left_behind_is_not_taken_up_and_what_to_do_is_said() {
+    async fn a_leftover_secret_is_not_used_and_the_remedy_is_stated() {
         let folder = tempfile::tempdir().unwrap();
         let data_dir = folder.path().join("data");
         let domain = TrustDomain::parse("causeway.test").unwrap();

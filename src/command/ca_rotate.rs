@@ -53,8 +53,8 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
     let (ca, step) = change(&store, Ca::prepare)?;
     say(
         step,
-        "a new root is prepared, and trusted beside the one that signs",
-        "a new root is prepared already",
+        "a new root is prepared; it is trusted in addition to the root that signs",
+        "a new root has already been prepared",
     )?;
     if let Some((_, next)) = ca.other() {
         outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
@@ -64,17 +64,17 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
         .map_or_else(String::new, |progress| {
             let (all, left) = (progress.connected, progress.without_roots.len());
             format!(
-                "{} of {all} connected edges believe it; ",
+                "{} of {all} connected edges trust it; ",
                 all - left.min(all)
             )
         });
     outln!(
-        "{heard}clients that name {} want its new text {}; next: causeway ca rotate activate",
+        "{heard}copy the new {} to the clients that use it {}; next: causeway ca rotate activate",
         store.root_path().display(),
         if ca.signs_itself() {
-            "before that, since the root is from before intermediates"
+            "before that step, because the old root signs listener certificates directly"
         } else {
-            "by the time that the old root is retired"
+            "before the old root is retired"
         }
     )?;
     Ok(())
@@ -91,14 +91,14 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
     {
         if !progress.too_old.is_empty() {
             bail!(
-                "{} of {} connected edges are of a version that takes up no root: {}; upgrade them first, or have them join again with new tokens afterwards and go on by --force",
+                "{} of {} connected edges have a version that cannot install a new root: {}; upgrade them first, or continue with --force and let them join again with new tokens afterwards",
                 progress.too_old.len(),
                 progress.connected,
                 names(&progress.too_old)
             );
         }
         bail!(
-            "{} of {} connected edges do not believe the prepared root yet: {}; wait for them (causeway status), or leave them to hear of it later by --force",
+            "{} of {} connected edges do not trust the prepared root yet: {}; wait for them (causeway status), or continue with --force: they receive the root later",
             progress.without_roots.len(),
             progress.connected,
             names(&progress.without_roots)
@@ -107,13 +107,13 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
     let (ca, step) = change(&store, Ca::activate)?;
     say(
         step,
-        "the new root signs from now on",
-        "the new root signs already",
+        "the new root signs certificates from now on",
+        "the new root signs certificates already",
     )?;
     outln!("signs     {}", ca.fingerprint())?;
     notify_gateway(directory).await?;
     outln!(
-        "the old one is trusted still, and edges renew by the new one; next: causeway ca rotate retire"
+        "the old root is still trusted; edges renew their certificates with the new root; next: causeway ca rotate retire"
     )?;
     Ok(())
 }
@@ -129,7 +129,7 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
         }
         if !left.is_empty() {
             bail!(
-                "{} enrolled edges have certificates of the old root still, and would be shut out: {}; wait until they have renewed (causeway status), remove those that are gone for good (causeway node remove NODE), or shut them out by --force",
+                "{} enrolled edges still have certificates of the old root and would be refused: {}; wait until they have renewed (causeway status), remove nodes that no longer exist (causeway node remove NODE), or continue with --force: these edges are then refused",
                 left.len(),
                 names(&left)
             );
@@ -138,14 +138,14 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
     let (ca, step) = change(&store, Ca::retire)?;
     say(
         step,
-        "the old root is trusted no more",
-        "there is one root, and nothing to retire",
+        "the old root is no longer trusted",
+        "there is only one root; there is nothing to retire",
     )?;
     outln!("signs     {}", ca.fingerprint())?;
     notify_gateway(directory).await?;
     if step == RotationStep::Made {
         outln!(
-            "join tokens and clients' certificates of the old root are good no more; make new ones where that matters"
+            "join tokens and client certificates of the old root are no longer valid; create new ones where they are needed"
         )?;
     }
     Ok(())
@@ -166,20 +166,20 @@ pub(super) async fn notify_gateway(directory: &Path) -> anyhow::Result<Option<Ro
     let told = admin_client::request(Method::POST, &address, PROGRESS).await;
     let (status, body) = told.with_context(|| {
         format!(
-            "the gateway that should run in {} was not told: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start takes up what the directory says",
+            "the gateway on the data directory {} does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
             directory.display()
         )
     })?;
     if !status.is_success() {
         let said = String::from_utf8_lossy(&body);
         bail!(
-            "the gateway at {address} did not take up its CA: {status} {}",
+            "the gateway at {address} did not load the new CA: {status} {}",
             said.trim()
         );
     }
-    serde_json::from_slice(&body)
-        .map(Some)
-        .with_context(|| format!("{address} does not say how far edges are"))
+    serde_json::from_slice(&body).map(Some).with_context(|| {
+        format!("the response of {address} does not contain the progress of the edges")
+    })
 }
 
 /// Nodes whose certificate is good and does not hang on this root, as far as the directory knows.
@@ -188,7 +188,7 @@ fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<
     let records = store.nodes().all()?.into_iter();
     let left = records.filter(|record| {
         let ended = record.not_after.is_some_and(|ends| ends < now);
-        // Of a node whose certificates another system makes there is none.
+        // Nodes with certificates of an external CA have no serial.
         let ours = !record.serial.is_empty();
         ours && record.root != Some(root) && !ended && record.revoked.is_none()
     });
@@ -211,7 +211,7 @@ fn names(nodes: &BTreeSet<NodeName>) -> String {
     let mut text = String::new();
     for node in nodes.iter().take(NAMED) {
         let comma = if text.is_empty() { "" } else { ", " };
-        // A String takes all that is written.
+        // Writing to a String cannot fail.
         let _ = write!(text, "{comma}{node}");
     }
     if nodes.len() > NAMED {
@@ -223,7 +223,7 @@ fn names(nodes: &BTreeSet<NodeName>) -> String {
 /// Returns the progress of a rotation for the list of edges, or nothing if no rotation is under way.
 pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<String> {
     let (status, body) = admin_client::get(address, PROGRESS).await.ok()?;
-    // An edge, or a gateway from before, says nothing of this.
+    // Edges and older gateways do not have this endpoint.
     let progress: RotationStatus = serde_json::from_slice(&body)
         .ok()
         .filter(|_| status.is_success())?;
@@ -236,12 +236,12 @@ pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<
     };
     let (what, left) = if of(RootStage::Prepared) {
         (
-            "a new root is prepared; it is believed by",
+            "a new root is prepared; it is trusted by",
             &progress.without_roots,
         )
     } else if of(RootStage::Retiring) {
         (
-            "a new root signs; a certificate of it is held by",
+            "a new root signs certificates; its certificates are used by",
             &progress.on_another_root,
         )
     } else {
@@ -252,7 +252,7 @@ pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<
         all - left.len().min(all)
     );
     if !left.is_empty() {
-        let _ = write!(text, ", and not by {}", names(left));
+        let _ = write!(text, ", but not by {}", names(left));
     }
     Some(text)
 }

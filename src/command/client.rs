@@ -24,7 +24,7 @@ pub(crate) fn run(client: ClientCommand) -> anyhow::Result<()> {
             let token = add(&ask)?;
             let file = ask.file.display();
             errln!("token of client {}; its hash is in {file}", ask.name);
-            errln!("use it as: Authorization: Bearer TOKEN");
+            errln!("send it as: Authorization: Bearer TOKEN");
             outln!("{token}")?;
             Ok(())
         }
@@ -87,7 +87,7 @@ fn revoke(ask: &ClientRevoke) -> anyhow::Result<String> {
     let place = || ask.file.display().to_string();
     ensure!(
         ask.file.exists(),
-        "there is no file {}; --file is a listener's client_auth.tokens",
+        "the file {} does not exist; give the file of a listener's client_auth.tokens with --file",
         place()
     );
     let mut options = OpenOptions::new();
@@ -105,7 +105,7 @@ fn revoke(ask: &ClientRevoke) -> anyhow::Result<String> {
     }
     file.sync_all().with_context(place)?;
     match count {
-        0 => anyhow::bail!("{} has no token of client {}", place(), ask.name),
+        0 => anyhow::bail!("{} contains no token of client {}", place(), ask.name),
         1 => Ok("1 token".into()),
         many => Ok(format!("{many} tokens")),
     }
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_something_else_is_left_alone() {
+    fn a_file_of_another_kind_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("notes");
         std::fs::write(&file, "milk, eggs\n").unwrap();
@@ -187,7 +187,12 @@ mod tests {
                 file: file.clone(),
             })
         };
-        assert!(revoke("ann").unwrap_err().to_string().contains("no file"));
+        assert!(
+            revoke("ann")
+                .unwrap_err()
+                .to_string()
+                .contains("does not exist")
+        );
         let first = add(&ask(&file, "ann")).unwrap();
         let other = add(&ask(&file, "annabel")).unwrap();
         let second = add(&ask(&file, "ann")).unwrap();
@@ -197,7 +202,7 @@ mod tests {
         assert!(tokens.lookup(&first).is_none() && tokens.lookup(&second).is_none());
         assert_eq!(tokens.lookup(&other).unwrap().name, "annabel");
         let again = revoke("ann").unwrap_err().to_string();
-        assert!(again.contains("has no token of client ann"), "{again}");
+        assert!(again.contains("contains no token of client ann"), "{again}");
     }
 
     #[test]

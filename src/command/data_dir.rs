@@ -16,7 +16,7 @@ pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
     let shown = directory.display();
     let none = || {
         format!(
-            "{shown} is no data directory of a gateway; name that by --data-dir, or start the gateway, which makes it"
+            "{shown} is not the data directory of a gateway; give that directory with --data-dir, or start the gateway, which creates it"
         )
     };
     let store = Store::open(directory, OpenMode::Existing).with_context(none)?;
@@ -31,7 +31,7 @@ pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
     let remedy = || {
         let directory = directory.display();
         format!(
-            "no CA in {directory}; make one with: causeway ca init --data-dir {directory} (a gateway whose edges bring certificates, tunnel.identity, needs none)"
+            "no CA in {directory}; create one with: causeway ca init --data-dir {directory} (a gateway with tunnel.identity, whose edges have certificates of an external CA, needs none)"
         )
     };
     let store = Store::open(directory, OpenMode::Existing).with_context(remedy)?;
@@ -48,14 +48,14 @@ pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Resu
     let told = admin_client::request(Method::POST, &address, "/api/v1/refresh").await;
     let (status, body) = told.with_context(|| {
         format!(
-            "{done} in {}, but the gateway that should run there does not answer: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start applies the change",
+            "{done} in {}, but the gateway on this data directory does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
             directory.display()
         )
     })?;
     if !status.is_success() {
         let said = String::from_utf8_lossy(&body);
         bail!(
-            "{done} on the disk, but the gateway at {address} did not apply the change: {status} {}",
+            "{done} on disk, but the gateway at {address} did not apply the change: {status} {}",
             said.trim()
         );
     }

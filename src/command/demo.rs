@@ -44,7 +44,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     let temporary = tempfile::Builder::new()
         .prefix("causeway-demo-")
         .tempdir()?;
-    // The printed commands are pasted elsewhere.
+    // The printed commands are run from other directories.
     let dir = match &args.data_dir {
         Some(dir) => std::path::absolute(dir)?,
         None => temporary.path().to_owned(),
@@ -100,7 +100,7 @@ async fn begin(
         let began = Instant::now();
         let (app, reader) = edge(files, node, addresses.tunnel, tasks, stop).await?;
         outln!(
-            "{node}          joined with a token in {} ms; its port {PORT} is the app at {app}",
+            "{node}          joined with a token in {} ms; its port {PORT} leads to the app at {app}",
             began.elapsed().as_millis()
         )?;
         readers.push(reader);
@@ -111,7 +111,7 @@ async fn begin(
         let patience = tokio::time::timeout(PATIENCE, probe::get(files, listener, node));
         let (took, line) = patience
             .await
-            .with_context(|| format!("{node} was not reached within {PATIENCE:?}"))??;
+            .with_context(|| format!("{node} could not be reached within {PATIENCE:?}"))??;
         outln!(
             "GET https://{node}:{PORT}/  200 in {took:.1?} ({:.1?} after its edge had joined): {line}",
             began.elapsed()
@@ -121,9 +121,9 @@ async fn begin(
         let patience = tokio::time::timeout(PATIENCE, gateway::read_at(*reader));
         let count = patience
             .await
-            .with_context(|| format!("{node} has not read its cluster within {PATIENCE:?}"))??;
+            .with_context(|| format!("{node} did not fill its API cache within {PATIENCE:?}"))??;
         outln!(
-            "GET http://{reader}{SLICES}  200: {count} EndpointSlices that {node} has read",
+            "GET http://{reader}{SLICES}  200: {count} EndpointSlices in the API cache of {node}",
             SLICES = gateway::SLICES
         )?;
     }
@@ -176,10 +176,10 @@ fn print_commands(files: &DemoFiles, listener: SocketAddr) -> anyhow::Result<()>
 
 fn print_reading(reader: SocketAddr) -> anyhow::Result<()> {
     let (node, slices, id) = (NODES[0], gateway::SLICES, std::process::id());
-    outln!("\nWhat programs on {node} read of their cluster, from there:\n")?;
+    outln!("\nRead cluster objects from the API cache of {node}, as programs on the node do:\n")?;
     outln!("curl -sS http://{reader}{slices}")?;
     outln!(
-        "\nThe same without the cloud: this stops the gateway, and once more starts it again.\n"
+        "\nTry the same without the cloud: the first signal stops the gateway, the second one starts it again.\n"
     )?;
     outln!("kill -USR1 {id}")
 }
@@ -240,7 +240,7 @@ async fn edge(
         .with_context(|| format!("{node} cannot start"))?;
     if edge.node() != node {
         bail!(
-            "{} holds the identity of another node",
+            "{} contains the identity of another node",
             files.dir.join(node).display()
         );
     }
@@ -250,7 +250,7 @@ async fn edge(
     let stop = stop.clone();
     tasks.spawn(info_span!("edge", node), async move {
         if let Err(error) = bound.run(stop).await {
-            tracing::error!(%error, "an edge of the demo ended");
+            tracing::error!(%error, "an edge of the demo stopped");
         }
     });
     Ok((app, reader))

@@ -23,9 +23,9 @@ pub(crate) async fn run(
     sources: ConfigSources,
     rejoin: bool,
 ) -> anyhow::Result<()> {
-    // A pool's leader has some hundreds of neighbours, and its own way to the cloud must never want for a file.
+    // A pool leader has hundreds of members, and its own tunnels must never lack a file descriptor.
     open_files::raise();
-    // Joining may take days: what changes meanwhile is a change.
+    // Joining may take days, so files are noted before it.
     let mut noted = FileHashes::default();
     noted.files(files(&config, &sources));
     let mut signals = Signals::listen()?;
@@ -38,7 +38,7 @@ pub(crate) async fn run(
         let cluster = kubernetes::vouching(&config)?;
         let opening = Box::pin(Edge::open_by(config, cluster, (&stop, &tell)));
         let bound = match Box::pin(notify.joining(opening)).await {
-            // Asked to stop before it had joined: nothing was begun.
+            // Stopped before the edge had joined; nothing was started.
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.rejoin(rejoin).bind().await?,
         };
@@ -46,10 +46,10 @@ pub(crate) async fn run(
         let bound = bound.reloads(reloads);
         let reloader = bound.reloader();
         let store = bound.store().clone();
-        // On a full disk an edge is needed all the same: `causeway health` then wants to be told the address.
+        // The edge must also run with a full disk; `causeway health` then needs --admin.
         if let Err(error) = store.write_runtime(admin_client::NAME, &bound.local_addr().to_string())
         {
-            tracing::warn!(%error, "the admin address could not be noted");
+            tracing::warn!(%error, "cannot write the admin address to the data directory; `causeway status` and `causeway health` need --admin");
         }
         let (reader, grace) = (bound.reader(), (stop.clone(), drain));
         let running = bound.run(stop.clone());
@@ -64,17 +64,17 @@ pub(crate) async fn run(
         });
         let live = notify.edge(reader, grace, running);
         let ended = Box::pin(reload::run_with_reload(live, reasons, again)).await;
-        // A process that followed this one has noted its own address.
+        // A successor process has already written its own address.
         if let Ok(_claim) = store.claim()
             && let Err(error) = admin_client::forget(&store)
         {
-            tracing::debug!(%error, "the admin address stays noted");
+            tracing::debug!(%error, "cannot remove the admin address from the data directory");
         }
         Ok(ended?)
     };
     match signals.run(Box::pin(live)).await {
         Some(outcome) => outcome.inspect_err(|error| notify.status(&explain(error))),
-        None => bail!("ended at once by a second signal; what was open is cut"),
+        None => bail!("stopped at once by a second signal; open streams were cut"),
     }
 }
 
@@ -93,20 +93,20 @@ fn reloaded(
 pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
     let shown = ask.data_dir.display();
     let store = Store::open(&ask.data_dir, OpenMode::Existing).with_context(|| {
-        format!("{shown} is no data directory of an edge; name that by --data-dir")
+        format!("{shown} is not the data directory of an edge; give that directory with --data-dir")
     })?;
     let _claim = store.claim().with_context(|| {
-        format!("an edge runs in {shown}; stop it first, as by `systemctl stop causeway-edge`")
+        format!("an edge is running on the data directory {shown}; stop it first, for example with `systemctl stop causeway-edge`")
     })?;
     let Some(kept) = store.leave_edge()? else {
-        bail!("there is no identity in {shown}: nothing to give up");
+        bail!("there is no identity in {shown}; there is nothing to give up");
     };
     outln!(
-        "this node has no identity any more; the one before is kept as {}",
+        "this node no longer has an identity; the old identity is kept as {}",
         kept.display()
     )?;
     outln!(
-        "it joins anew with a token of `causeway token create --node NODE`; a gateway that is to forget the node: `causeway node remove NODE` there"
+        "to join again, it needs a new token (`causeway token create --node NODE`); to remove the node from a gateway, run `causeway node remove NODE` there"
     )?;
     Ok(())
 }
@@ -114,10 +114,10 @@ pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
 /// Reads what the configuration names, as far as an edge would run without it.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     causeway_edge::check(config)?;
-    // A gateway may come by a flag or variable of the process that runs.
+    // The running process may get a gateway by a flag or variable, so this is only a warning.
     if !causeway_edge::knows_gateway(config) {
         errln!(
-            "warning: no gateway is known: an edge needs one, as gateways, --gateway or CAUSEWAY_GATEWAYS"
+            "warning: no gateway is configured; an edge needs one: set gateways, --gateway or CAUSEWAY_GATEWAYS"
         );
     }
     Ok(())

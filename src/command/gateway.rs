@@ -34,7 +34,7 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
         .inspect_err(|error| notify.status(&error.to_string()))?;
     match begun(&cluster, &config, (&mut signals, &notify)).await {
         Some(begun) => begun?,
-        // Asked to stop before anything was begun.
+        // Stopped before anything was started.
         None => return Ok(()),
     }
     let (reloads, asked) = causeway_config::reloads();
@@ -77,7 +77,7 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
     let ended = signals.run(live).await;
     admin_client::forget(&store)?;
     if ended.is_none() {
-        bail!("ended at once by a second signal; what was open is cut");
+        bail!("stopped at once by a second signal; open streams were cut");
     }
     Ok(())
 }
@@ -87,7 +87,7 @@ fn hold(dir: Option<&Path>, pool: Option<&Arc<WatchCache>>) -> anyhow::Result<()
     if let Some(objects) = objects(dir, pool)? {
         tracing::info!(
             objects = objects.count(),
-            "edges can read what the manifests say"
+            "edges can read the objects of the manifests"
         );
         objects.hold();
     }
@@ -103,7 +103,7 @@ async fn begun(
     let stop = signals.stop.clone();
     let tell = |why: &str| notify.not_begun(why);
     let begin = stop.run_until_cancelled(Box::pin(cluster.begin(config, &tell)));
-    let silence = "not serving yet: the cluster's API has not answered so far";
+    let silence = "not serving yet: the API server of the cluster has not answered yet";
     signals.run(notify.beginning(begin, silence)).await?
 }
 
@@ -202,7 +202,10 @@ fn listing(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config>
     };
     config.listing(listed).map_err(|faults| {
         let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
-        anyhow!("with the ports that the cluster lists: {}", said.join("; "))
+        anyhow!(
+            "not valid with the ports that the cluster lists: {}",
+            said.join("; ")
+        )
     })
 }
 
@@ -239,11 +242,11 @@ impl fmt::Display for PolicyState {
         match (&self.policy, &self.file) {
             (Some(policy), Some(file)) => {
                 let (rules, many) = (policy.len(), if policy.len() == 1 { "" } else { "s" });
-                write!(f, "policy: {rules} rule{many} of {}", file.display())
+                write!(f, "policy: {rules} rule{many} from {}", file.display())
             }
-            _ => {
-                f.write_str("no policy: whoever a listener lets in may do everything on every node")
-            }
+            _ => f.write_str(
+                "no policy: every client that a listener admits may do everything on every node",
+            ),
         }
     }
 }
@@ -299,7 +302,7 @@ mod tests {
             check(&config)
                 .unwrap_err()
                 .to_string()
-                .contains("names nobody")
+                .contains("set users, groups")
         );
         std::fs::write(&file, "rules: []").unwrap();
         check(&config).unwrap();

@@ -22,7 +22,7 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
         let said = String::from_utf8_lossy(&body);
         let said = said.trim();
         if !status.is_success() {
-            let lacks = if health.ready { "ready" } else { "well" };
+            let lacks = if health.ready { "ready" } else { "healthy" };
             bail!("{address} is not {lacks}: {status} {said}");
         }
         outln!("{said}")?;
@@ -64,8 +64,8 @@ pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<AdminAddress>
             .map(|place| place.display().to_string())
             .collect();
         bail!(
-            "no gateway runs here and no edge, or it has not joined yet: nothing in {}; \
-             name it with --admin HOST:PORT or --data-dir DIR",
+            "no gateway or edge is running here, or the edge has not joined yet: found no admin address in {}; \
+             give its admin address with --admin HOST:PORT, or its data directory with --data-dir DIR",
             places.join(" or ")
         );
     }
@@ -78,7 +78,7 @@ mod tests {
     use causeway_certs::{OpenMode, Store};
 
     #[test]
-    fn whatever_runs_in_one_of_the_places_is_asked() {
+    fn the_process_in_any_data_directory_is_queried() {
         let folder = tempfile::tempdir().unwrap();
         let [gateway, edge] = ["gateway", "edge"].map(|name| folder.path().join(name));
         let places = [gateway.as_path(), edge.as_path()];

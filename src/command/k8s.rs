@@ -71,7 +71,12 @@ fn secret(ask: &CaSecret) -> anyhow::Result<String> {
 fn listener(ask: EgressConfig) -> anyhow::Result<Endpoint> {
     let text = |path: &Path| {
         let text = path.to_str().map(str::to_owned);
-        text.with_context(|| format!("{}: no text that YAML can hold", path.display()))
+        text.with_context(|| {
+            format!(
+                "{}: the path is not valid UTF-8, so YAML cannot contain it",
+                path.display()
+            )
+        })
     };
     if let Some(path) = ask.socket {
         return Ok(Endpoint::Socket(text(&path)?));
@@ -92,7 +97,7 @@ mod tests {
     use causeway_certs::{OpenMode, Store, TrustDomain};
 
     #[test]
-    fn a_bundle_has_our_roots_and_those_of_the_files_each_once_and_no_key() {
+    fn a_bundle_has_our_and_the_files_roots_once_and_no_key() {
         let ca = || Ca::create(&TrustDomain::parse("test.example").unwrap()).unwrap();
         let (own, kubelets) = (ca(), ca());
         let folder = tempfile::tempdir().unwrap();
@@ -112,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_has_what_gateways_share_new_or_of_a_directory() {
+    fn a_secret_has_new_shared_material_or_that_of_a_directory() {
         let folder = tempfile::tempdir().unwrap();
         let mut ask = CaSecret {
             namespace: "causeway".to_owned(),

@@ -31,7 +31,9 @@ pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClie
 #[cfg(not(feature = "k8s"))]
 pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
     if config.kubernetes.is_some() {
-        anyhow::bail!("kubernetes: this build knows no Kubernetes; build it with --features k8s");
+        anyhow::bail!(
+            "kubernetes: this build does not support Kubernetes; build it with --features k8s"
+        );
     }
     Ok(None)
 }
@@ -129,7 +131,8 @@ impl KubernetesControllers {
         let (read, hubs) = (parts.read(bound), parts.hubs(bound));
         let state = parts.state(bound);
         let app_clients = parts.app_clients.into_iter().map(|client| {
-            let why = "the client certificate for apps (upstream_tls.*.signer) is not there yet";
+            let why =
+                "the client certificate for apps (upstream_tls.*.signer) has not been issued yet";
             client.run_holding(bound.hold(why))
         });
         let app_clients = futures_util::future::join_all(app_clients);
@@ -147,9 +150,9 @@ impl KubernetesControllers {
         };
         let unread = state
             .is_some()
-            .then(|| bound.hold("revocations and pinned keys are not read yet"));
-        let hold = bound.hold("the nodes of the cluster are not known yet");
-        // Nobody is let in by the cluster's word before it is known who is revoked.
+            .then(|| bound.hold("revocations and pinned keys have not been loaded yet"));
+        let hold = bound.hold("the nodes of the cluster have not been loaded yet");
+        // Nodes of the cluster are admitted only after revocations are known.
         let nodes = async move {
             let Some((state, unread)) = state.zip(unread) else {
                 return informer.run(hold).await;
@@ -207,7 +210,7 @@ impl Inner {
         listing: &ClusterSenders,
     ) -> Option<causeway_k8s::ServiceWatcher> {
         let rules = self.rules.advertise.clone()?;
-        let why = format!("Service {} is not known yet", rules.service);
+        let why = format!("Service {} has not been loaded yet", rules.service);
         Some(causeway_k8s::ServiceWatcher {
             client: self.client.clone(),
             rules,
@@ -346,7 +349,7 @@ impl KubernetesControllers {
     pub(super) async fn read(config: &Config) -> anyhow::Result<Self> {
         if config.kubernetes.is_some() {
             anyhow::bail!(
-                "kubernetes: this build knows no Kubernetes; build it with --features k8s"
+                "kubernetes: this build does not support Kubernetes; build it with --features k8s"
             );
         }
         Ok(Self)

@@ -22,26 +22,26 @@ type Term = (String, String);
 const CODES: &[(&str, &str)] = &[
     (
         "0",
-        "Done, or stopped by a signal after everything had ended in order.",
+        "Success, or stopped by a signal after all streams had ended.",
     ),
     (
         "1",
-        "Failed. The last line on standard error says what, and starting again may mend it.",
+        "Failure. The last line on standard error describes it. A restart may succeed.",
     ),
     (
         "2",
-        "Arguments or configuration cannot be used. Each fault is a line on standard error, with its place.",
+        "The arguments or the configuration are invalid. Standard error has one line for each error, with file and line.",
     ),
     (
         "78",
-        "Failed, and will again until somebody changes something: a gateway without a CA, an edge without an identity, a token that was refused.",
+        "Failure that a restart cannot resolve: a gateway without a CA, an edge without an identity, a refused token. An operator must act.",
     ),
 ];
 const VARIABLES: &[(&str, &str)] = &[
-    ("RUST_LOG", "Log filter; wins over log.filter."),
+    ("RUST_LOG", "Log filter; overrides log.filter."),
     (
         "NO_COLOR",
-        "If it is not empty, the log has no colours on a terminal.",
+        "If not empty, the log has no colours on a terminal.",
     ),
     (
         "NOTIFY_SOCKET, WATCHDOG_USEC",
@@ -51,13 +51,16 @@ const VARIABLES: &[(&str, &str)] = &[
 const PROXIES: &[(&str, &str)] = &[
     (
         "HTTPS_PROXY",
-        "Proxy on the way to the gateways where nothing else names one.",
+        "Proxy to the gateways if the configuration names none.",
     ),
-    ("NO_PROXY", "What is dialled without that proxy."),
+    (
+        "NO_PROXY",
+        "Hosts, domains and networks that are connected to without that proxy.",
+    ),
 ];
 const SIGNALS: &[(&str, &str)] = &[(
     "SIGTERM, SIGINT",
-    "Drain for up to timeouts.drain, then end. A second one ends at once.",
+    "Drain for at most timeouts.drain, then exit. A second signal exits at once.",
 )];
 const GATEWAY_FILES: &[(&str, &str)] = &[
     (
@@ -66,15 +69,15 @@ const GATEWAY_FILES: &[(&str, &str)] = &[
     ),
     (
         "/etc/causeway/gateway.env",
-        "Variables for that unit; not there at first.",
+        "Environment variables for that unit; absent by default.",
     ),
     (
         "/var/lib/causeway",
-        "CA, hashes of tokens, nodes, the secret of session tickets. Whoever has ca.json can be any edge and any client; who has tickets.key, any edge and this gateway.",
+        "CA, hashes of tokens, nodes, the secret of session tickets. Keep it private: ca.json allows its reader to act as any edge and any client, tickets.key as any edge and as this gateway.",
     ),
     (
         "/var/lib/causeway/ca.pem",
-        "The CA's certificate, by which clients know the gateway.",
+        "The CA certificate with which clients verify the gateway.",
     ),
 ];
 const EDGE_FILES: &[(&str, &str)] = &[
@@ -84,22 +87,22 @@ const EDGE_FILES: &[(&str, &str)] = &[
     ),
     (
         "/etc/causeway/edge.env",
-        "Variables for that unit, such as CAUSEWAY_JOIN; not there at first.",
+        "Environment variables for that unit, such as CAUSEWAY_JOIN; absent by default.",
     ),
     (
         "/var/lib/causeway-edge",
-        "The node's key and certificate, and the gateways that it has heard of.",
+        "The node's key and certificate, and the gateway addresses that gateways have announced.",
     ),
 ];
 const DATA_FILES: &[(&str, &str)] = &[(
     "/var/lib/causeway",
-    "The gateway's data directory, unless --data-dir says otherwise.",
+    "The gateway's data directory, unless --data-dir names another one.",
 )];
 
 /// Writes all pages.
 pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory)
-        .with_context(|| format!("cannot make {}", directory.display()))?;
+        .with_context(|| format!("cannot create the directory {}", directory.display()))?;
     let mut tree = Cli::command().disable_help_subcommand(true);
     tree.build();
     for command in shown(&tree) {
@@ -127,7 +130,7 @@ fn name(command: &Command) -> &str {
 
 fn page(command: &Command) -> anyhow::Result<Vec<u8>> {
     let source = concat!("causeway ", env!("CARGO_PKG_VERSION"));
-    // Its version is in the title; a section of its own would say it again.
+    // The title already contains the version, so there is no version section.
     let man = Man::new(command.clone()).source(source).manual("Causeway");
     let mut page = Vec::new();
     man.render_title(&mut page)?;
@@ -182,7 +185,7 @@ fn variables(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
     let settable = settable.map(|key| {
         (
             key.variable(),
-            format!("The key {}; as --{}.", key.name, key.flag()),
+            format!("The key {}; same as --{}.", key.name, key.flag()),
         )
     });
     let common = match name(command) {
@@ -220,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_command_has_a_page_that_says_how_it_ends() {
+    fn every_command_has_a_page_with_its_exit_codes() {
         let folder = tempfile::tempdir().unwrap();
         run(folder.path()).unwrap();
         let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();

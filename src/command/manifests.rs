@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn manifests_are_read_and_what_is_wrong_names_its_file_and_line() {
+    fn manifest_faults_name_file_and_line() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
         write(

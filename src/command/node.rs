@@ -49,7 +49,7 @@ pub(crate) async fn run(order: NodeCommand) -> anyhow::Result<()> {
         NodeCommand::Remove(NodeArg { node, data }) => {
             let (store, node) = open(&data.data_dir, &node)?;
             known(store.nodes().remove(&node)?, &store, &node)?;
-            // Another machine may come by this name.
+            // Another machine may get this name.
             store.pins().forget(&node, None)?;
             (data.data_dir, node, "removed")
         }
@@ -94,7 +94,7 @@ fn state(record: &NodeRecord) -> &'static str {
 
 fn table(all: &[NodeRecord]) -> String {
     if all.is_empty() {
-        return "no nodes; create a join token with: causeway token create --node NAME".into();
+        return "no nodes; create a join token with: causeway token create --node NODE".into();
     }
     let or_none = |text: String| if text.is_empty() { "-".into() } else { text };
     let mut table = Table::new();
@@ -140,11 +140,7 @@ fn warn_of_what_is_known(store: &Store, node: &NodeName, ask: &NodeAdd) -> anyho
         let reason = &revoked.reason;
         bail!("{node} is revoked: {reason}; `causeway node allow {node}` admits it again");
     }
-    token::warn_of_change(
-        known,
-        &ask.confirmed.get(),
-        "from now on it has what this says",
-    );
+    token::warn_of_change(known, &ask.confirmed.get(), "this command replaces them");
     Ok(())
 }
 

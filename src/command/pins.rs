@@ -37,7 +37,7 @@ fn rows(all: &PinTable) -> impl Iterator<Item = (&str, u16, &Pin)> {
 
 fn table(all: &PinTable) -> String {
     if all.is_empty() {
-        return "no pinned keys; the gateway pins the key of an app at its first connection where upstream_tls has pin: true".into();
+        return "no pinned keys; with pin: true in upstream_tls, the gateway pins the key of an app at the first connection".into();
     }
     let mut table = Table::new();
     table

@@ -34,7 +34,7 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
         Policy::Check(ask) => check(&ask),
         Policy::Test(ask) => test_table::run(&ask),
     };
-    // A script that asks whether something is refused must not take a slip of the pen for a yes.
+    // A script that checks for a denial must not mistake a typing error for one.
     answered.map_err(|error| {
         if error.is::<Denied>() || error.is::<config_loader::RejectedConfig>() {
             return error;
@@ -69,14 +69,14 @@ pub(crate) fn warn_of_labels(
             rule = %by.rule,
             line = by.line,
             label = key,
-            "no node has this label for the policy: no join token gave it, and of Node objects it does not count, since a kubelet can write it (kubernetes.policy_labels)"
+            "no node can have this label in the policy: no join token confirms it, and the label of Node objects is not used because a kubelet can write it (kubernetes.policy_labels)"
         );
     }
     let has_pool = records.iter().any(|record| record.pool.is_some());
     if rules.reads_pools() && !has_pool && !kubernetes.counts_label(&kubernetes.pool_label) {
         tracing::warn!(
             label = kubernetes.pool_label,
-            "no node has a pool for the policy: no join token gave one, and kubernetes.pool_label does not count there, since a kubelet can write it (kubernetes.policy_labels)"
+            "no node can have a pool in the policy: no join token confirms one, and kubernetes.pool_label is not used there because a kubelet can write it (kubernetes.policy_labels)"
         );
     }
 }
@@ -132,7 +132,8 @@ enum To {
 impl RequestSpec {
     /// Of `https://edge-1:10250/exec/…`, or of `edge-1:22` where it is a CONNECT.
     fn of(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
-        let says = || format!("\"{url}\" is no request's URL; write https://edge-1:10250/metrics");
+        let says =
+            || format!("\"{url}\" is not the URL of a request; write https://edge-1:10250/metrics");
         let (authority, path, act) = if method == Method::CONNECT {
             (url.to_owned(), String::new(), Action::Connect)
         } else {
@@ -149,7 +150,7 @@ impl RequestSpec {
             (authority.to_string(), uri.path().to_owned(), act)
         };
         let (host, port) = target::split(&authority)
-            .map_err(|why| anyhow!("\"{authority}\" names no port of a node: {why}"))?;
+            .map_err(|why| anyhow!("\"{authority}\" is not a node and its port: {why}"))?;
         let to = match host.parse() {
             Ok(address) if act == Action::Connect => To::Direct(address),
             _ => To::Node(
@@ -158,9 +159,7 @@ impl RequestSpec {
             ),
         };
         let port = port.ok_or_else(|| {
-            anyhow!(
-                "\"{url}\" names no port of {host}; write it behind the name, as in {host}:10250"
-            )
+            anyhow!("\"{url}\" has no port; write it after the name, as in {host}:10250")
         })?;
         Ok(Self {
             to,
@@ -227,14 +226,14 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     if let Some(label) = label {
         if config::is_restricted(label) {
             bail!(
-                "it depends on the label {label} of the Node object, and the cluster is not asked; give all labels that count by --label"
+                "the decision depends on the label {label} of the Node object, which this command does not read; give all labels that the policy uses with --label"
             );
         }
         errln!(
-            "note: it depends on the label {label}, which no token gave; where kubernetes.policy_labels lists it, give what the Node object says by --label"
+            "note: the decision depends on the label {label}, which no token confirms; if kubernetes.policy_labels lists it, give the label of the Node object with --label"
         );
     }
-    // An address at no edge has no pool, and no rule by pools is about one.
+    // An address without an edge has no pool, and rules with pools do not match it.
     if let To::Node(name) = &written.to
         && ask.pool.is_none()
         && node.pool.is_none()
@@ -243,16 +242,16 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         if !is_known {
             let data = ask.data.data_dir.display();
             bail!(
-                "it depends on the pool of {name}, which {data} does not know, and the cluster is not asked; give the pool by --pool, or --pool \"\" for none"
+                "the decision depends on the pool of {name}, which is not in {data}, and this command does not read the cluster; give the pool with --pool, or --pool \"\" for none"
             );
         }
         errln!(
-            "note: it depends on the pool of {name}, to which no token gave one; where kubernetes.pool_label counts, give what the Node object says by --pool"
+            "note: the decision depends on the pool of {name}, which no token confirms; if the policy uses kubernetes.pool_label, give the pool of the Node object with --pool"
         );
     }
     outln!("{}", said(&decision, file))?;
     if !decision.allow {
-        return Err(Denied("it is refused".into()).into());
+        return Err(Denied("the policy denies the request".into()).into());
     }
     Ok(())
 }
@@ -263,7 +262,7 @@ fn hinge<'a>(
     node: &Node,
     is_otherwise: impl Fn(&Node) -> bool,
 ) -> Option<&'a str> {
-    // Whatever labels the node may have beside, the first rule that matches then does so by its own ones alone.
+    // Other labels do not matter: the first matching rule then matches by its own labels.
     rules.by_labels().find_map(|(_, labels)| {
         let lacking = |(key, _): &&(String, String)| !node.labels.contains_key(key);
         let (key, _) = labels.iter().find(lacking)?;
@@ -294,7 +293,7 @@ fn depends_on_pool(
 /// knows the node. An address that a token confirmed is the node's.
 fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     let nodes = match Store::open(&ask.data.data_dir, OpenMode::Existing) {
-        // Rules are judged on other machines too.
+        // The command also runs on machines without a data directory.
         Err(StoreError::Missing { .. }) => Vec::new(),
         store => store?.nodes().all()?,
     };
@@ -309,19 +308,19 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     match &*to {
         To::Direct(address) => {
             errln!(
-                "note: {data} knows no node of the address {address}, so it is taken for one at no edge (direct); of a node at the edge, give the name"
+                "note: no node in {data} has the address {address}, so it is treated as an address without an edge (direct); for a node with an edge, give its name"
             );
             return Ok((Node::default(), false));
         }
         To::Node(node) if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) => {
             errln!(
-                "note: {data} knows nothing of {node}; its pool and labels are what --pool and --label say"
+                "note: {data} has no node {node}; only --pool and --label determine its pool and labels"
             );
         }
         To::Node(_) => {}
     }
     if ask.from.is_none() {
-        errln!("note: without --from the client comes from no network, as through a unix socket");
+        errln!("note: without --from the client has no source address, as on a unix socket");
     }
     let is_known = found.is_some();
     let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));

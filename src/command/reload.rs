@@ -22,7 +22,7 @@ pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
             StatusCode::UNPROCESSABLE_ENTITY => {
                 return Err(RejectedConfig::from(vec![said.to_owned()]).into());
             }
-            _ => bail!("{address} does not read its configuration anew: {status} {said}"),
+            _ => bail!("{address} did not reload its configuration: {status} {said}"),
         }
     }
     Ok(())

@@ -18,14 +18,14 @@ pub(super) fn allow(connections: usize) -> usize {
     let Some(files) = raise() else {
         return connections;
     };
-    // Half where there are few, so that something is left for both.
+    // With a low limit, half is for connections and half for everything else.
     let most = files.saturating_sub(RESERVE).max(files / 2);
     let most = most.max(1);
     if connections > most {
         tracing::warn!(
             files,
             connections = most,
-            "fewer connections than limits.connections: the limit of open files does not allow more"
+            "the gateway accepts fewer connections than limits.connections, because the limit of open files is too low; raise it (LimitNOFILE, ulimit -n)"
         );
     }
     connections.min(most)

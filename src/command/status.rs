@@ -23,19 +23,22 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     let (address, found) = address(status.admin, status.data_dir.as_deref())?;
     let (code, body) = admin_client::get(&address, "/api/v1/edges")
         .await
-        .with_context(|| format!("the admin address is {address}, {found}"))?;
+        .with_context(|| format!("the admin address is {address} ({found})"))?;
     if code == StatusCode::NOT_FOUND {
         return of_edge(&address, status.output).await;
     }
     if !code.is_success() {
-        bail!("{address} answers {code} to /api/v1/edges; is it the admin address of a gateway?");
+        bail!(
+            "{address} responds to /api/v1/edges with {code}; is it the admin address of a gateway?"
+        );
     }
     if status.output == Output::Json {
         outln!("{}", String::from_utf8_lossy(&body).trim_end())?;
         return Ok(());
     }
-    let edges: Vec<Value> = serde_json::from_slice(&body)
-        .with_context(|| format!("{address} does not answer /api/v1/edges with a list of edges"))?;
+    let edges: Vec<Value> = serde_json::from_slice(&body).with_context(|| {
+        format!("the response of {address} to /api/v1/edges is not a list of edges")
+    })?;
     outln!(
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
@@ -66,7 +69,7 @@ fn address(
 ) -> anyhow::Result<(AdminAddress, String)> {
     if given.is_none() && data_dir.is_none() {
         let mut running = health::running(&DATA.map(Path::new))?;
-        return Ok((running.swap_remove(0), "as its data directory says".into()));
+        return Ok((running.swap_remove(0), "from its data directory".into()));
     }
     admin_client::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
 }
@@ -75,13 +78,15 @@ fn address(
 async fn of_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
     let (code, body) = admin_client::get(address, "/status").await?;
     if !code.is_success() {
-        bail!("{address} answers {code} to /status; is it the admin address of a gateway or edge?");
+        bail!(
+            "{address} responds to /status with {code}; is it the admin address of a gateway or edge?"
+        );
     }
     if output == Output::Json {
         return outln!("{}", String::from_utf8_lossy(&body).trim_end());
     }
     let status: Value = serde_json::from_slice(&body)
-        .with_context(|| format!("{address} does not answer /status as an edge does"))?;
+        .with_context(|| format!("the response of {address} to /status is not that of an edge"))?;
     outln!("{}", render_edge(&status, SystemTime::now()))
 }
 
@@ -176,7 +181,7 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
         let nodes: Vec<_> = nodes.into_iter().collect();
         let nodes = nodes.join(", ");
         format!(
-            "conflict: {address} is an address of {nodes}; at most one of them is reached by it (the gateway's log says which), and the others only by name"
+            "conflict: {address} is an address of {nodes}; at most one of them can be reached by this address (see the gateway's log), the others only by name"
         )
     };
     conflicts.into_iter().map(line).collect()
@@ -187,7 +192,7 @@ async fn certificates(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/certificates")
         .await
         .ok()?;
-    // An older gateway does not say.
+    // Older gateways do not report this.
     let all: Vec<Value> = serde_json::from_slice(&body)
         .ok()
         .filter(|_| code.is_success())?;
@@ -233,7 +238,7 @@ fn left(value: &Value, now: SystemTime) -> Cell {
 /// Returns one line about the objects that edges may read here, if there are any.
 async fn reading(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/pool").await.ok()?;
-    // A gateway where they may not, or from before, says nothing of this.
+    // Older gateways, and gateways without an API cache, do not report this.
     let kept: Value = serde_json::from_slice(&body)
         .ok()
         .filter(|_| code.is_success())?;
@@ -250,26 +255,26 @@ fn kept_in_words(kept: &Value) -> String {
         .min();
     let away = resources.iter().filter(|one| !one["lost"].is_null());
     let names: Vec<&str> = away.filter_map(|one| one["resource"].as_str()).collect();
-    // A right that is missing costs some of them, and an API that is away costs all.
+    // A missing permission affects some resources, an unreachable API server affects all.
     let which = if names.len() == resources.len() {
         "API".to_owned()
     } else {
         names.join(", ")
     };
     let state = match lost {
-        None => "in touch".to_owned(),
-        // Nothing was ever heard.
-        Some(0) => format!("{which} not read yet; the gateway's log says why"),
+        None => "connected".to_owned(),
+        // Never connected.
+        Some(0) => format!("{which} not read yet; see the gateway's log for the reason"),
         Some(millis) => {
             let since = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
             format!(
-                "{which} away since {}",
+                "{which} unreachable since {}",
                 humantime::format_rfc3339_seconds(since)
             )
         }
     };
     format!(
-        "reading: {} resources, {} objects, {state}",
+        "API cache: {} resources, {} objects, {state}",
         resources.len(),
         thousands(count("objects"))
     )
@@ -285,7 +290,7 @@ fn thousands(number: u64) -> String {
 
 fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     if edges.is_empty() {
-        return "no edges; make a token with: causeway token create --node NAME\n(where edges bring certificates of another system, let them in with: causeway node add NAME)".into();
+        return "no edges; create a token with: causeway token create --node NODE\n(if an external CA issues the edges' certificates, admit each node with: causeway node add NODE)".into();
     }
     let mut header = vec![
         "NODE",
@@ -331,7 +336,7 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     if let Some(first) = table.column_mut(0) {
         first.set_padding((0, 1));
     }
-    // No blanks at either end of a line: they spoil pasting and comparing.
+    // No trailing or leading blanks, so that lines can be pasted and compared.
     table.trim_fmt()
 }
 
@@ -339,7 +344,7 @@ fn text(value: &Value) -> Cell {
     match value {
         Value::Null => "-".into(),
         Value::String(text) if text.is_empty() => "-".into(),
-        // What an edge says of itself is shown to a terminal.
+        // Text from an edge is shown in a terminal, so control characters are removed.
         Value::String(text) => text
             .chars()
             .filter(|c| !c.is_control())
@@ -380,7 +385,7 @@ fn bytes(value: &Value) -> Cell {
     let units = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     let unit = units.into_iter().find(|(_, unit)| bytes >= *unit);
     let written = match unit {
-        // Tenths in whole numbers: counters outgrow what a float holds exactly.
+        // Integer tenths, because counters exceed the exact range of floats.
         Some((name, unit)) => format!("{}.{} {name}", bytes / unit, bytes % unit * 10 / unit),
         None => format!("{bytes} B"),
     };
@@ -475,17 +480,17 @@ mod tests {
     }
 
     #[test]
-    fn what_edges_read_is_one_line() {
+    fn edge_cache_state_is_one_line() {
         let kept = |lost: Option<u64>| {
             let resources = [1_230_000, 4]
                 .map(|objects| json!({ "resource": "v1/nodes", "objects": objects, "lost": lost }));
             kept_in_words(&json!({ "resources": resources }))
         };
-        let begin = "reading: 2 resources, 1,230,004 objects, ";
-        assert_eq!(kept(None), format!("{begin}in touch"));
+        let begin = "API cache: 2 resources, 1,230,004 objects, ";
+        assert_eq!(kept(None), format!("{begin}connected"));
         assert_eq!(
             kept(Some(1_767_225_600_000)),
-            format!("{begin}API away since 2026-01-01T00:00:00Z")
+            format!("{begin}API unreachable since 2026-01-01T00:00:00Z")
         );
         assert!(kept(Some(0)).contains("API not read yet"));
         let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
@@ -506,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_edge_says_cannot_steer_the_terminal() {
+    fn edge_text_cannot_control_the_terminal() {
         assert!(!rendered(true).contains('\u{1b}'));
     }
 

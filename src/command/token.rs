@@ -30,16 +30,20 @@ pub(crate) fn run(token: Token) -> anyhow::Result<()> {
 fn explain(ask: &TokenCreate) {
     let ttl = humantime::format_duration(ask.ttl);
     let (times, which, named) = match (ask.node.contains('*'), ask.uses) {
-        (false, _) => ("once".to_owned(), "that node", ""),
-        (true, 1) => ("for one of them".to_owned(), "the node", " --node NAME"),
-        (true, uses) => (format!("for {uses} of them"), "each node", " --node NAME"),
+        (false, _) => ("once".to_owned(), "this node", ""),
+        (true, 1) => ("for one such node".to_owned(), "the node", " --node NAME"),
+        (true, uses) => (
+            format!("for {uses} such nodes"),
+            "each node",
+            " --node NAME",
+        ),
     };
     errln!(
-        "for node {}, good for {ttl}, {times}; on {which} run:",
+        "for node {}, valid for {ttl}, {times}; on {which} run:",
         ask.node
     );
     errln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
-    errln!("with the gateway's address, and the node's ports that clients may reach");
+    errln!("with the address of the gateway, and the ports of the node that clients may reach");
 }
 
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {
@@ -47,12 +51,12 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
     let node = nodes.node();
     ensure!(
         node.is_none() || ask.uses == 1,
-        "--uses {}: a token for one node is good once; name several by a pattern, as in --node 'site-7-*'",
+        "--uses {}: a token for one node is used once; name several nodes with a pattern, as in --node 'site-7-*'",
         ask.uses
     );
     ensure!(
         node.is_some() || ask.confirmed.addresses.is_empty(),
-        "--address: an address is one node's; make a token for that node by its name"
+        "--address: only one node can have an address; create a token for that one node by its name"
     );
     let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
     let confirmed = ask.confirmed.get();
@@ -61,7 +65,7 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
         .iter()
         .find(|known| Some(&known.node) == node.as_ref())
     {
-        let what = "joining with this token, it has what this one says";
+        let what = "joining with this token replaces them";
         warn_of_change(known, &confirmed, what);
     }
     let made = store
@@ -80,7 +84,7 @@ pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &NodeAttributes, wha
         .iter()
         .map(|(key, value)| format!(" {key}={value}"));
     errln!(
-        "note: {} is known, with pool {} and labels{}; {what}",
+        "note: {} already exists with pool {} and labels{}; {what}",
         known.node,
         known.pool.as_deref().unwrap_or("(none)"),
         labels
@@ -105,7 +109,7 @@ fn list(ask: &TokenList) -> anyhow::Result<()> {
     let lost = lost.count();
     if lost > 0 {
         errln!(
-            "note: {lost} of these tokens carry a CA root that is trusted no more, so no edge can join by them; make new \
+            "note: {lost} of these tokens contain a CA root that is no longer trusted, so no edge can join with them; create new \
              ones: causeway token create --node NODE"
         );
     }
@@ -153,7 +157,7 @@ fn row(record: &TokenRecord, at: (&TokenStore, u64)) -> serde_json::Value {
 
 fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
     if records.is_empty() {
-        return "no tokens; make one with: causeway token create --node NAME".into();
+        return "no tokens; create one with: causeway token create --node NODE".into();
     }
     let mut table = Table::new();
     table
@@ -182,7 +186,7 @@ fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
     if let Some(first) = table.column_mut(0) {
         first.set_padding((0, 1));
     }
-    // No blanks at either end of a line: they spoil pasting and comparing.
+    // No trailing or leading blanks, so that lines can be pasted and compared.
     table.trim_fmt()
 }
 
@@ -207,7 +211,7 @@ fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
     }
     if !unknown.is_empty() {
         bail!(
-            "there is no token {}; causeway token list shows which there are",
+            "there is no token {}; `causeway token list` shows the tokens",
             unknown.join(", ")
         );
     }
@@ -239,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_noted_with_what_it_confirms() {
+    fn a_token_is_recorded_with_its_confirmed_facts() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), OpenMode::Create).unwrap();
         store
@@ -265,7 +269,7 @@ mod tests {
             uses: 2,
             ..ask(folder.path(), "edge-1")
         };
-        assert!(refused(twice).contains("by a pattern"));
+        assert!(refused(twice).contains("with a pattern"));
         assert!(refused(ask(folder.path(), "edge-*")).contains("--address"));
         let mut many = ask(folder.path(), "edge-*");
         (many.uses, many.confirmed.addresses) = (3, Vec::new());

@@ -36,10 +36,10 @@ impl Environment {
     fn of(&self, name: &str) -> Result<&str, String> {
         let found = self.0.iter().find(|(variable, _)| variable == name);
         let value = found.map(|(_, value)| value.trim());
-        // An empty variable is how many tools unset one.
+        // Many tools unset a variable by making it empty.
         value.filter(|value| !value.is_empty()).ok_or_else(|| {
             format!(
-                "the environment has no {name}; set it (in a pod by valueFrom, such as status.podIP), or write the address here"
+                "the environment variable {name} is not set; set it (in a pod with valueFrom, such as status.podIP), or write the address here"
             )
         })
     }
@@ -54,7 +54,7 @@ pub(crate) fn unknown(
 ) -> Vec<String> {
     let names = environment.iter().map(|(name, _)| name.as_str());
     let names: Vec<_> = names.filter(|name| name.starts_with(PREFIX)).collect();
-    // Of a Service named causeway-… the kubelet tells all pods of the namespace by such variables.
+    // For a Service named causeway-… the kubelet sets such variables in all pods of the namespace.
     let of_services: Vec<_> = names
         .iter()
         .filter_map(|name| name.strip_suffix("_SERVICE_HOST"))
@@ -114,14 +114,14 @@ mod tests {
         for absent in ["NOBODYS", "EMPTY", ""] {
             let why = variables.fill(&format!("$({absent}):1")).unwrap_err();
             assert!(
-                why.starts_with(&format!("the environment has no {absent};")),
+                why.starts_with(&format!("the environment variable {absent} is not set;")),
                 "{why}"
             );
         }
     }
 
     #[test]
-    fn variables_that_nothing_reads_are_named() {
+    fn unused_variables_are_named() {
         let environment = [
             ("CAUSEWAY_LOG_FITLER", "debug"),
             ("CAUSEWAY_LOG_FORMAT", "json"),

@@ -41,7 +41,7 @@ pub(crate) fn reference<C: ProcessConfig>() -> String {
 pub(crate) fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        // The default listener: the meaning says it in words.
+        // The default listener; the meaning describes it.
         Value::Array(list) if list.iter().any(Value::is_object) => "…".into(),
         Value::Array(list) => format!(
             "[{}]",
@@ -82,7 +82,7 @@ mod tests {
 
     /// One test, so that two do not write the file at once.
     #[test]
-    fn the_readmes_reference_is_what_the_code_says() {
+    fn the_readme_reference_matches_the_code() {
         in_readme::<causeway_gateway::config::Config>("gateway");
         in_readme::<causeway_edge::config::Config>("edge");
     }

@@ -290,7 +290,7 @@ mod tests {
 
     /// With `CAUSEWAY_TEST_BLESS` set the chart's schema is written instead of compared.
     #[test]
-    fn the_chart_refuses_the_keys_that_the_configurations_do_not_have() {
+    fn the_chart_refuses_keys_that_the_configuration_lacks() {
         let path = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/deploy/chart/values.schema.json"

@@ -222,12 +222,12 @@ impl SchemaChecker {
         let entry = schema::entries(schema).cloned().unwrap_or_default();
         map.retain(|key, value| {
             let here = path.key(key);
-            // The one map with a pattern is that of ports.
+            // Ports are the only map with a pattern.
             let keep = if numbers && key.parse::<u16>().is_err() {
                 self.find(
                     true,
                     here.clone(),
-                    format!("\"{key}\" is no port; ports run from 1 to 65535"),
+                    format!("\"{key}\" is not a port; ports are 1 to 65535"),
                 );
                 false
             } else {
@@ -288,7 +288,7 @@ fn unknown<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> String {
         Some(near) => format!("unknown key; did you mean \"{near}\"?"),
         None if known.is_empty() => "unknown key; remove it".into(),
         None => format!(
-            "unknown key; the keys that may stand here are {}",
+            "unknown key; the keys allowed here are {}",
             known.join(", ")
         ),
     }
@@ -331,7 +331,7 @@ fn mismatch(value: &Value, schema: &Value) -> Option<String> {
             "must be a list: write [ONE, TWO], or a line \"- ONE\" for each".into()
         }
         _ if schema::allows(schema, "object") => {
-            "must be a map: lines of \"key: value\", further to the right".into()
+            "must be a map: lines of \"key: value\", indented further".into()
         }
         _ => "must be text; put it in quotes".into(),
     };

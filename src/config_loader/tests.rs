@@ -119,7 +119,7 @@ fn where_to_listen_may_be_a_variables_word() {
     assert_eq!(config.admin.listen.to_string(), "[::1]:1");
     let refused = gateway(text, &[], &[]).unwrap_err().to_string();
     assert!(
-        refused.contains(":1:48: listeners[0].listen: the environment has no POD_IP"),
+        refused.contains(":1:48: listeners[0].listen: the environment variable POD_IP is not set"),
         "{refused}"
     );
     assert_eq!(refused.lines().count(), 1, "{refused}");
@@ -195,7 +195,7 @@ fn a_missing_file_is_one_clear_fault() {
 }
 
 #[test]
-fn the_common_proxy_variables_hold_where_nothing_else_is_said() {
+fn common_proxy_variables_apply_without_explicit_configuration() {
     let environment = [
         ("HTTPS_PROXY", "http://one:1"),
         ("NO_PROXY", "localhost,.example"),
@@ -232,7 +232,7 @@ fn a_secret_is_in_no_message() {
 }
 
 #[test]
-fn sections_without_a_line_and_ports_without_a_word_are_defaults() {
+fn empty_sections_and_bare_ports_are_defaults() {
     assert_eq!(
         gateway("tunnel:\nlimits:\n", &[], &[]).unwrap(),
         Gateway::default()

@@ -111,7 +111,12 @@ impl<'a> Composer<'a> {
     }
 
     fn next(&mut self) -> Result<(Event<'a>, Position), ScanError> {
-        let end = || ScanError::new_str(saphyr_parser::Marker::default(), "the text ends early");
+        let end = || {
+            ScanError::new_str(
+                saphyr_parser::Marker::default(),
+                "unexpected end of the text",
+            )
+        };
         let (event, span): (Event, Span) = self.parser.next().ok_or_else(end)??;
         Ok((event, Position::from_marker(span.start)))
     }
@@ -132,7 +137,7 @@ impl<'a> Composer<'a> {
                         self.fault(
                             spot,
                             &ValuePath::default(),
-                            "a second document; one file holds one",
+                            "a second document; a file may contain only one",
                         );
                     }
                 }
@@ -149,7 +154,7 @@ impl<'a> Composer<'a> {
     ) -> Result<Value, ScanError> {
         if path.steps().len() > DEPTH {
             let marker = saphyr_parser::Marker::new(0, spot.line, spot.column - 1);
-            return Err(ScanError::new_str(marker, "nested too deep"));
+            return Err(ScanError::new_str(marker, "nested too deeply"));
         }
         match event {
             Event::Scalar(text, style, _, tag) => Ok(self.leaf(&text, style, tag, (spot, path))),
@@ -217,11 +222,11 @@ impl<'a> Composer<'a> {
             let text = path.to_string();
             if let Some(first) = self.spots.get(&text).copied() {
                 let message = format!(
-                    "duplicate key; line {} has it already, keep one",
+                    "duplicate key; line {} already has it; keep one of the two",
                     first.key.line
                 );
                 self.fault(key_spot, &path, message);
-                // Composed under no path, so that the first one's places stay.
+                // Parsed without recording positions, so that those of the first occurrence stay.
                 let spots = std::mem::take(&mut self.spots);
                 self.node(event, spot, &path)?;
                 self.spots = spots;
@@ -281,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_yaml_says_where() {
+    fn invalid_yaml_is_reported_with_its_position() {
         for text in ["a: [1, 2\nb: 3\n", "a: \"x\n"] {
             let document = parse(text);
             assert!(

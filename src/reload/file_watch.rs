@@ -58,7 +58,7 @@ impl FileHashes {
     /// The same, on a thread that may block.
     async fn now(&self) -> Self {
         let noted = self.clone();
-        // It does not panic; and what cannot be looked at has not changed.
+        // The task does not panic; if it is cancelled, nothing counts as changed.
         let read = spawn_blocking(move || noted.anew()).await;
         read.unwrap_or_else(|_| self.clone())
     }
@@ -126,7 +126,7 @@ impl Watcher {
     fn watch_files(&self) {
         let inotify = &self.inotify.get_ref().0;
         for file in self.files.iter().filter(|file| !file.is_dir()) {
-            // Of one that is not there its folder tells when it comes.
+            // For a missing file, the watch on its directory reports its creation.
             let _ = inotify.add_watch(file, WRITES);
         }
     }
@@ -135,7 +135,7 @@ impl Watcher {
     async fn changed(&self) {
         loop {
             let Ok(mut ready) = self.inotify.readable().await else {
-                // The runtime ends.
+                // The runtime is shutting down.
                 return std::future::pending().await;
             };
             match ready.try_io(|source| Ok(source.get_ref().0.read_events()?)) {
@@ -170,7 +170,7 @@ impl Watcher {
             if event.mask.intersects(NAMES) {
                 self.watch_files();
             } else {
-                // Closed, or gone with all who have it open.
+                // The file was closed or deleted.
                 self.writing().remove(&event.wd);
             }
         }
@@ -191,7 +191,7 @@ pub(crate) struct WatchedFiles {
 impl WatchedFiles {
     pub(super) fn watch(noted: FileHashes) -> Self {
         let watcher = Watcher::new(&noted).inspect_err(|error| {
-            tracing::info!(%error, "the system tells of no changed files: looking each {LOOK_OURSELVES:?}");
+            tracing::info!(%error, "inotify is not available; checking files for changes every {LOOK_OURSELVES:?}");
         });
         Self {
             noted,
@@ -281,7 +281,7 @@ mod tests {
         fs::write(&file, "before").unwrap();
         let files = WatchedFiles::watch(noted(&[&file]));
         let mut slow = File::create(&file).unwrap();
-        // Another reason to read everything anew, such as SIGHUP.
+        // Another reason for a reload, such as SIGHUP.
         let early = timeout(5 * SETTLED, files.settled()).await;
         assert!(early.is_err(), "it is empty and open");
         slow.write_all(b"after").unwrap();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn writes_to_other_files_of_the_folder_wake_nobody_and_neither_do_unfinished_ones() {
+    async fn writes_to_other_or_unfinished_files_cause_no_wakeup() {
         let folder = tempfile::tempdir().unwrap();
         let (file, log) = (folder.path().join("file"), folder.path().join("log"));
         fs::write(&file, "before").unwrap();
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_comes_later_or_in_anothers_place_is_watched_as_well() {
+    async fn a_late_or_replaced_file_is_watched() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         let files = WatchedFiles::watch(noted(&[&file]));
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_folder_that_is_swapped_by_a_link_is_a_change_and_so_is_a_file_that_goes_and_comes() {
+    async fn a_swapped_folder_link_and_a_recreated_file_are_changes() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for (version, text) in [("v1", "one"), ("v2", "two")] {
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_nobody_tells_of_is_seen_at_the_next_look() {
+    async fn unreported_changes_are_seen_at_the_next_poll() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "one").unwrap();

@@ -53,7 +53,7 @@ impl Systemd {
 }
 
 #[tokio::test]
-async fn it_is_ready_once_and_a_status_is_one_line_and_told_when_it_changes() {
+async fn ready_is_sent_once_and_a_status_line_on_each_change() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
     for status in ["serving", "serving", "two\nlines"] {
@@ -67,7 +67,7 @@ async fn it_is_ready_once_and_a_status_is_one_line_and_told_when_it_changes() {
 }
 
 #[tokio::test]
-async fn who_stops_says_how_long_that_may_take() {
+async fn a_stopping_process_reports_its_maximum_stop_time() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
     notify.stopping(Duration::from_mins(2));
@@ -78,7 +78,7 @@ async fn who_stops_says_how_long_that_may_take() {
     );
     assert_eq!(
         systemd.heard().await,
-        "STATUS=stopping: what is open gets up to 2m"
+        "STATUS=stopping: open streams have at most 2m to end"
     );
     systemd.nothing_more();
 }
@@ -102,7 +102,7 @@ async fn without_a_service_manager_the_work_is_done_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_service_manager_that_does_not_listen_holds_nobody_up() {
+async fn a_service_manager_that_does_not_read_causes_no_delay() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
     for round in 0..10_000 {
@@ -111,7 +111,7 @@ async fn a_service_manager_that_does_not_listen_holds_nobody_up() {
 }
 
 /// A gateway in `folder` that runs on `cores`.
-fn gateway(folder: &Path, cores: &Workers) -> causeway_gateway::Bound {
+fn gateway(folder: &Path, workers: &Workers) -> causeway_gateway::Bound {
     let store = Store::open(folder, OpenMode::Create).unwrap();
     store
         .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
@@ -124,16 +124,19 @@ fn gateway(folder: &Path, cores: &Workers) -> causeway_gateway::Bound {
     };
     (config.tunnel.listen, config.admin.listen) = (loopback, loopback);
     config.timeouts.drain = Duration::from_millis(100);
-    Gateway::new(config).cores(cores.clone()).bind().unwrap()
+    Gateway::new(config)
+        .workers(workers.clone())
+        .bind()
+        .unwrap()
 }
 
 #[tokio::test]
-async fn a_gateway_lives_only_as_long_as_each_of_its_cores_answers() {
+async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
     let (folder, systemd) = (TempDir::new().unwrap(), Systemd::new());
-    let cores = Workers::start(2).unwrap();
+    let workers = Workers::start(2).unwrap();
     let notify = systemd.notify(Some(Duration::from_secs(2)));
     let (stop, hung) = (CancellationToken::new(), TaskGroup::default());
-    let bound = gateway(folder.path(), &cores);
+    let bound = gateway(folder.path(), &workers);
     let pulse = bound.pulse();
     let asked = (stop.clone(), Duration::from_millis(100));
     let told = async {
@@ -142,10 +145,16 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_cores_answers() {
         assert!(begin.contains(&"WATCHDOG=1".to_owned()), "{begin:?}");
 
         let (release, held) = std::sync::mpsc::channel::<()>();
-        hung.spawn_on(cores.runtime(WorkerId(1)), info_span!("hang"), async move {
-            let _ = held.recv();
-        });
-        systemd.heard_until("STATUS=cores [1] do not answer").await;
+        hung.spawn_on(
+            workers.runtime(WorkerId(1)),
+            info_span!("hang"),
+            async move {
+                let _ = held.recv();
+            },
+        );
+        systemd
+            .heard_until("STATUS=workers [1] do not respond")
+            .await;
         // All that comes now comes after a whole round without an answer: no sign of life among it.
         let mut silent = vec![systemd.socket.try_recv(&mut [0; 64]).is_err()];
         for _ in 0..3 {
@@ -178,7 +187,7 @@ async fn an_edge_that_cannot_join_yet_counts_as_started_and_says_why() {
 }
 
 #[test]
-fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
+fn an_edge_status_names_its_connection_or_the_obstacle() {
     let mut status = Status {
         node: "edge-1".into(),
         version: "0",
@@ -201,7 +210,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
     });
     assert_eq!(
         fares(&status),
-        "edge-1: not connected: nobody answers; trying again"
+        "edge-1: not connected: nobody answers; retrying"
     );
     let tunnel = |slot| TunnelStatus {
         slot,

@@ -38,7 +38,7 @@ impl AuditLog {
             .buffered_lines_limit(LINES)
             .thread_name("audit")
             .finish(file);
-        // Set once, here.
+        // Set only here.
         let _ = lost.set(writer.error_counter());
         Ok(Self {
             lost,
@@ -70,7 +70,7 @@ impl Drop for AuditLog {
     }
 }
 
-const TOO_SLOW: &str = "more was written to the audit log than its disk takes; lines are missing";
+const TOO_SLOW: &str = "the disk of the audit log is too slow; lines are missing";
 
 /// Has the audit log's file, if there is one, opened anew before the next line.
 pub(crate) fn reopen() {
@@ -127,7 +127,7 @@ impl Write for AuditFile {
             match appended(&self.path) {
                 Ok(file) => self.file = file,
                 Err(error) => {
-                    tracing::error!(%path, %error, "the audit log cannot be opened anew; it goes on in the file that was open");
+                    tracing::error!(%path, %error, "cannot reopen the audit log; still writing to the file that was open before");
                 }
             }
         }
@@ -140,7 +140,7 @@ impl Write for AuditFile {
         if let Err(error) = &written
             && self.told.again()
         {
-            tracing::error!(%path, %error, "the audit log cannot be written; lines are missing");
+            tracing::error!(%path, %error, "cannot write to the audit log; lines are missing");
         }
         written.map(|()| line.len())
     }
@@ -157,7 +157,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn lines_go_into_a_new_private_file_once_that_is_opened_and_until_then_into_the_old_one() {
+    fn lines_go_to_the_old_file_until_a_new_private_file_is_open() {
         let folder = tempfile::tempdir().unwrap();
         let (path, moved) = (folder.path().join("audit"), folder.path().join("audit.1"));
         let mut writer = AuditFile::open(&path).unwrap();

@@ -69,7 +69,7 @@ impl LogWriter {
             .buffered_lines_limit(lines)
             .thread_name("log")
             .finish(batches);
-        // Set once, here.
+        // Set only here.
         let _ = dropped.queue.set(writer.error_counter());
         Self {
             writer,
@@ -90,7 +90,7 @@ impl LogWriter {
 
 impl Drop for LogWriter {
     fn drop(&mut self) {
-        // Asks the worker to end once the queue is empty, and waits for that for a second only.
+        // Stops the worker once the queue is empty, and waits at most one second.
         self.worker = None;
         let _ = self.written.recv_timeout(FLUSH_TIMEOUT);
     }
@@ -135,7 +135,7 @@ impl<W: Write> Write for BatchWriter<W> {
             self.told = (lines, Some(Instant::now()));
             tracing::warn!(
                 lines,
-                "the log lacks lines: standard error does not take them fast enough"
+                "log lines are missing, because standard error is not read fast enough"
             );
         }
         Ok(())
@@ -157,7 +157,7 @@ mod tests {
     impl Write for Gated {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let _ = self.began.send(());
-            // Without a gate it takes everything.
+            // Without a gate it accepts everything.
             let _ = self.go.recv();
             let text = String::from_utf8(bytes.to_vec()).unwrap();
             let _ = self.writes.send(text);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_nobody_reads_holds_nobody_up_and_its_lines_are_counted_and_batched() {
+    fn an_unread_log_blocks_no_task_and_its_lines_are_counted() {
         let ((began, begins), (open, go), (writes, all)) = (channel(), channel(), channel());
         let lines = LogWriter::bounded(Gated { began, go, writes }, 4);
         let mut line_queue = lines.writer();
@@ -184,14 +184,14 @@ mod tests {
         }
         assert_eq!(lines.dropped().lines(), 6);
         drop(open);
-        // What has found room is written before the process ends.
+        // Queued lines are written before the process exits.
         drop(lines);
         let all: Vec<String> = all.iter().collect();
         assert_eq!(all, ["first\n", "0\n1\n2\n3\n"]);
     }
 
     #[test]
-    fn the_end_of_the_process_waits_for_a_slow_reader_until_all_is_written() {
+    fn process_exit_waits_for_a_slow_reader_of_the_log() {
         let ((began, begins), (open, go)) = (channel(), channel());
         let (writes, written) = channel();
         let lines = LogWriter::to(Gated { began, go, writes });

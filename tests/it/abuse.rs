@@ -136,7 +136,7 @@ fn rounds(few: usize, all: usize) -> usize {
 }
 
 #[tokio::test]
-async fn clients_that_are_killed_by_the_hundred_again_and_again_leave_nothing() {
+async fn hundreds_of_killed_clients_leave_no_resources() {
     need!("curl");
     let app = App::http(|head| match head.path().as_str() {
         "/endless" => answer::endless(),
@@ -170,7 +170,7 @@ async fn clients_that_are_killed_by_the_hundred_again_and_again_leave_nothing() 
 }
 
 #[tokio::test]
-async fn ten_thousand_rapid_resets_end_their_own_connection_and_others_are_served() {
+async fn rapid_resets_end_only_their_own_connection() {
     const ALL: u32 = 10_000;
     let app = App::saying("well").await;
     let road = Road::to(&app).await;
@@ -200,7 +200,7 @@ async fn ten_thousand_rapid_resets_end_their_own_connection_and_others_are_serve
 }
 
 #[tokio::test]
-async fn bodies_that_nobody_wants_hold_no_more_places_than_there_are() {
+async fn unread_bodies_hold_no_more_permits_than_exist() {
     const STREAMS: u32 = 250;
     let app = App::saying("well").await;
     let road = Road::to(&app).await;
@@ -339,7 +339,7 @@ impl Siege {
 }
 
 #[tokio::test]
-async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
+async fn slow_heads_are_closed_and_slow_bodies_block_no_client() {
     need!("curl");
     let app = App::http(|head| match head.method().as_str() {
         "POST" => answer::mirror(),
@@ -376,7 +376,7 @@ async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
 }
 
 #[tokio::test]
-async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_clients_again() {
+async fn a_flood_up_to_the_file_limit_ends_and_clients_are_accepted() {
     need!("curl");
     let app = App::saying("well").await;
     let site = Site::with_listeners(&format!("{LISTENER}\ntimeouts: {{ header: 3s }}")).await;
@@ -481,7 +481,7 @@ async fn silent_connections_keep_no_client_out() {
 
 /// Control frames of each kind that HTTP/2 servers answer or ignore without an end.
 #[tokio::test]
-async fn floods_of_control_frames_are_told_to_calm_down() {
+async fn floods_of_control_frames_get_enhance_your_calm() {
     const PRIORITY: u8 = 2;
     const UNKNOWN: u8 = 0xfa;
     const ENHANCE_YOUR_CALM: [u8; 4] = 11_u32.to_be_bytes();

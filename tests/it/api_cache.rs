@@ -51,7 +51,9 @@ struct Reading {
 impl Reading {
     async fn of(edge: Causeway, reader: &str) -> Self {
         let mut edge = edge.flag("--api-cache", reader).start();
-        let line = edge.said("programs on this node can read").await;
+        let line = edge
+            .said("the API cache is ready for programs on this node")
+            .await;
         let at = address_after(&line, "address=");
         Self { edge, at }
     }
@@ -107,7 +109,9 @@ impl Reading {
     /// Returns the page of the edge's admin listener at this path.
     async fn page(&self, path: &str) -> String {
         let written = self.edge.written();
-        let line = written.line(|line| line.contains("edge runs")).unwrap();
+        let line = written
+            .line(|line| line.contains("edge is running"))
+            .unwrap();
         let url = format!("http://{}/{path}", address_after(line, "admin="));
         Tool::curl().args([url]).run().await.ok().text()
     }
@@ -125,7 +129,7 @@ impl Reading {
 }
 
 #[tokio::test]
-async fn a_node_reads_at_its_edge_what_the_gateway_has_and_goes_on_when_that_is_gone() {
+async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     need!("curl");
     let (objects, site) = gateway(3).await;
     let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
@@ -190,7 +194,7 @@ async fn a_node_reads_at_its_edge_what_the_gateway_has_and_goes_on_when_that_is_
 
 /// A gateway that says nothing is noticed by its missing answers to pings, and what was read counts from its last word on.
 #[tokio::test]
-async fn what_was_read_at_a_gateway_that_hangs_is_as_old_as_its_last_word() {
+async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
     need!("curl");
     let (_objects, site) = gateway(3).await;
     let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
@@ -222,7 +226,7 @@ async fn what_was_read_at_a_gateway_that_hangs_is_as_old_as_its_last_word() {
 }
 
 #[tokio::test]
-async fn of_a_pool_one_reads_at_the_gateway_and_the_others_at_it_and_another_takes_its_place() {
+async fn one_pool_member_reads_for_the_others_and_is_replaced() {
     need!("curl");
     let (objects, site) = gateway(3).await;
     let mut nodes = Vec::new();
@@ -301,15 +305,14 @@ async fn spoilt(node: &mut Reading, folder: &Path) {
     let kept = folder.join("kept.pem");
     fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
     fs::write(folder.join("key.pem"), "no key").unwrap();
-    let told = node.edge.said("stays as it was").await;
+    let told = node.edge.said("the previous one stays in use").await;
     assert!(told.contains("api_cache.tls"), "{told}");
     let version = over_tls(node, &kept, "version").run().await;
     assert!(version.text().contains("gitVersion"));
 }
 
 #[tokio::test]
-async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_while_watches_go_on()
- {
+async fn clients_read_over_tls_with_late_and_renewed_certificates() {
     need!("curl");
     let (objects, site) = gateway(1).await;
     let folder = tempfile::tempdir().unwrap();
@@ -333,7 +336,7 @@ async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_
     let mut node = Reading::join(&site, "edge-1", &reader).await;
     let told = node
         .edge
-        .said("nobody is let in there until this is mended")
+        .said("this listener refuses all clients until the error is corrected")
         .await;
     assert!(
         told.contains("api_cache.tls") && told.contains("endpoint.pem"),
@@ -374,7 +377,7 @@ async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_
 }
 
 #[tokio::test]
-async fn what_is_damaged_on_the_disk_is_set_aside_and_read_anew() {
+async fn damaged_files_are_set_aside_and_read_again() {
     need!("curl");
     let (_objects, site) = gateway(2).await;
     let reader = "{ listen: \"127.0.0.1:0\", save_every: 100ms }";

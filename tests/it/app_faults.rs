@@ -127,7 +127,7 @@ async fn an_apps_fault_is_its_clients_row_and_the_tunnel_lives_on() {
 }
 
 #[tokio::test]
-async fn an_apps_fault_is_its_clients_row_where_the_gateway_itself_speaks_tls_to_it() {
+async fn an_upstream_tls_fault_is_recorded_for_its_client() {
     let (app, road) = Road::secured(faulty).await;
     holds_of_each(&road).await;
     drop(app);
@@ -159,7 +159,7 @@ async fn holds_of_each(road: &Road) {
 /// An app that writes single bytes is not to cost a frame, a record of TLS and a write for each; and what it writes before
 /// it goes quiet is not kept back.
 #[tokio::test]
-async fn short_chunks_of_an_app_are_joined_on_their_way_and_none_waits_for_another() {
+async fn short_chunks_of_an_upstream_are_joined_without_delay() {
     const MANY: usize = 1 << 14;
     let gate = Gate::new();
     let waits = gate.clone();
@@ -205,7 +205,7 @@ fn chunks_of(mut body: &[u8]) -> (usize, usize) {
 
 /// Checks that only the client of a silent upstream waits for it. The wait ends when the client leaves.
 #[tokio::test]
-async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
+async fn silent_upstreams_delay_only_their_own_clients() {
     let app = App::http(|head| match head.path().as_str() {
         "/silent" => answer::silence(),
         _ => answer::ok("well"),
@@ -231,7 +231,7 @@ async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
 
 /// Hints are frames, and too many frames end a tunnel: with it everybody's streams.
 #[tokio::test]
-async fn hints_by_the_hundred_thousand_cost_nobody_their_tunnel() {
+async fn floods_of_hints_end_no_tunnel() {
     let gate = Gate::new();
     let waits = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {

@@ -92,7 +92,7 @@ async fn edge(world: &World, node: &str, app: &App) -> Edge {
 }
 
 #[tokio::test]
-async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
+async fn requests_pass_with_bodies_and_connections_are_reused() {
     let (app, road) = Road::secured(by_path).await;
     // More would bring a second tunnel, whose connections are its own.
     let large = pattern(1 << 18);
@@ -132,7 +132,7 @@ async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
 }
 
 #[tokio::test]
-async fn an_app_may_close_its_connection_between_two_requests_or_end_an_answer_by_it() {
+async fn an_upstream_may_close_between_requests_or_end_an_answer_so() {
     let (app, road) = Road::secured(by_path).await;
     let client = road.client();
     for number in 1..=5 {
@@ -148,7 +148,7 @@ async fn an_app_may_close_its_connection_between_two_requests_or_end_an_answer_b
 }
 
 #[tokio::test]
-async fn an_upgrade_keeps_fields_and_the_bytes_behind_the_101_and_ends_in_order() {
+async fn an_upgrade_keeps_fields_and_bytes_behind_the_101() {
     let (app, road) = Road::secured(by_path).await;
     let mut wire = road.tls().await;
     let head = exchange(&mut wire, EXEC).await;
@@ -175,7 +175,7 @@ async fn an_upgrade_keeps_fields_and_the_bytes_behind_the_101_and_ends_in_order(
 }
 
 #[tokio::test]
-async fn a_refused_upgrade_passes_whole_and_a_session_that_its_client_resets_is_reset() {
+async fn a_refused_upgrade_passes_whole_and_a_client_reset_is_passed() {
     let (app, road) = Road::secured(by_path).await;
     let client = road.client();
     let refused = client
@@ -194,8 +194,7 @@ async fn a_refused_upgrade_passes_whole_and_a_session_that_its_client_resets_is_
 }
 
 #[tokio::test]
-async fn an_answer_that_its_client_gives_up_is_reset_at_the_app_and_its_connection_not_used_again()
-{
+async fn an_abandoned_answer_is_reset_and_its_connection_not_reused() {
     let (app, road) = Road::secured(by_path).await;
     for client in [road.client(), road.http2()] {
         let mut connection = client.connect("edge-1").await.unwrap();
@@ -210,7 +209,7 @@ async fn an_answer_that_its_client_gives_up_is_reset_at_the_app_and_its_connecti
 }
 
 #[tokio::test]
-async fn a_reader_that_stalls_holds_up_none_beside_it() {
+async fn a_stalled_reader_delays_no_other_stream() {
     let (_app, road) = Road::secured(by_path).await;
     let mut stalled = Vec::new();
     for client in [road.client(), road.http2()] {
@@ -224,7 +223,7 @@ async fn a_reader_that_stalls_holds_up_none_beside_it() {
 }
 
 #[tokio::test]
-async fn the_certificate_that_an_app_demands_is_shown_and_a_reload_shows_another() {
+async fn a_client_certificate_is_sent_and_a_reload_replaces_it() {
     let authority = Authority::new();
     let (first, second) = (authority.client("first"), authority.client("second"));
     let mut world = world(&authority, Some(&first)).await;
@@ -261,7 +260,7 @@ async fn the_certificate_that_an_app_demands_is_shown_and_a_reload_shows_another
 }
 
 #[tokio::test]
-async fn an_app_that_is_not_shown_what_it_demands_is_broken_with_its_own_word() {
+async fn a_missing_client_certificate_is_reported_with_the_tls_alert() {
     let authority = Authority::new();
     let world = world(&authority, None).await;
     let tls = authority.serve(&authority.app(&["edge-1"]), true);
@@ -279,7 +278,7 @@ async fn an_app_that_is_not_shown_what_it_demands_is_broken_with_its_own_word() 
 }
 
 #[tokio::test]
-async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_and_in_time() {
+async fn upstream_certificates_need_node_or_address_ca_and_validity() {
     let (ours, other) = (Authority::new(), Authority::new());
     let mut world = world(&ours, None).await;
     let url = "https://edge-1:10250/";
@@ -288,11 +287,11 @@ async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_an
         (ours.app(&["192.0.2.7"]), None),
         (
             ours.app(&["edge-2", "192.0.2.8"]),
-            Some("a certificate of edge-2, 192.0.2.8, and neither of edge-1"),
+            Some("a certificate for edge-2, 192.0.2.8, but neither for edge-1"),
         ),
-        (ours.client("edge-1"), Some("not believed")),
+        (ours.client("edge-1"), Some("not trusted")),
         (ours.expired_app(&["edge-1"]), Some("expired")),
-        (other.app(&["edge-1"]), Some("none of the CAs")),
+        (other.app(&["edge-1"]), Some("no CA in the section apps")),
     ] {
         let app = App::https(ours.serve(&leaf, false), by_path).await;
         let edge = edge(&world, "edge-1", &app).await;
@@ -320,7 +319,7 @@ async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_an
 }
 
 #[tokio::test]
-async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
+async fn a_non_tls_absent_or_silent_upstream_names_port_and_node() {
     let authority = Authority::new();
     let build = World::build();
     let ours = asked(build.folder(), &authority, None);
@@ -354,14 +353,14 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
             3,
             504,
             "target_timeout",
-            "port 3 of edge-1 did not finish TLS",
+            "port 3 of edge-1 did not complete TLS",
         ),
         (4, 403, "edge_policy", "edge-1"),
         (
             5,
             502,
             "target_broken",
-            "port 5 of edge-1 reset the connection in mid TLS handshake",
+            "port 5 of edge-1 reset the connection during the TLS handshake",
         ),
     ] {
         let answer = world.client().get(&format!("https://edge-1:{port}/")).await;
@@ -371,7 +370,7 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
 }
 
 #[tokio::test]
-async fn a_tunnel_that_is_lost_in_mid_answer_resets_its_client_and_is_said() {
+async fn a_tunnel_lost_during_an_answer_resets_its_client() {
     let gate = Gate::new();
     let waits = gate.clone();
     let (_app, mut road) =
@@ -487,7 +486,7 @@ async fn an_edge_that_stops_waits_for_no_connection_that_rests() {
 }
 
 #[tokio::test]
-async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() {
+async fn an_upload_that_the_upstream_does_not_read_is_504() {
     let authority = Authority::new();
     let tls = TlsAcceptor::from(authority.serve(&authority.app(&["edge-1"]), false));
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();

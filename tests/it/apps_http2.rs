@@ -273,7 +273,7 @@ async fn to_app(streams: u32, change: impl FnOnce(&mut Config)) -> (App, Road) {
 }
 
 #[tokio::test]
-async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers() {
+async fn hundreds_of_requests_share_one_http2_connection() {
     const MANY: usize = 300;
     let (app, road) = to_app(1_000, |_| {}).await;
     let large = pattern(1 << 18);
@@ -313,7 +313,7 @@ async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers()
 }
 
 #[tokio::test]
-async fn an_abort_is_a_reset_both_ways_and_costs_no_other_request_its_connection() {
+async fn an_abort_is_a_reset_both_ways_and_keeps_the_connection() {
     let (app, road) = to_app(100, |_| {}).await;
     let (beside, gate) = (road.client(), format!("{URL}gate"));
     let held = beside.get(&gate);
@@ -348,7 +348,7 @@ async fn break_off(app: &App, road: &Road) {
 }
 
 #[tokio::test]
-async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections() {
+async fn the_upstream_stream_limit_is_kept_by_further_connections() {
     const MANY: usize = 8;
     let (app, road) = to_app(1, |_| {}).await;
     let (client, url) = (road.client(), format!("{URL}gate"));
@@ -367,7 +367,7 @@ async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections(
 }
 
 #[tokio::test]
-async fn an_app_that_leaves_keeps_what_it_has_and_gets_the_rest_on_another_connection() {
+async fn a_goaway_keeps_open_streams_and_moves_new_ones() {
     let (app, road) = to_app(100, |_| {}).await;
     let (client, url) = (road.client(), format!("{URL}gate"));
     let leaving = async {
@@ -391,7 +391,7 @@ async fn an_app_that_leaves_keeps_what_it_has_and_gets_the_rest_on_another_conne
 }
 
 #[tokio::test]
-async fn a_reader_or_an_upload_that_stalls_holds_up_none_beside_it_and_counts_as_unread() {
+async fn a_stalled_reader_or_upload_delays_no_other_stream() {
     let patience = Duration::from_secs(2);
     let (_app, road) = to_app(100, |config| config.timeouts.upload = patience).await;
     let mut stalled = Vec::new();
@@ -420,14 +420,14 @@ async fn a_reader_or_an_upload_that_stalls_holds_up_none_beside_it_and_counts_as
         &refused,
         504,
         "target_timeout",
-        "nothing of the request's body",
+        "read nothing from the request body",
     );
     drop(stalled);
     road.until_idle().await;
 }
 
 #[tokio::test]
-async fn a_shared_connection_that_rests_ends_in_order_and_none_waits_for_it() {
+async fn an_idle_shared_connection_closes_without_delaying_requests() {
     let short = Duration::from_millis(300);
     let (app, mut road) = to_app(100, |config| config.timeouts.idle_keepalive = short).await;
     let ended = async |many: usize| {
@@ -504,7 +504,7 @@ async fn an_app_that_floods_loses_its_own_connection_and_no_tunnel() {
 }
 
 #[tokio::test]
-async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_have_it() {
+async fn http2_upstream_streams_end_if_their_client_loses_permission() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let authority = Authority::new();
     let app = App::start(&authority, 100).await;

@@ -171,7 +171,7 @@ async fn no_log_holds_a_secret() {
 }
 
 #[tokio::test]
-async fn a_log_that_was_moved_away_is_begun_anew_at_a_reload_and_at_one_that_is_refused() {
+async fn a_moved_log_is_reopened_at_each_reload_even_a_refused_one() {
     let audited = Audited::start().await;
     let path = |name: &str| audited.folder.path().join(name);
     let gateway = &audited.site.gateway;
@@ -188,15 +188,15 @@ async fn a_log_that_was_moved_away_is_begun_anew_at_a_reload_and_at_one_that_is_
     assert!(!path("audit").exists());
     gateway.signal("HUP").await;
     let bound = Duration::from_mins(1);
-    gateway.wrote("configuration is in force", 1, bound).await;
+    gateway.wrote("configuration was reloaded", 1, bound).await;
     refuse().await;
     audited.until_told(&["refused"]).await;
 
     fs::write(path("policy"), "rules: [{ then: perhaps }]\n").unwrap();
-    gateway.wrote("configuration is refused", 1, bound).await;
+    gateway.wrote("configuration was rejected", 1, bound).await;
     fs::rename(path("audit"), path("audit.2")).unwrap();
     gateway.signal("HUP").await;
-    gateway.wrote("configuration is refused", 2, bound).await;
+    gateway.wrote("configuration was rejected", 2, bound).await;
     refuse().await;
     audited.until_told(&["refused"]).await;
     assert_eq!([lines_of("audit.1"), lines_of("audit.2")], [2, 1]);

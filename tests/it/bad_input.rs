@@ -40,8 +40,8 @@ listeners:
     listen: 127.0.0.1:7001
 ";
 const GATEWAY_FAULTS: [&str; 6] = [
-    "gateway.yaml:1:1: colour: unknown key; the keys that may stand here are ",
-    "gateway.yaml:5:11: admin.listen: \"127.0.0.1:70000\" is no listen address; write IP:PORT ",
+    "gateway.yaml:1:1: colour: unknown key; the keys allowed here are ",
+    "gateway.yaml:5:11: admin.listen: \"127.0.0.1:70000\" is not a listen address; write IP:PORT ",
     "gateway.yaml:9:13: listeners[0].listen: 0.0.0.0:7000 overlaps with tunnel.listen (127.0.0.1:7000); give ",
     "gateway.yaml:10:27: listeners[0].certificate.chain: cannot read none/chain.pem: No such file",
     "gateway.yaml:10:48: listeners[0].certificate.key: cannot read none/key.pem: No such file",
@@ -49,7 +49,7 @@ const GATEWAY_FAULTS: [&str; 6] = [
 ];
 
 #[tokio::test]
-async fn all_faults_of_a_configuration_come_out_at_once_each_with_its_place_and_remedy() {
+async fn all_configuration_faults_are_listed_with_place_and_remedy() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("gateway.yaml"), GATEWAY).unwrap();
     for line in [
@@ -71,7 +71,7 @@ async fn all_faults_of_a_configuration_come_out_at_once_each_with_its_place_and_
 }
 
 #[tokio::test]
-async fn each_bad_configuration_is_refused_in_the_words_beside_it_and_each_good_one_is_sound() {
+async fn bad_configurations_get_their_messages_and_good_ones_pass() {
     let fixtures = |kind: &str| {
         let folder: PathBuf = [env!("CARGO_MANIFEST_DIR"), "tests/fixtures/config", kind]
             .iter()
@@ -101,7 +101,7 @@ async fn each_bad_configuration_is_refused_in_the_words_beside_it_and_each_good_
 }
 
 #[tokio::test]
-async fn the_configurations_of_the_package_are_sound_as_they_are_shipped() {
+async fn packaged_configurations_are_valid() {
     for side in ["gateway", "edge"] {
         let shipped = format!("{}/packaging/{side}.yaml", env!("CARGO_MANIFEST_DIR"));
         let check = causeway(side).args(["--check-config"]);
@@ -110,7 +110,7 @@ async fn the_configurations_of_the_package_are_sound_as_they_are_shipped() {
 }
 
 #[tokio::test]
-async fn what_another_attempt_cannot_mend_ends_with_a_code_that_supervisors_know() {
+async fn permanent_failures_exit_with_the_supervisors_code() {
     let folder = tempfile::tempdir().unwrap();
     let run = |line: &str| causeway(line).within(folder.path()).run();
     for line in [
@@ -164,7 +164,7 @@ async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
 }
 
 #[tokio::test]
-async fn an_address_in_use_is_said_with_the_listener_that_wants_it() {
+async fn an_address_in_use_is_reported_with_its_listener() {
     let site = Site::start().await;
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
@@ -210,13 +210,13 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
     let foreign = other.replace(&secret(&other), &secret(&expired));
 
     for (token, node, words, logged) in [
-        (&used, "edge-1", "used already", "token_used"),
+        (&used, "edge-1", "already used", "token_used"),
         (&expired, "edge-2", "expired", "token_expired"),
         (&other, "edge-9", "for another node", "token_other_node"),
         (
             &foreign,
             "edge-3",
-            "does not know this join token",
+            "the join token is unknown to the gateway",
             "token_unknown",
         ),
     ] {
@@ -240,7 +240,7 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
 }
 
 #[tokio::test]
-async fn a_damaged_token_is_refused_without_asking_anybody() {
+async fn a_damaged_token_is_refused_without_a_request() {
     let site = Site::start().await;
     let token = site.token("--node edge-1").await;
     let parts: Vec<&str> = token.split('.').collect();
@@ -251,9 +251,9 @@ async fn a_damaged_token_is_refused_without_asking_anybody() {
         (format!("x{token}"), "not a join token"),
         (
             format!("{prefix}.{id}.{secret}"),
-            "cut off: it has 3 of its 4 parts",
+            "incomplete: it has 3 of 4 parts",
         ),
-        (format!("{token}.more"), "more than its 4 parts"),
+        (format!("{token}.more"), "more than 4 parts"),
         (
             format!("{prefix}.{id}.{}.{hash}", &secret[1..]),
             "secret is damaged",
@@ -300,7 +300,7 @@ async fn a_gateway_of_another_ca_never_hears_the_token() {
 }
 
 #[tokio::test]
-async fn an_edge_without_identity_or_gateway_says_what_it_lacks() {
+async fn an_edge_without_identity_or_gateway_names_the_missing_part() {
     let site = Site::start().await;
     at_once(site.edge("edge-1", 1))
         .await
@@ -310,11 +310,11 @@ async fn an_edge_without_identity_or_gateway_says_what_it_lacks() {
     let lonely = lonely.flag("--join", site.token("--node edge-1").await);
     at_once(lonely)
         .await
-        .failed(&["no gateway is known", "HOST:PORT"]);
+        .failed(&["no gateway is configured", "HOST:PORT"]);
 }
 
 #[tokio::test]
-async fn an_edge_whose_certificate_is_another_nodes_does_not_start() {
+async fn an_edge_with_another_nodes_certificate_does_not_start() {
     let site = Site::start().await;
     site.join("edge-1", 1).await.stop().await.ok();
     let renamed = site.edge("edge-1", 1).args(["--node", "edge-2"]);
@@ -329,7 +329,7 @@ async fn an_edge_whose_certificate_is_another_nodes_does_not_start() {
 }
 
 #[tokio::test]
-async fn a_node_that_was_removed_is_told_so_and_backs_off_at_the_maximum() {
+async fn a_removed_node_is_refused_and_backs_off_at_the_maximum() {
     need!("curl");
     let site = Site::start().await;
     let edge = site.join("edge-1", 1).await;
@@ -345,7 +345,7 @@ async fn a_node_that_was_removed_is_told_so_and_backs_off_at_the_maximum() {
 }
 
 #[tokio::test]
-async fn an_expired_certificate_is_told_so_and_backs_off_at_the_maximum() {
+async fn an_expired_certificate_is_named_and_backs_off_at_the_maximum() {
     need!("curl");
     let site = Site::with("tunnel: { edge_certificate_lifetime: 1s }").await;
     let token = site.token("--node edge-1").await;
@@ -362,14 +362,14 @@ async fn an_expired_certificate_is_told_so_and_backs_off_at_the_maximum() {
         .await;
     let mut gateway = site.gateway;
     let logged = gateway
-        .said("refused a connection at the tunnel port")
+        .said("refused a connection to the tunnel port")
         .await;
     assert!(logged.contains("xpired"), "{logged}");
     unwelcome(edge, "CertificateExpired").await;
 }
 
 #[tokio::test]
-async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() {
+async fn a_replaced_gateway_ca_is_refused_and_both_ends_log_it() {
     need!("curl");
     let site = Site::start().await;
     let mut edge = site.join("edge-1", 1).await;
@@ -387,7 +387,7 @@ async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() 
         .await;
     let said = edge.said("UnknownIssuer").await;
     assert!(
-        said.contains("no tunnel") && said.contains("retry_in"),
+        said.contains("cannot open a tunnel") && said.contains("retry_in"),
         "{said}"
     );
     let logged = site
@@ -397,14 +397,14 @@ async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() 
     for part in ["UnknownCA", "an edge refuses", "causeway token create"] {
         assert!(logged.contains(part), "{logged}");
     }
-    let refused = "refused a connection at the tunnel port";
+    let refused = "refused a connection to the tunnel port";
     assert_eq!(site.gateway.written().count(refused), 0);
     let trouble = edge_status(&edge).await["trouble"].clone();
     assert_eq!(trouble["refused"], true, "{trouble}");
 }
 
 #[tokio::test]
-async fn a_stranger_with_a_certificate_of_another_ca_is_logged_and_told() {
+async fn a_certificate_of_another_ca_is_logged_and_refused() {
     need!("openssl");
     let (site, other) = (Site::start().await, Site::start().await);
     let client = Tool::new("openssl")
@@ -421,13 +421,13 @@ async fn a_stranger_with_a_certificate_of_another_ca_is_logged_and_told() {
     );
     let mut gateway = site.gateway;
     let logged = gateway
-        .said("refused a connection at the tunnel port")
+        .said("refused a connection to the tunnel port")
         .await;
     assert!(logged.contains("UnknownIssuer"), "{logged}");
 }
 
 #[tokio::test]
-async fn a_data_directory_that_cannot_be_written_is_said_and_costs_no_token() {
+async fn an_unwritable_data_directory_is_reported_and_uses_no_token() {
     if am_root() {
         // Root writes anywhere unless it gives that up.
         need!("setpriv");
@@ -452,7 +452,7 @@ async fn a_data_directory_that_cannot_be_written_is_said_and_costs_no_token() {
 }
 
 #[tokio::test]
-async fn a_second_process_on_one_data_directory_is_refused_and_the_first_goes_on() {
+async fn a_second_process_on_one_data_directory_is_refused() {
     let site = Site::start().await;
     let edge = site.join("edge-1", 1).await;
     let again =
@@ -467,7 +467,7 @@ async fn a_second_process_on_one_data_directory_is_refused_and_the_first_goes_on
 }
 
 #[tokio::test]
-async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_say_why() {
+async fn commands_on_an_unwritable_data_directory_change_no_state() {
     if am_root() {
         // Root writes anywhere unless it gives that up.
         need!("setpriv");
@@ -549,7 +549,7 @@ async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
     let mut edge = site
         .edge_of(causeway_on_a_full_disk(1), "edge-1", app.port())
         .start();
-    let said = edge.said("could not be stored").await;
+    let said = edge.said("cannot save the gateway's addresses").await;
     assert!(
         said.contains("edge.json") && said.contains("File too large"),
         "{said}"
@@ -564,7 +564,7 @@ async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
 }
 
 #[tokio::test]
-async fn a_full_disk_at_the_gateway_spends_no_token_and_the_edge_goes_on_asking() {
+async fn a_full_gateway_disk_uses_no_token_and_the_edge_retries() {
     let site = Site::start().await;
     let token = site.token("--node edge-1").await;
     for more in 0..8 {
@@ -575,7 +575,7 @@ async fn a_full_disk_at_the_gateway_spends_no_token_and_the_edge_goes_on_asking(
     let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
     let said = edge.said("not joined yet").await;
     assert!(
-        said.contains("the gateway cannot ") && said.contains("its log says why"),
+        said.contains("the gateway cannot ") && said.contains("see its log for the cause"),
         "{said}"
     );
     let logged = site
@@ -640,7 +640,7 @@ async fn at_once(edge: Causeway) -> Ended {
 
 /// Checks that an edge knows that it is refused, says why and when it tries again, and that the next attempt is late.
 async fn unwelcome(mut edge: Process, why: &str) {
-    let refused = |line: &str| line.contains("no tunnel") && line.contains("unwelcome");
+    let refused = |line: &str| line.contains("cannot open a tunnel") && line.contains("unwelcome");
     let said = edge.line("no tunnel: unwelcome", refused).await;
     assert!(said.contains(why), "{said}");
     let delay = said.split_once("retry_in=").unwrap().1;
@@ -669,7 +669,7 @@ async fn unwelcome(mut edge: Process, why: &str) {
 
 fn admin_of(output: &Output) -> String {
     let runs = output
-        .line(|line| line.contains("edge runs"))
+        .line(|line| line.contains("edge is running"))
         .expect("the edge runs");
     crate::world::process::address_after(runs, "admin=")
 }

@@ -119,7 +119,7 @@ impl Balanced {
                 format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", self.app.port()),
             );
         let mut process = edge.start();
-        let runs = process.said("edge runs").await;
+        let runs = process.said("edge is running").await;
         let admin = address_after(&runs, "admin=");
         Edge { process, admin }
     }
@@ -163,8 +163,7 @@ impl Edge {
 }
 
 #[tokio::test]
-async fn of_gateways_behind_one_address_all_are_found_and_one_may_go_and_one_come_and_no_request_is_lost()
- {
+async fn gateways_behind_one_address_change_without_request_loss() {
     need!("haproxy");
     let mut all = Balanced::start(20, "roundrobin", "").await;
     let before = all.arrived();
@@ -217,7 +216,7 @@ async fn of_gateways_behind_one_address_all_are_found_and_one_may_go_and_one_com
 }
 
 #[tokio::test]
-async fn a_balancer_that_leads_by_source_to_one_gateway_costs_an_edge_few_attempts_and_one_line() {
+async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
     need!("haproxy");
     let all = Balanced::start(21, "source", "").await;
     let edge = all.edge().await;
@@ -235,7 +234,7 @@ async fn a_balancer_that_leads_by_source_to_one_gateway_costs_an_edge_few_attemp
     let took = began.elapsed();
     assert!(took >= Duration::from_secs(2), "two pauses in {took:?}");
     let said = edge.process.written();
-    assert_eq!(said.count("looking for the other gateways"), 1);
+    assert_eq!(said.count("searching for further gateways"), 1);
     let statuses = all
         .sites
         .iter()
@@ -261,7 +260,7 @@ async fn a_balancer_that_leads_by_source_to_one_gateway_costs_an_edge_few_attemp
 }
 
 #[tokio::test]
-async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_nowhere() {
+async fn renewal_behind_a_balancer_supersedes_at_each_gateway() {
     need!("haproxy");
     let lifetime = ", edge_certificate_lifetime: 20s";
     let all = Balanced::start(22, "roundrobin", lifetime).await;
@@ -289,7 +288,7 @@ async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_n
 
 /// Each gateway has tokens of its own.
 #[tokio::test]
-async fn an_edge_joins_whichever_gateway_knows_its_token_by_a_list_or_behind_one_address() {
+async fn an_edge_joins_any_gateway_that_knows_its_token() {
     need!("haproxy");
     let all = Balanced::start(23, "roundrobin", "").await;
     let list = [all.at(1), all.at(2)];

@@ -25,7 +25,7 @@ async fn two_processes_a_token_and_curl_are_all_it_takes() {
 }
 
 #[tokio::test]
-async fn an_edge_starts_again_from_what_it_keeps_with_the_used_token_or_none() {
+async fn an_edge_restarts_from_its_data_with_a_used_or_no_token() {
     need!("curl");
     let app = App::saying("still here").await;
     let site = Site::start().await;
@@ -50,7 +50,7 @@ async fn an_edge_starts_again_from_what_it_keeps_with_the_used_token_or_none() {
 }
 
 #[tokio::test]
-async fn an_edge_comes_back_after_its_gateway_was_killed_and_started_again() {
+async fn an_edge_reconnects_after_its_gateway_was_killed() {
     need!("curl");
     let app = App::saying("back").await;
     let site = Site::start().await;
@@ -134,7 +134,7 @@ async fn token_create_puts_the_token_alone_on_standard_output() {
 }
 
 #[tokio::test]
-async fn a_clients_bearer_token_opens_a_listener_and_is_kept_as_a_hash() {
+async fn a_bearer_token_opens_a_listener_and_is_stored_as_a_hash() {
     need!("curl");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("clients");
@@ -170,7 +170,7 @@ async fn a_clients_bearer_token_opens_a_listener_and_is_kept_as_a_hash() {
 }
 
 #[tokio::test]
-async fn ca_client_writes_private_files_and_refuses_names_that_leave_the_directory() {
+async fn ca_client_writes_private_files_and_refuses_path_names() {
     let site = Site::start().await;
     assert_eq!(mode(&site.path("alice-key.pem")), 0o600);
     let refused = causeway("client certificate --name ../mallory").flag("--out", site.path(""));
@@ -209,7 +209,7 @@ async fn sigterm_gives_a_slow_download_its_time_at_the_edge() {
 }
 
 #[tokio::test]
-async fn what_does_not_end_in_the_drain_time_is_cut_and_does_not_look_complete() {
+async fn streams_cut_by_the_drain_timeout_do_not_look_complete() {
     need!("curl");
     let mut slow = Slow::begin("timeouts: { drain: 500ms }").await;
     slow.site.gateway.signal("INT").await;
@@ -228,7 +228,7 @@ async fn a_second_sigterm_ends_a_gateway_at_once() {
     slow.site.gateway.signal("TERM").await;
     slow.site
         .gateway
-        .said("SIGTERM: draining; once more ends at once")
+        .said("SIGTERM: draining; a second signal stops at once")
         .await;
     slow.site.gateway.signal("TERM").await;
     assert!(slow.rest().await.is_err());
@@ -241,7 +241,7 @@ async fn a_second_sigterm_ends_an_edge_at_once() {
     let mut slow = Slow::begin("").await;
     slow.edge.signal("TERM").await;
     slow.edge
-        .said("SIGTERM: draining; once more ends at once")
+        .said("SIGTERM: draining; a second signal stops at once")
         .await;
     slow.edge.signal("INT").await;
     assert!(slow.rest().await.is_err());
@@ -249,7 +249,7 @@ async fn a_second_sigterm_ends_an_edge_at_once() {
 }
 
 #[tokio::test]
-async fn sighup_ends_nothing() {
+async fn sighup_ends_no_stream() {
     let mut site = Site::start().await;
     site.gateway.signal("HUP").await;
     site.gateway.said("SIGHUP").await;

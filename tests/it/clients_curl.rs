@@ -69,7 +69,7 @@ async fn a_large_upload_waits_for_the_apps_100_continue() {
 }
 
 #[tokio::test]
-async fn an_app_that_refuses_before_the_body_spares_its_client_the_upload() {
+async fn an_early_refusal_spares_the_client_the_upload() {
     need!("curl");
     for refusal in ["401 Unauthorized", "413 Content Too Large"] {
         let answer = format!("HTTP/1.1 {refusal}\r\nContent-Length: 2\r\n\r\nno");
@@ -91,7 +91,7 @@ async fn an_app_that_refuses_before_the_body_spares_its_client_the_upload() {
 }
 
 #[tokio::test]
-async fn a_head_request_gets_the_length_and_no_body_and_keeps_the_connection() {
+async fn a_head_request_gets_a_length_without_body_and_keeps_alive() {
     need!("curl");
     let app = App::http(|_| answer::to_head(12_345)).await;
     let road = Road::to(&app).await;

@@ -29,7 +29,7 @@ async fn complaint(data: &Path) -> String {
 }
 
 #[tokio::test]
-async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_why() {
+async fn the_newest_of_two_edges_with_one_identity_serves() {
     let (old, new) = (App::saying("old").await, App::saying("new").await);
     let site = Site::open_to_all("127.0.0.1:0").await;
     let mut older = site.join("edge-1", old.port()).await;
@@ -37,10 +37,10 @@ async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_
     let mut newest = site.edge("clone", new.port()).start();
     newest.said("tunnel registered").await;
 
-    let told = older.said("no tunnel").await;
+    let told = older.said("cannot open a tunnel").await;
     assert!(told.contains("superseded"), "{told}");
     assert!(
-        told.contains("a later process of node edge-1 dialled from 127.0.0.1"),
+        told.contains("a newer edge process of node edge-1 has connected from 127.0.0.1"),
         "{told}"
     );
     let (_, retry) = told.split_once("retry_in=").unwrap();

@@ -90,8 +90,7 @@ fn keep(site: &Site, name: &str) -> PathBuf {
 }
 
 #[tokio::test]
-async fn clients_that_trust_a_companys_root_alone_verify_listeners_through_a_rotation_and_a_renewal()
- {
+async fn company_root_clients_verify_listeners_through_changes() {
     need!("openssl", "curl");
     let (company, app) = (Company::create().await, App::saying("it").await);
     let site = Site::start().await;
@@ -150,7 +149,7 @@ async fn clients_that_trust_a_companys_root_alone_verify_listeners_through_a_rot
 }
 
 #[tokio::test]
-async fn a_chain_that_a_company_has_not_made_of_the_request_is_refused_with_the_reason() {
+async fn a_chain_for_another_request_is_refused_with_the_reason() {
     need!("openssl");
     let company = Company::create().await;
     let data = company.path("gateway");

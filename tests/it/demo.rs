@@ -10,7 +10,7 @@ use std::{fs, net::TcpListener, path::Path};
 use tempfile::TempDir;
 
 #[tokio::test]
-async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
+async fn every_printed_command_works_and_no_files_remain() {
     need!("curl");
     let demo = Demo::start("").await;
     let said = &demo.said;
@@ -24,8 +24,8 @@ async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
         "edge-2          joined with a token in ",
         "GET https://edge-1:9100/  200 in ",
         "GET https://edge-2:9100/  200 in ",
-        "  200: 3 EndpointSlices that edge-1 has read",
-        "  200: 3 EndpointSlices that edge-2 has read",
+        "  200: 3 EndpointSlices in the API cache of edge-1",
+        "  200: 3 EndpointSlices in the API cache of edge-2",
         "\ncurl ",
         "\nkill -USR1 ",
         "\nready\n",
@@ -40,7 +40,7 @@ async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
 }
 
 #[tokio::test]
-async fn a_demo_reads_on_at_its_edges_while_its_gateway_is_stopped_and_has_it_back_where_it_was() {
+async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     need!("curl");
     let mut demo = Demo::start("").await;
     let (call, read) = (demo.command("curl "), demo.command("curl -sS http://"));
@@ -63,7 +63,7 @@ async fn a_demo_reads_on_at_its_edges_while_its_gateway_is_stopped_and_has_it_ba
         .said("the gateway cannot start again yet: listener \"https\"")
         .await;
     drop(taken);
-    demo.process.said("the gateway runs again").await;
+    demo.process.said("the gateway is running again").await;
     // Each comes back by itself.
     for node in ["edge-1", "edge-2"] {
         let call = call.replace("edge-1", node);
@@ -101,7 +101,7 @@ async fn sigterm_ends_a_demo_as_ctrl_c_does() {
 }
 
 #[tokio::test]
-async fn a_data_directory_is_kept_and_serves_again_whatever_its_name() {
+async fn a_data_directory_is_kept_and_reused_for_every_name() {
     need!("curl");
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("it's a $HOME");
@@ -125,7 +125,7 @@ async fn a_data_directory_is_kept_and_serves_again_whatever_its_name() {
 }
 
 #[tokio::test]
-async fn a_demo_listens_where_it_is_told() {
+async fn a_demo_listens_at_the_given_addresses() {
     need!("curl");
     for listen in ["127.0.0.1:0", "0.0.0.0:0", "[::1]:0"] {
         if listen.starts_with('[') && TcpListener::bind(listen).is_err() {

@@ -64,7 +64,7 @@ async fn refused(world: &World, listener: &str, target: &str) -> Answer {
 }
 
 #[tokio::test]
-async fn what_is_at_no_edge_is_dialled_from_here_and_what_is_goes_through_its_tunnel() {
+async fn non_edge_targets_are_dialled_directly_and_edges_by_tunnel() {
     let world = world().await;
     let (app, at_edge) = (
         App::tcp(Script::new().echo()).await,
@@ -106,7 +106,7 @@ async fn what_is_at_no_edge_is_dialled_from_here_and_what_is_goes_through_its_tu
 }
 
 #[tokio::test]
-async fn nothing_outside_of_a_listeners_networks_is_dialled_nor_by_a_listener_without_any() {
+async fn direct_targets_must_be_in_the_listeners_networks() {
     let world = world().await;
     let app = App::tcp(Script::new().echo()).await;
     let address = app.address().to_string();
@@ -134,7 +134,7 @@ async fn nothing_outside_of_a_listeners_networks_is_dialled_nor_by_a_listener_wi
 }
 
 #[tokio::test]
-async fn what_cannot_be_dialled_says_so() {
+async fn a_failed_direct_dial_reports_its_reason() {
     let world = world().await;
     let closed = App::refusing();
     let answer = refused(&world, "wide", &closed.address().to_string()).await;
@@ -143,7 +143,7 @@ async fn what_cannot_be_dialled_says_so() {
 }
 
 #[tokio::test]
-async fn a_target_that_speaks_first_waits_for_kube_apiservers_first_byte_and_for_nobody_elses() {
+async fn server_first_targets_wait_for_kube_apiservers_first_byte() {
     let world = world().await;
     let app = App::tcp(Script::new().write("220 well\r\n").echo()).await;
     let target = app.address().to_string();
@@ -183,7 +183,7 @@ async fn a_reset_on_one_side_is_a_reset_on_the_other() {
 }
 
 #[tokio::test]
-async fn sessions_that_are_dialled_from_here_count_against_their_clients_limit() {
+async fn direct_sessions_count_against_their_clients_limit() {
     let build = World::build().listener(dialling("wide"));
     let world = build
         .config(|config| config.limits.per_client = 1)
@@ -208,7 +208,7 @@ fn compiled(rules: &Value) -> Policy {
 }
 
 #[tokio::test]
-async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_goes_on_to() {
+async fn the_policy_decides_direct_dials_by_address_during_sessions() {
     let services =
         json!([{ "name": "services", "where": { "direct": ["127.0.0.0/16"] }, "then": "allow" }]);
     let rules = PolicyWriter::new(Some(compiled(&json!([]))));
@@ -224,7 +224,7 @@ async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_g
         rules.replace(Some(compiled(&denying)));
         for target in [&target, &by_name] {
             let answer = refused(&world, "wide", target).await;
-            let says = format!("connect to 127.0.0.1:{port}, which is at no edge");
+            let says = format!("connect to 127.0.0.1:{port}, which belongs to no edge");
             assert_problem(&answer, 403, "forbidden", &says);
         }
     }
@@ -251,7 +251,7 @@ async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_g
 
 /// A CONNECT to an edge's address must not be dialled from the gateway's host before the cluster has named its nodes.
 #[tokio::test]
-async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
+async fn direct_dials_wait_until_the_nodes_are_known() {
     let build = World::build().listener(dialling("wide"));
     let build = build.config(|config| {
         config.kubernetes = Some(Kubernetes {
@@ -264,14 +264,24 @@ async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
     let address = app.address().to_string();
     for target in [address.as_str(), "edge-7:80", "localhost:80"] {
         let answer = refused(&world, "wide", target).await;
-        assert_problem(&answer, 503, "undecided", "not known yet");
+        assert_problem(
+            &answer,
+            503,
+            "dependency_unavailable",
+            "not been loaded yet",
+        );
     }
     assert_eq!(app.connections(), 0);
     world
         .nodes()
-        .pending("the nodes of the cluster are not known yet: forbidden");
+        .pending("the nodes of the cluster have not been loaded yet: forbidden");
     let answer = refused(&world, "wide", &address).await;
-    assert_problem(&answer, 503, "undecided", "not known yet: forbidden");
+    assert_problem(
+        &answer,
+        503,
+        "dependency_unavailable",
+        "not been loaded yet: forbidden",
+    );
     world
         .nodes()
         .cluster([(NodeName::parse("cloud-1").unwrap(), ClusterNode::default())].into());

@@ -99,7 +99,7 @@ async fn assert_answers(server: SocketAddr) {
 }
 
 #[tokio::test]
-async fn an_edge_has_a_name_within_a_second_of_its_joining_and_keeps_it_while_it_is_away() {
+async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
     need!("dig");
     let world = world().await;
     let (server, name) = (world.dns(), format!("edge-1.{ZONE}"));
@@ -129,7 +129,7 @@ async fn an_edge_has_a_name_within_a_second_of_its_joining_and_keeps_it_while_it
 }
 
 #[tokio::test]
-async fn what_is_no_node_is_not_there_and_what_is_not_ours_is_refused() {
+async fn unknown_nodes_are_nxdomain_and_foreign_names_refused() {
     need!("dig");
     let world = world().await;
     let server = world.dns();
@@ -200,7 +200,7 @@ async fn an_answer_comes_from_the_address_that_was_asked() {
 }
 
 #[tokio::test]
-async fn a_reload_changes_what_names_mean_and_says_what_waits_for_a_restart() {
+async fn a_reload_changes_names_and_reports_what_needs_a_restart() {
     need!("dig");
     let mut world = world().await;
     let _edge = world.edge("edge-1").join().await;
@@ -236,7 +236,7 @@ async fn a_reload_changes_what_names_mean_and_says_what_waits_for_a_restart() {
 }
 
 #[tokio::test]
-async fn what_is_no_question_leaves_it_answering() {
+async fn malformed_queries_do_not_stop_the_dns_listener() {
     need!("dig");
     let world = world().await;
     let server = world.dns();
@@ -304,7 +304,7 @@ fn spoilt(sound: &[u8], random: &mut StdRng) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn connections_that_say_nothing_keep_nobody_from_asking() {
+async fn silent_connections_do_not_block_queries() {
     need!("dig");
     let world = world().await;
     let server = world.dns();
@@ -460,7 +460,7 @@ async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String 
 
 /// Its own network, since `resolv.conf` has no place for a port.
 #[tokio::test]
-async fn a_client_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() {
+async fn a_client_behind_coredns_reaches_a_node_by_its_bare_name() {
     need!(netns::NEED, "mounts", "curl", "coredns");
     let _street = Street::new();
     let listeners = Dns {
@@ -488,7 +488,7 @@ async fn a_client_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() 
 }
 
 #[tokio::test]
-async fn bare_names_come_from_the_root_zone_and_everything_else_from_who_is_asked_next() {
+async fn the_root_zone_answers_bare_names_and_passes_on_the_rest() {
     need!("dig", "coredns");
     let bare = Dns {
         zones: vec![".".to_owned()],

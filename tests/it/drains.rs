@@ -32,7 +32,7 @@ fn by_path(head: &Head) -> Script {
 }
 
 #[tokio::test]
-async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start_of_a_drain() {
+async fn each_http1_answer_in_a_drain_announces_connection_close() {
     let app = App::http(by_path).await;
     let road = road(&app).await;
     // The listeners stay open while a stream lasts whose edge has nowhere else to go.
@@ -74,7 +74,7 @@ async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start
 }
 
 #[tokio::test]
-async fn clients_that_keep_their_connections_lose_no_answer_in_a_drain() {
+async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
     let app = App::saying("it").await;
     let road = road(&app).await;
     let client = road.client();
@@ -104,7 +104,7 @@ async fn clients_that_keep_their_connections_lose_no_answer_in_a_drain() {
 
 /// The edge's own listeners say so too.
 #[tokio::test]
-async fn an_edge_that_drains_announces_the_end_of_connections_to_its_admin_listener() {
+async fn a_draining_edge_announces_close_on_its_admin_listener() {
     let app = App::http(by_path).await;
     let road = road(&app).await;
     let lasting = road.http2().connect("edge-1").await.unwrap();

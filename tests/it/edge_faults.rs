@@ -63,7 +63,7 @@ async fn app_at(host: &Host<'_>) -> App {
 }
 
 #[tokio::test]
-async fn a_clock_that_is_wrong_by_a_day_is_named_and_the_edge_heals_with_it() {
+async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
     need!("faketime");
     for (wrong, named) in [("-1d", true), ("+1d", false)] {
         let app = App::saying("here").await;
@@ -80,8 +80,8 @@ async fn a_clock_that_is_wrong_by_a_day_is_named_and_the_edge_heals_with_it() {
             .args([binary()]);
         let mut edge = site.edge_of(edge, "edge-1", app.port()).start();
         if named {
-            edge.said("is its clock right?").await;
-            complains(&site, || causeway(""), "is its clock right?").await;
+            edge.said("check the clock").await;
+            complains(&site, || causeway(""), "check the clock").await;
             fs::write(&clock, "+0").unwrap();
         }
         stands(&edge, 1).await;
@@ -142,7 +142,7 @@ fn reply(query: &[u8], address: Option<Ipv4Addr>) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_resolver_that_does_not_know_then_lies_then_answers_is_named_and_healed() {
+async fn a_failing_then_wrong_resolver_is_named_and_recovered_from() {
     need!(NEED);
     let street = Street::new();
     let host = street.host();
@@ -168,7 +168,7 @@ async fn a_resolver_that_does_not_know_then_lies_then_answers_is_named_and_heale
 }
 
 #[tokio::test]
-async fn an_edge_whose_address_changes_comes_back_from_the_new_one() {
+async fn an_edge_with_a_changed_address_reconnects_from_the_new_one() {
     need!(NEED);
     let street = Street::new();
     let mut host = street.host();
@@ -232,7 +232,7 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
 
 /// As proxies of companies do. A client that sends a request meanwhile waits for the next tunnel.
 #[tokio::test]
-async fn a_proxy_that_cuts_each_connection_costs_no_request_that_comes_meanwhile() {
+async fn a_proxy_that_cuts_each_connection_costs_no_request() {
     let app = App::saying("here").await;
     let site = Site::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
@@ -258,7 +258,7 @@ async fn a_proxy_that_cuts_each_connection_costs_no_request_that_comes_meanwhile
 
 /// The network is well, as the tunnel at the other gateway shows: pauses grow beyond those of a silent network (2 s).
 #[tokio::test]
-async fn an_address_that_alone_does_not_answer_is_dialled_ever_less_and_named_once() {
+async fn a_single_silent_address_is_dialled_rarely_and_named_once() {
     let app = App::saying("here").await;
     let mut site = Site::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
@@ -283,7 +283,7 @@ async fn an_address_that_alone_does_not_answer_is_dialled_ever_less_and_named_on
 }
 
 #[tokio::test]
-async fn a_gateway_that_swallows_everything_does_not_keep_an_edge_from_the_next_one() {
+async fn a_blackhole_gateway_does_not_block_the_next_gateway() {
     need!(NEED);
     let street = Street::new();
     let (host, hole) = (street.host(), street.host());
@@ -295,7 +295,7 @@ async fn a_gateway_that_swallows_everything_does_not_keep_an_edge_from_the_next_
     let swallows = format!("{}:10262", hole.address());
     site.tunnel = format!("{swallows},{}", site.tunnel);
     let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
-    let named = edge.said("a gateway before this one").await;
+    let named = edge.said("connected to this gateway after others").await;
     assert!(named.contains(&swallows), "{named}");
     stands(&edge, 1).await;
     serves(&site).await;

@@ -74,7 +74,7 @@ async fn an_unknown_node_is_404() {
         &answer,
         404,
         "node_unknown",
-        "no node is known by Host \"edge-9:9100\"",
+        "no node matches Host \"edge-9:9100\"",
     );
     let client = world.client().sni(GATEWAY_NAME);
     let answer = client.http2().get("https://edge-9:9100/").await;
@@ -89,7 +89,7 @@ async fn an_unknown_node_is_404() {
 }
 
 #[tokio::test]
-async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
+async fn a_server_name_of_no_node_gets_a_tls_alert_and_is_counted() {
     let world = World::start().await;
     for name in ["edge-9", "edge-9", "nobody.example"] {
         let refused = world.client().tls_stream(name, &["h2"]).await.unwrap_err();
@@ -121,7 +121,7 @@ async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
 }
 
 #[tokio::test]
-async fn a_client_that_refuses_a_listeners_certificate_is_logged_with_its_server_name() {
+async fn a_client_that_rejects_the_listener_certificate_is_logged() {
     let listener = fixed("one", ListenerProtocol::Https, "edge-1", 9100);
     let world = World::build().listener(listener).start().await;
     let client = world.client_at("one");
@@ -138,7 +138,7 @@ async fn a_client_that_refuses_a_listeners_certificate_is_logged_with_its_server
 }
 
 #[tokio::test]
-async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
+async fn a_disconnected_node_is_503_with_time_and_address() {
     let mut world = World::start().await;
     let app = App::saying("it").await;
     let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -149,7 +149,7 @@ async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
         &answer,
         503,
         "node_not_connected",
-        "edge-1 is not connected since 2",
+        "edge-1 is not connected; it was last seen at 2",
     );
     assert_problem(
         &answer,
@@ -165,12 +165,12 @@ async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
         &answer,
         503,
         "node_not_connected",
-        "was not seen since this gateway started",
+        "has not connected since this gateway started",
     );
 }
 
 #[tokio::test]
-async fn a_node_whose_link_fell_silent_is_503_until_it_answers_again() {
+async fn a_node_with_a_silent_link_is_503_until_it_answers() {
     let world = World::build().config(|config| {
         config.tunnel.ping_after = SOON;
         config.tunnel.ping_timeout = SOON;
@@ -202,7 +202,7 @@ async fn a_node_whose_link_fell_silent_is_503_until_it_answers_again() {
 }
 
 #[tokio::test]
-async fn a_client_that_is_not_known_is_401_and_learns_what_was_tried() {
+async fn an_unauthenticated_client_is_401_with_the_tried_methods() {
     let build = World::build();
     let token = build.token("prometheus");
     let clients = |own_ca| ClientAuth {
@@ -232,9 +232,10 @@ async fn a_client_that_is_not_known_is_401_and_learns_what_was_tried() {
         world.client_at("both").sni(GATEWAY_NAME),
     );
     let tokens = world.client_at("tokens");
-    let others = "(a client shows none that is of a CA which this listener does not name)";
+    let others =
+        "(a client does not send a certificate from a CA that this listener does not list)";
     let nothing = |what: &str| format!("nothing presented; this listener takes {what}");
-    let unknown = || "token: not one that this listener knows".to_owned();
+    let unknown = || "token: not known to this listener".to_owned();
     for (client, says, challenge) in [
         (
             https.nobody(),
@@ -250,7 +251,7 @@ async fn a_client_that_is_not_known_is_401_and_learns_what_was_tried() {
         (tokens.clone(), nothing("a bearer token"), bearer),
         (
             tokens.clone().field("authorization", "Basic eDp5"),
-            "holds no bearer token".to_owned(),
+            "contains no bearer token".to_owned(),
             bearer,
         ),
         (
@@ -279,7 +280,9 @@ impl Authorize for NoSecrets {
         match (ask.act, ask.path) {
             (Action::Request, "/open") => AuthzDecision::Allow,
             (Action::Request, "/asked") => AuthzDecision::Ask(Box::pin(async { Ok(()) })),
-            (Action::Request, "/undecided") => AuthzDecision::Ask(Box::pin(std::future::pending())),
+            (Action::Request, "/dependency_unavailable") => {
+                AuthzDecision::Ask(Box::pin(std::future::pending()))
+            }
             (Action::Upgrade, _) => AuthzDecision::Ask(Box::pin(async { Err(sentence.into()) })),
             _ => AuthzDecision::Deny(sentence.into()),
         }
@@ -287,7 +290,7 @@ impl Authorize for NoSecrets {
 }
 
 #[tokio::test]
-async fn a_client_that_may_not_is_403_before_the_edge_hears_of_it() {
+async fn an_unauthorized_client_is_403_without_edge_contact() {
     let build = World::build().authorizer(NoSecrets);
     let world = build
         .config(|config| config.timeouts.authorize = SOON)
@@ -310,15 +313,22 @@ async fn a_client_that_may_not_is_403_before_the_edge_hears_of_it() {
         "forbidden",
         "tester may not GET /open of edge-1:9100",
     );
-    let answer = client.get("https://edge-1:9100/undecided").await;
-    assert_problem(&answer, 503, "undecided", "was not decided within 200ms");
+    let answer = client
+        .get("https://edge-1:9100/dependency_unavailable")
+        .await;
+    assert_problem(
+        &answer,
+        503,
+        "dependency_unavailable",
+        "was not decided within 200ms",
+    );
     assert_eq!(app.requests(), 0);
     assert_eq!(client.get("https://edge-1:9100/open").await.text(), "it");
     assert_eq!(client.get("https://edge-1:9100/asked").await.text(), "it");
 }
 
 #[tokio::test]
-async fn what_the_edges_owner_does_not_serve_is_403() {
+async fn a_target_that_the_edges_owner_does_not_serve_is_403() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address());
@@ -338,12 +348,12 @@ async fn what_the_edges_owner_does_not_serve_is_403() {
     let answer = client.get("https://edge-1:22/").await;
     assert_problem(&answer, 403, "edge_policy", "as tcp only");
     let answer = client.send(upgrade("https://edge-1:9100/")).await;
-    assert_problem(&answer, 403, "edge_policy", "does not serve upgrades");
+    assert_problem(&answer, 403, "edge_policy", "does not allow upgrades");
     assert_eq!(app.connections(), 0);
 }
 
 #[tokio::test]
-async fn a_refused_port_is_502_and_says_which_target() {
+async fn a_refused_port_is_502_and_names_the_target() {
     let world = World::build()
         .listener(listener("connect", ListenerProtocol::Connect))
         .start()
@@ -394,7 +404,7 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
         link.cut();
     };
     let (answer, ()) = tokio::join!(client.get("https://edge-1:9100/"), cut);
-    let said = "edge-1 was lost in mid-stream: the tunnel was lost: the peer closed the connection";
+    let said = "the tunnel of edge-1 was lost during the stream: the tunnel was lost: the peer closed the connection";
     assert_problem(&answer, 502, "tunnel_lost", said);
 }
 
@@ -501,7 +511,7 @@ async fn a_clients_limit_is_503_for_that_client_only() {
         &answer,
         503,
         "limit_reached",
-        "this client has 1 streams open",
+        "this client has reached its limit of 1 open streams",
     );
     let answer = while_one_is_open(&build().start().await, "other", "edge-1").await;
     assert_eq!(answer.text(), "it");
@@ -522,7 +532,7 @@ async fn a_nodes_limit_is_503_for_that_node_only() {
 }
 
 #[tokio::test]
-async fn the_gateways_limit_is_503_for_everybody() {
+async fn the_gateways_limit_is_503_for_every_client() {
     let world = World::build().config(|config| config.limits.streams = 1);
     let answer = while_one_is_open(&world.start().await, "other", "edge-2").await;
     assert_problem(
@@ -541,12 +551,12 @@ async fn a_full_tunnel_is_503() {
         &answer,
         503,
         "limit_reached",
-        "edge-1's tunnel has as many streams as it may have",
+        "the tunnel of edge-1 has reached its maximum number of streams",
     );
 }
 
 #[tokio::test]
-async fn a_gateway_that_drains_serves_every_client_it_still_lets_in() {
+async fn a_draining_gateway_serves_every_admitted_client() {
     let world = World::build().config(|config| config.timeouts.drain = 25 * SOON);
     let mut world = world.start().await;
     let app = App::saying("it").await;
@@ -661,11 +671,11 @@ async fn a_head_that_means_two_things_is_400() {
         ("GET / HTTP/1.1\r\n\r\n", "needs a Host"),
         (
             "GET / HTTP/1.1\r\nHost: user@edge-1:9100\r\n\r\n",
-            "no user information",
+            "must not have user information",
         ),
         (
             "GET / HTTP/1.1\r\nHost: edge-1 :9100\r\n\r\n",
-            "the Host is not a host",
+            "the Host field does not contain a valid host",
         ),
         (
             "GET / HTTP/1.1\r\nHost: edge-1:99999\r\n\r\n",

@@ -185,7 +185,7 @@ async fn logs_that_follow_are_flushed_line_by_line() {
 
 /// On one kept connection the Host changes from request to request, and names the node only sometimes.
 #[tokio::test]
-async fn node_proxy_and_logs_share_a_connection_whatever_its_hosts() {
+async fn node_proxy_and_logs_share_a_connection_for_all_hosts() {
     let app = App::saying("{}").await;
     let (world, _edge) = kubelet(&app).await;
     let mut wire = tls(&world).await;
@@ -206,7 +206,7 @@ async fn node_proxy_and_logs_share_a_connection_whatever_its_hosts() {
 }
 
 #[tokio::test]
-async fn an_egress_selector_gets_a_bare_200_and_no_byte_before_its_own() {
+async fn an_egress_selector_gets_a_bare_200_before_any_other_byte() {
     let app = App::tcp(Script::new().write("I speak first").echo()).await;
     let strict = Listener {
         errors: ErrorFormat::Kubernetes,
@@ -271,7 +271,7 @@ async fn a_trace_passes_unchanged_and_none_is_added() {
 }
 
 #[tokio::test]
-async fn this_hop_adds_itself_behind_the_hops_before() {
+async fn this_hop_is_appended_after_the_previous_hops() {
     let answer = "HTTP/1.1 200 OK\r\nVia: 1.1 inner\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
     let road = Road::to(&app).await;
@@ -355,7 +355,7 @@ async fn cookies_that_an_app_sets_stay_apart() {
 }
 
 #[tokio::test]
-async fn authorization_stays_here_unless_the_listener_forwards_it() {
+async fn authorization_is_removed_unless_the_listener_forwards_it() {
     let app = App::saying("it").await;
     for forwards in [false, true] {
         let build = World::build().listener(Listener {

@@ -297,7 +297,7 @@ async fn pair(app: &App) -> (Site, Site, Process, String) {
 }
 
 #[tokio::test]
-async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_open_its_time() {
+async fn a_gateway_that_drains_under_load_loses_no_request() {
     let gate = Gate::new();
     let held = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {

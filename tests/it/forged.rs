@@ -80,7 +80,7 @@ const SPOILT: [Spoilt; 12] = [
     Spoilt {
         name: "by-clients",
         issuer: "clients",
-        said: "cannot have made a certificate to come as edge",
+        said: "cannot issue a certificate for use as edge",
         ..GOOD
     },
     Spoilt {
@@ -98,13 +98,13 @@ const SPOILT: [Spoilt; 12] = [
     Spoilt {
         name: "client",
         names: "URI:spiffe://DOMAIN/client/edge-1",
-        said: "a certificate of kind client cannot come as edge",
+        said: "a certificate of kind client cannot be used as edge",
         ..GOOD
     },
     Spoilt {
         name: "gateway",
         names: "URI:spiffe://DOMAIN/gateway",
-        said: "a certificate of kind gateway cannot come as edge",
+        said: "a certificate of kind gateway cannot be used as edge",
         ..GOOD
     },
     Spoilt {
@@ -195,7 +195,7 @@ impl Forger {
 }
 
 #[tokio::test]
-async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_listener() {
+async fn a_certificate_with_one_fault_is_refused_on_every_port() {
     need!("openssl", "curl", "faketime");
     let forger = Forger::start().await;
     let app = App::saying("it").await;
@@ -234,7 +234,7 @@ async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_
 }
 
 #[tokio::test]
-async fn a_session_from_before_a_revocation_resumes_into_nothing() {
+async fn a_session_from_before_a_revocation_gives_no_access() {
     need!("openssl");
     let forger = Forger::start().await;
     let site = &forger.site;
@@ -252,7 +252,7 @@ async fn a_session_from_before_a_revocation_resumes_into_nothing() {
     // openssl says no hello: that is all that was wrong with it.
     let why = "refused an edge edge=\"edge-1\"";
     site.gateway
-        .wrote("no answer to the hello", 2, PATIENCE)
+        .wrote("no response to the hello", 2, PATIENCE)
         .await;
     let revoke = causeway("node revoke edge-1 --reason stolen");
     revoke.flag("--data-dir", site.data()).run().await.ok();
@@ -318,7 +318,7 @@ fn answer(ran: &Ran) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn of_a_request_counts_its_key_and_a_weak_or_oversized_one_spends_no_token() {
+async fn a_weak_or_oversized_request_key_uses_up_no_token() {
     need!("openssl", "curl");
     let forger = Forger::start().await;
     let token = forger.site.token("--node edge-1").await;

@@ -54,7 +54,7 @@ fn assert_set(head: &Head, proto: &str) {
 }
 
 #[tokio::test]
-async fn an_app_learns_address_scheme_and_host_and_no_client_forges_them() {
+async fn an_upstream_gets_unforgeable_address_scheme_and_host() {
     let app = App::http(script).await;
     let road = Road::to(&app).await;
     let (secured, asked_here) = Road::secured(script).await;
@@ -82,7 +82,7 @@ async fn an_app_learns_address_scheme_and_host_and_no_client_forges_them() {
 }
 
 #[tokio::test]
-async fn a_trusted_proxy_is_believed_and_nobody_else_at_the_same_listener() {
+async fn only_a_trusted_proxy_is_believed_at_a_listener() {
     let app = App::http(script).await;
     let trusting = Listener {
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
@@ -196,7 +196,7 @@ async fn curl_is_not_redirected_for_ever_by_an_app_that_forces_https() {
 }
 
 #[tokio::test]
-async fn gunicorn_knows_by_which_scheme_it_is_asked() {
+async fn gunicorn_learns_the_scheme_of_the_request() {
     need!("curl", "python:gunicorn");
     let mut app = Tool::python("gunicorn_server.py").start();
     let port: u16 = app.json().await["port"].to_string().parse().unwrap();

@@ -137,7 +137,7 @@ async fn nodes(site: &Site) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn a_gateway_without_a_ca_serves_edges_and_clients_by_certificates_of_another_system() {
+async fn a_gateway_without_a_ca_serves_with_external_certificates() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let site = site("").await;
@@ -210,9 +210,12 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
     for (name, said) in [
         ("alice", "0 identities"),
         ("server", "extended key usage"),
-        ("elsewhere", "is none of trust domain company.test"),
+        ("elsewhere", "is not of trust domain company.test"),
         ("both", "2 identities"),
-        ("gate", "a certificate of kind gateway cannot come as edge"),
+        (
+            "gate",
+            "a certificate of kind gateway cannot be used as edge",
+        ),
         ("by-stranger", "UnknownIssuer"),
         ("by-leaf", "CaUsedAsEndEntity|EndEntityUsedAsCa"),
     ] {
@@ -239,14 +242,14 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
         let curl = curl.args(["--key".into(), site.path(&format!("{name}.key"))]);
         let said = curl.args(["-w", " %{http_code}"]).run().await.text();
         assert!(
-            said.contains("cannot come as client") && said.ends_with(" 401"),
+            said.contains("cannot be used as client") && said.ends_with(" 401"),
             "{name}: {said}"
         );
     }
 }
 
 #[tokio::test]
-async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() {
+async fn automatically_admitted_nodes_are_recorded_and_revocable() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let site = site(", any_node: true").await;
@@ -318,7 +321,7 @@ async fn serials(site: &Site) -> BTreeSet<String> {
 }
 
 #[tokio::test]
-async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused() {
+async fn renewed_files_are_loaded_without_dropped_requests() {
     need!("openssl", "curl");
     let span = span();
     let app = app(span).await;
@@ -347,7 +350,8 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
     };
     Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
     assert!(seen.len() > 3, "{seen:?}");
-    edge.said("this node has another certificate").await;
+    edge.said("this node's certificate or trusted CAs were replaced")
+        .await;
     let other = "tunnel.identity files changed";
     site.gateway.wrote(other, 3, crate::world::PATIENCE).await;
 }
@@ -370,7 +374,7 @@ async fn replace(
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_in_use() {
+async fn an_expired_or_wrong_purpose_renewal_replaces_no_certificate() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let folder = company().await;
@@ -383,7 +387,10 @@ async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_
     let configuration = tunnel(&folder, ", any_node: true") + &listeners(&folder) + &apps;
     let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
-    let (listener, period) = ("DNS:edge-1,DNS:edge-2", "it is valid from ");
+    let (listener, period) = (
+        "DNS:edge-1,DNS:edge-2",
+        "the new certificate is valid from ",
+    );
     for (name, usage, names, days, said) in [
         ("edge-1", "clientAuth", EDGE_1, "-1", period),
         ("gateway", "serverAuth", GATEWAY, "-1", period),
@@ -393,7 +400,7 @@ async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_
             "clientAuth",
             listener,
             "2",
-            "its extended key usage does not name serverAuth",
+            "the extended key usage of the certificate does not contain serverAuth",
         ),
         ("client", "clientAuth", "DNS:gateway", "-1", period),
         (
@@ -401,7 +408,7 @@ async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_
             "serverAuth",
             "DNS:gateway",
             "2",
-            "its extended key usage does not name clientAuth",
+            "the extended key usage of the certificate does not contain clientAuth",
         ),
     ] {
         let good = replace(&site, (name, usage, names, days)).await;
@@ -449,7 +456,7 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
         fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
     };
     put(&site, &fs::read(site.path("other-root.pem")).unwrap());
-    edge.said("is not believed here any more").await;
+    edge.said("is no longer trusted by this gateway").await;
     until("it has no tunnel", async || {
         nodes(&site).await[0]["state"] == "away"
     })
@@ -464,9 +471,9 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
 
     // What does not fit is not taken up, at either end.
     fs::copy(site.path("edge-2.pem"), site.path("edge-1.pem")).unwrap();
-    edge.said("private key does not fit").await;
+    edge.said("private key does not match").await;
     fs::copy(site.path("edge-2.key"), site.path("edge-1.key")).unwrap();
-    edge.said("it is for node edge-2 of trust domain company.test, and this edge is edge-1")
+    edge.said("the certificate is for node edge-2 of trust domain company.test, but this edge stays edge-1")
         .await;
     fs::copy(site.path("alice.pem"), site.path("gateway.pem")).unwrap();
     site.gateway.said("tunnel.identity: ").await;
@@ -474,7 +481,7 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
 }
 
 #[tokio::test]
-async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_root_leads_to_it() {
+async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let folder = company().await;
@@ -505,12 +512,12 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
     assert!(ended.is_empty(), "{ended}");
     found(site.folder(), "other").await;
     fs::rename(site.path("other-root.pem"), site.path("edges.pem")).unwrap();
-    edge.said("is not believed here any more").await;
+    edge.said("is no longer trusted by this gateway").await;
 }
 
 /// Checks that a stolen gateway key keeps no edge that has learned of another CA.
 #[tokio::test]
-async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
+async fn an_edge_leaves_a_gateway_whose_ca_it_no_longer_trusts() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
     let site = site(", any_node: true").await;
@@ -524,7 +531,7 @@ async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
     edge.said("tunnel registered").await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     fs::rename(site.path("other-root.pem"), site.path("gateways.pem")).unwrap();
-    edge.said("its CA is not believed any more").await;
+    edge.said("the gateway's CA is no longer trusted").await;
     until("it serves nothing there", async || {
         calls(&site, "edge-1").await.ends_with(" 503")
     })
@@ -537,7 +544,7 @@ async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
 }
 
 #[tokio::test]
-async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
+async fn an_unusable_configuration_is_refused_with_the_missing_part() {
     need!("openssl");
     let folder = company().await;
     let (given, listeners) = (tunnel(&folder, ""), listeners(&folder));
@@ -566,7 +573,7 @@ async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
         edges + &listeners,
         &[
             "edge-1.pem",
-            "it is the certificate of edge edge-1",
+            "the certificate is for edge edge-1",
             "/gateway",
         ],
     )

@@ -107,11 +107,13 @@ async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
             break;
         }
     }
-    ground.is_rid_of_it("more than its windows allow").await;
+    ground
+        .is_rid_of_it("exceeded its flow-control windows")
+        .await;
 }
 
 #[tokio::test]
-async fn single_bytes_that_nobody_takes_count_as_what_they_cost() {
+async fn unread_single_bytes_count_with_their_memory_cost() {
     let mut ground = Ground::new().await;
     let mut evil = Evil::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
@@ -123,7 +125,9 @@ async fn single_bytes_that_nobody_takes_count_as_what_they_cost() {
             break;
         }
     }
-    ground.is_rid_of_it("more than its windows allow").await;
+    ground
+        .is_rid_of_it("exceeded its flow-control windows")
+        .await;
 }
 
 #[tokio::test]
@@ -135,7 +139,9 @@ async fn a_node_has_no_more_tunnels_than_it_needs() {
     }
     let one_more = Evil::greeted(&ground.site).await;
     one_more.welcome(u32::MAX).await.ended().await;
-    ground.is_rid_of_it("as many tunnels as it may have").await;
+    ground
+        .is_rid_of_it("reached its maximum number of tunnels")
+        .await;
     // A slot that is taken anew is no further tunnel.
     drop(Evil::registered_as(&ground.site, 0).await);
 }

@@ -51,7 +51,9 @@ impl Authorize for ByPath {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         match ask.path {
             "/denied" => AuthzDecision::Deny("100 % no, señor".into()),
-            "/undecided" => AuthzDecision::Undecided("nobody is there".into()),
+            "/dependency_unavailable" => {
+                AuthzDecision::DependencyUnavailable("nobody is there".into())
+            }
             _ => AuthzDecision::Allow,
         }
     }
@@ -79,7 +81,12 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
             (URL, "14", "target_broken", "edge-1"),
             ("https://edge-1:9101/", "7", "edge_policy", "edge-1"),
             ("https://edge-1:9102/", "14", "target_refused", "refused"),
-            ("https://edge-1:9100/undecided", "14", "undecided", "nobody"),
+            (
+                "https://edge-1:9100/dependency_unavailable",
+                "14",
+                "dependency_unavailable",
+                "nobody",
+            ),
             (
                 "https://edge-1:9100/denied",
                 "7",
@@ -112,7 +119,7 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
 }
 
 #[tokio::test]
-async fn errors_of_apps_that_the_gateway_asks_itself_are_grpcs_too() {
+async fn upstream_tls_errors_are_grpc_errors_for_grpc_clients() {
     let (_app, road) = Road::secured(|_| answer::garbage()).await;
     for client in [road.http2(), road.client()] {
         assert_grpc(&call(&client, URL).await, "14", "target_broken", "edge-1");

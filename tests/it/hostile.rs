@@ -23,7 +23,7 @@ pub(crate) async fn one_chunked_request(listener: TcpListener) -> String {
 }
 
 #[tokio::test]
-async fn trailers_say_nothing_that_only_a_head_or_a_gateway_may_say() {
+async fn trailers_carry_no_head_or_gateway_fields() {
     let world = World::start().await;
     let listener = TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))
         .await

@@ -94,7 +94,7 @@ async fn a_flood_of_pings_ends_its_own_tunnel() {
 }
 
 #[tokio::test]
-async fn a_flood_whose_answers_are_never_read_ends_its_own_tunnel() {
+async fn a_flood_with_unread_answers_ends_its_own_tunnel() {
     need!("curl");
     let mut ground =
         Ground::with("tunnel: { ping_after: 300ms, ping_timeout: 600ms, close_after: 1s }").await;
@@ -167,7 +167,7 @@ async fn a_flood_of_windows_ends_its_own_tunnel() {
 }
 
 #[tokio::test]
-async fn a_flood_of_frames_that_say_nothing_ends_its_own_tunnel() {
+async fn a_flood_of_empty_frames_ends_its_own_tunnel() {
     need!("curl");
     let mut ground = Ground::new().await;
     let evil = Evil::registered(&ground.site).await;
@@ -183,7 +183,7 @@ async fn a_flood_of_frames_that_say_nothing_ends_its_own_tunnel() {
 }
 
 #[tokio::test]
-async fn interim_answers_without_end_fail_their_stream_and_then_their_tunnel() {
+async fn endless_interim_answers_fail_their_stream_then_their_tunnel() {
     need!("curl");
     let mut ground = Ground::new().await;
     let mut evil = Evil::registered(&ground.site).await;
@@ -191,10 +191,7 @@ async fn interim_answers_without_end_fail_their_stream_and_then_their_tunnel() {
     let flood = evil.flood(frame(HEADERS, END_HEADERS, stream, EARLY));
     Box::pin(ground.bears(flood, "floods its tunnel with HEADERS")).await;
     let ran = calling.join_next().await.unwrap().unwrap();
-    assert!(
-        ran.text().contains("interim answers without end"),
-        "{ran:?}"
-    );
+    assert!(ran.text().contains("too many interim responses"), "{ran:?}");
 }
 
 /// Name of the lie, its bytes, and a word of the reason that the log must give.
@@ -287,7 +284,7 @@ fn out_of_place() -> Vec<Lie> {
 }
 
 #[tokio::test]
-async fn what_the_protocol_forbids_ends_its_own_tunnel_with_the_reason() {
+async fn protocol_violations_end_their_own_tunnel_with_the_reason() {
     need!("curl");
     let mut ground = Ground::new().await;
     let lies = [out_of_bounds(), out_of_place()].concat();
@@ -337,10 +334,10 @@ async fn a_hello_that_never_comes_is_not_waited_for() {
                 .await
                 .unwrap();
         }
-        Box::pin(ground.bears(evil.ended(), "no answer to the hello within 2s")).await;
+        Box::pin(ground.bears(evil.ended(), "no response to the hello within 2s")).await;
     }
     // Not even an answer's head, but a thousand promises of one.
     let evil = Evil::greeted(&ground.site).await;
     let flood = evil.flood(frame(HEADERS, END_HEADERS, CONTROL, EARLY));
-    Box::pin(ground.bears(flood, "interim answers without end")).await;
+    Box::pin(ground.bears(flood, "too many interim responses")).await;
 }

@@ -24,7 +24,7 @@ const ALLOWED: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 7);
 /// Not allowed, and the app's.
 const FORBIDDEN: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[tokio::test]
-async fn a_name_that_changes_its_address_is_judged_by_the_one_that_is_dialled() {
+async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
     need!("curl", "mounts");
     let asked = Arc::new(AtomicUsize::new(0));
     let count = asked.clone();

@@ -100,7 +100,7 @@ async fn an_unknown_certificate_is_refused_and_both_ends_say_why() {
     }
     until("the gateway's log says why", async || {
         let log = world.log().text();
-        log.matches("refused a connection at the tunnel port")
+        log.matches("refused a connection to the tunnel port")
             .count()
             == 2
     })
@@ -125,7 +125,7 @@ async fn refused_while_talking(tls: TlsStream<TcpStream>) -> rustls::Error {
 }
 
 #[tokio::test]
-async fn whoever_is_refused_can_read_why_though_it_talks_on() {
+async fn a_refused_client_that_keeps_sending_can_read_the_reason() {
     let world = World::start().await;
     let stranger = identity(&world, &other_ca(), LIFE);
     let edge = verify::tunnel_client(&stranger).unwrap();
@@ -141,7 +141,7 @@ async fn whoever_is_refused_can_read_why_though_it_talks_on() {
 }
 
 #[tokio::test]
-async fn an_edge_whose_certificate_has_expired_says_so() {
+async fn an_edge_with_an_expired_certificate_reports_it() {
     let world = World::build().config(|config| {
         config.tunnel.edge_certificate_lifetime = Duration::from_secs(1);
     });
@@ -170,7 +170,7 @@ async fn an_edge_whose_certificate_has_expired_says_so() {
 }
 
 #[tokio::test]
-async fn an_edge_whose_certificate_has_expired_joins_again_with_a_fresh_token() {
+async fn an_expired_edge_joins_again_with_a_fresh_token() {
     let world = World::build().config(|config| {
         config.tunnel.edge_certificate_lifetime = Duration::from_secs(5);
     });
@@ -195,7 +195,7 @@ async fn an_edge_whose_certificate_has_expired_joins_again_with_a_fresh_token() 
 }
 
 #[tokio::test]
-async fn a_node_that_was_removed_is_sent_away_and_told_what_to_do() {
+async fn a_removed_node_is_refused_and_gets_the_remedy() {
     let mut world = World::start().await;
     let mut edge = world.edge("edge-1").join().await;
     edge.stop().await;
@@ -224,7 +224,7 @@ async fn an_edges_certificate_is_no_clients_and_a_clients_is_no_edges() {
     let edge = identity(&world, world.ca(), LIFE);
     let client = world.client().certificate(&edge.leaf);
     let answer = client.get("https://edge-1:9100/").await;
-    let says = "certificate: a certificate of kind edge cannot come as client";
+    let says = "certificate: a certificate of kind edge cannot be used as client";
     assert_problem(&answer, 401, "unauthenticated", says);
     assert_eq!(app.requests(), 0);
     until_counted(&world, "https").await;
@@ -307,7 +307,7 @@ async fn refused(plan: crate::world::edge::Plan<'_>) -> Error {
 }
 
 #[tokio::test]
-async fn a_token_that_is_not_good_says_which_fault_it_has() {
+async fn an_invalid_token_names_its_fault() {
     let world = World::start().await;
     let text = |token: causeway_certs::JoinToken| token.text().expose().to_owned();
 
@@ -328,7 +328,7 @@ async fn a_token_that_is_not_good_says_which_fault_it_has() {
         matches!(error, Error::Enrol(EnrolError::Used(_))),
         "{error}"
     );
-    assert!(error.to_string().contains("used already"), "{error}");
+    assert!(error.to_string().contains("already used"), "{error}");
 
     let other = text(world.token("edge-2", LIFE));
     let plan = world.edge("edge-3").token(&other);
@@ -392,7 +392,7 @@ async fn an_edge_that_has_joined_needs_its_token_no_more() {
 }
 
 #[tokio::test]
-async fn an_edge_without_identity_and_token_says_what_it_needs() {
+async fn an_edge_without_identity_and_token_names_the_missing_part() {
     let world = World::start().await;
     let folder = world.folder().join("empty");
     let config = causeway_edge::Config {
@@ -430,7 +430,7 @@ async fn keys_are_their_owners_only() {
 }
 
 #[tokio::test]
-async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
+async fn anonymous_clients_need_a_listed_network_and_port() {
     let narrow = |name, kind| Listener {
         anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
         anonymous_ports: vec![9100],
@@ -458,9 +458,19 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
     let plain = world.client_at("plain").from("127.0.0.2");
     assert_eq!(plain.get("http://edge-1:9100/").await.text(), "it");
     let answer = plain.get("http://edge-1:9101/").await;
-    assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
+    assert_problem(
+        &answer,
+        401,
+        "unauthenticated",
+        "does not serve clients from this address",
+    );
     let answer = plain.from("127.0.0.3").get("http://edge-1:9100/").await;
-    assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
+    assert_problem(
+        &answer,
+        401,
+        "unauthenticated",
+        "does not serve clients from this address",
+    );
     let open = world.client_at("open");
     let answer = open
         .clone()
@@ -472,7 +482,7 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         &answer,
         401,
         "unauthenticated",
-        "nothing presented; this listener takes a client certificate",
+        "no credentials were presented; this listener requires a client certificate",
     );
     let answer = open.from("127.0.0.3").get("https://edge-1:9101/").await;
     assert_eq!(
@@ -553,7 +563,7 @@ async fn a_bearer_token_names_its_client_and_stays_at_the_gateway() {
 }
 
 #[tokio::test]
-async fn a_wrong_token_is_never_nobody() {
+async fn a_wrong_token_is_never_anonymous() {
     let build = World::build();
     build.token("prometheus");
     let listener = Listener {
@@ -575,7 +585,7 @@ async fn a_wrong_token_is_never_nobody() {
         &answer,
         401,
         "unauthenticated",
-        "token: not one that this listener knows",
+        "token: not known to this listener",
     );
     let answer = client.get("http://edge-1:9100/").await;
     assert_problem(&answer, 404, "node_unknown", "edge-1");
@@ -612,7 +622,7 @@ async fn a_unix_socket_knows_its_client_by_the_kernel() {
 }
 
 #[tokio::test]
-async fn a_certificate_of_the_listener_is_minted_for_the_node_that_is_asked() {
+async fn a_listener_certificate_is_issued_for_the_requested_node() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;

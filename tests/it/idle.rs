@@ -84,7 +84,7 @@ async fn an_http2_client_without_a_request_is_sent_away_in_order() {
 }
 
 #[tokio::test]
-async fn an_http2_client_whose_answer_is_not_over_is_kept() {
+async fn an_http2_client_with_an_unfinished_answer_is_kept() {
     let gate = Gate::new();
     let (_app, road) = Box::pin(road(&gate)).await;
     let mut kept = road.http2().connect("edge-1").await.unwrap();

@@ -105,7 +105,7 @@ fn modules_import_each_other_without_cycles() {
 }
 
 #[test]
-fn proxy_and_control_import_only_what_lies_between() {
+fn proxy_and_control_import_only_shared_modules() {
     for folder in crates() {
         for (from, targets) in imports(&folder) {
             for (to, paths) in targets {

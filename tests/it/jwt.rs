@@ -71,7 +71,7 @@ fn said(ran: &Ran) -> (u16, String) {
 }
 
 #[tokio::test]
-async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() {
+async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
     need!("curl");
     let (old, new) = (Key::new("old"), Key::new("new"));
     let mut issuer = Issuer::start(&old);
@@ -100,7 +100,7 @@ async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() 
     assert_eq!(issuer.asked(), 2, "for a flood of unknown keys as for one");
     let (status, body) = said(&curl(&world, &by_old).await);
     assert!(
-        status == 401 && body.contains("jwt: no key with this id"),
+        status == 401 && body.contains("jwt: its issuer has no key with this id"),
         "{body}"
     );
 
@@ -141,7 +141,7 @@ async fn assert_refused(world: &World, token: &str, says: &str) {
 }
 
 #[tokio::test]
-async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
+async fn each_refusal_names_method_and_reason_without_token_content() {
     need!("curl");
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
@@ -171,21 +171,18 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
         ),
         (
             signed(json!({ "iss": "https://else.test" })),
-            "jwt: issuer is not one of this listener's",
+            "jwt: its issuer is not configured for this listener",
         ),
         (
             signed(json!({ "groups": ["system:masters"] })),
-            "jwt: a name or group in it",
+            "jwt: one of its names or groups",
         ),
         (
             Key::new("other").sign(&claims(&json!({}))),
-            "jwt: no key with this id",
+            "jwt: its issuer has no key with this id",
         ),
-        (forged, "jwt: its signature is not its issuer's"),
-        (
-            format!("{opaque}x"),
-            "token: not one that this listener knows",
-        ),
+        (forged, "jwt: its signature is not valid"),
+        (format!("{opaque}x"), "token: not known to this listener"),
     ] {
         assert_refused(&world, &token, says).await;
         if token.matches('.').count() == 2 {
@@ -204,7 +201,7 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
 }
 
 #[tokio::test]
-async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
+async fn a_gateway_starts_without_keys_and_loads_them_later() {
     let key = Key::new("key");
     let mut issuer = Issuer::silent(&key);
     let build = World::build();
@@ -222,12 +219,12 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     assert_problem(
         &refused,
         503,
-        "undecided",
-        "jwt: the keys of its issuer are not here yet",
+        "dependency_unavailable",
+        "jwt: the keys of its issuer have not been loaded yet",
     );
     let log = world.log().text();
     assert!(
-        log.contains("the keys of an issuer of JWTs cannot be fetched"),
+        log.contains("the keys of a JWT issuer cannot be fetched"),
         "{log}"
     );
     let failed = world.metrics().await;
@@ -240,7 +237,7 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
 }
 
 #[tokio::test]
-async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
+async fn a_server_in_an_issuers_place_provides_no_keys() {
     let key = Key::new("key");
     let (there, meant) = (Issuer::start(&key), Issuer::silent(&key));
     let build = World::build();
@@ -255,8 +252,8 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
     let token = key.sign(&claims(&json!({})));
     let answer = world.client_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
     let refused = answer.get(URL).await;
-    let says = "jwt: the keys of its issuer are not here yet";
-    assert_problem(&refused, 503, "undecided", says);
+    let says = "jwt: the keys of its issuer have not been loaded yet";
+    assert_problem(&refused, 503, "dependency_unavailable", says);
     assert!(there.asked() > 0);
     let log = world.log().text();
     assert!(log.contains("TLS: invalid peer certificate"), "{log}");
@@ -264,7 +261,7 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
 
 /// The token is remembered by the connection, but neither beyond its end nor beyond its key.
 #[tokio::test]
-async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
+async fn a_kept_connection_is_admitted_while_its_token_is_valid() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
@@ -293,7 +290,7 @@ async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
 }
 
 #[tokio::test]
-async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() {
+async fn key_files_are_reloaded_and_old_keys_are_rejected() {
     let (old, new) = (Key::new("key"), Key::new("key"));
     let build = World::build();
     let file = build.folder().join("keys.json");
@@ -316,7 +313,7 @@ async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() 
     fs::write(&file, "{ \"keys\": [] }").unwrap();
     let refused = world.reload(|_| {}).unwrap_err().to_string();
     assert!(
-        refused.contains("keys.json") && refused.contains("no key in it"),
+        refused.contains("keys.json") && refused.contains("contains no key"),
         "{refused}"
     );
     assert_eq!(kept.get(URL).await.unwrap().status, 200, "all is as it was");
@@ -356,7 +353,7 @@ fn lying(client: Client) -> Client {
 }
 
 #[tokio::test]
-async fn an_app_is_told_who_calls_and_no_client_can_lie_to_it_nor_does_it_see_a_credential() {
+async fn an_upstream_gets_unforgeable_identity_and_no_credential() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
@@ -416,7 +413,7 @@ async fn an_app_is_told_who_calls_and_no_client_can_lie_to_it_nor_does_it_see_a_
 }
 
 #[tokio::test]
-async fn trailers_do_not_tell_an_app_who_calls() {
+async fn trailers_do_not_carry_client_identity() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
@@ -443,7 +440,7 @@ async fn trailers_do_not_tell_an_app_who_calls() {
 }
 
 #[tokio::test]
-async fn a_connect_listener_takes_a_jwt_as_it_takes_a_token() {
+async fn a_connect_listener_accepts_a_jwt_like_a_token() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let build = World::build();
@@ -456,10 +453,7 @@ async fn a_connect_listener_takes_a_jwt_as_it_takes_a_token() {
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = key.sign(&claims(&json!({})));
-    for (token, status) in [
-        (token.as_str(), "200 "),
-        ("a.b.c", "401 jwt: it does not read"),
-    ] {
+    for (token, status) in [(token.as_str(), "200 "), ("a.b.c", "401 jwt: not readable")] {
         let client = world.client_at("jwt").nobody();
         let mut wire = client.wire("gateway.test", &[]).await.unwrap();
         let head = format!(

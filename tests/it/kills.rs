@@ -144,7 +144,7 @@ fn left(data: &Path) -> Vec<PathBuf> {
 }
 
 #[tokio::test]
-async fn a_command_that_is_killed_at_any_write_leaves_the_old_state_or_the_new() {
+async fn a_command_killed_at_any_write_leaves_the_old_or_new_state() {
     need!("strace");
     for order in ORDERS {
         let folder = TempDir::new().unwrap();
@@ -173,7 +173,7 @@ async fn a_command_that_is_killed_at_any_write_leaves_the_old_state_or_the_new()
 }
 
 #[tokio::test]
-async fn a_restore_that_is_killed_at_any_write_has_restored_all_or_nothing() {
+async fn a_restore_killed_at_any_write_restores_all_or_no_files() {
     need!("strace");
     let folder = TempDir::new().unwrap();
     let (template, file) = (folder.path().join("template"), folder.path().join("backup"));
@@ -229,7 +229,7 @@ async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) ->
 }
 
 #[tokio::test]
-async fn an_edge_that_is_killed_at_any_write_while_it_joins_comes_back() {
+async fn an_edge_killed_at_any_write_while_joining_recovers() {
     need!("strace");
     let app = App::saying("it").await;
     let site = Site::start().await;
@@ -246,7 +246,7 @@ async fn an_edge_that_is_killed_at_any_write_while_it_joins_comes_back() {
 }
 
 #[tokio::test]
-async fn an_edge_that_is_killed_over_its_new_certificate_comes_back_with_the_old_one() {
+async fn an_edge_killed_during_renewal_recovers_with_the_old_identity() {
     need!("strace");
     let app = App::saying("it").await;
     // Certificates begin an hour before they are issued: this one is due at once.
@@ -270,7 +270,7 @@ fn identities(data: &Path) -> Vec<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn an_identity_is_not_lost_by_a_kill_at_any_write_while_it_is_given_up() {
+async fn a_kill_at_any_write_while_leaving_loses_no_identity() {
     need!("strace");
     let app = App::saying("it").await;
     let site = Site::start().await;

@@ -24,7 +24,7 @@ const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000
 
 /// Tests clients whose sockets are not read, so that the system does not report when they leave.
 #[tokio::test]
-async fn a_client_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
+async fn a_client_that_aborts_a_waiting_upload_is_released() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let mut taken = Vec::new();
@@ -52,7 +52,7 @@ async fn a_client_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go()
 
 /// Checks that a response that the drain time is too short for does not look complete.
 #[tokio::test]
-async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
+async fn a_response_cut_by_a_drain_ends_with_a_reset() {
     let app = App::http(|_| answer::endless()).await;
     let build = Road::build().config(|config| config.timeouts.drain = Duration::from_secs(1));
     let road = Road::along(build, Protocol::Http, app.address()).await;

@@ -51,7 +51,7 @@ async fn app(whole: &Arc<Vec<u8>>) -> App {
 }
 
 #[tokio::test]
-async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stalled_reader() {
+async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     let whole = Arc::new(pattern(24 * MIB));
     let app = app(&whole).await;
     let (road, _link) = road(&app, DELAY).await;
@@ -92,7 +92,7 @@ async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stal
 
 /// Silent for less than anybody notices, again and again: nothing is lost, and nothing is dialled anew.
 #[tokio::test]
-async fn a_link_that_stutters_loses_nothing() {
+async fn a_stuttering_link_loses_no_data() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
     let (road, link) = road(&app, Duration::ZERO).await;
@@ -128,7 +128,7 @@ async fn a_link_that_stutters_loses_nothing() {
 
 /// Each cut is an error for clients in mid-request, and for no others. The edge returns each time.
 #[tokio::test]
-async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
+async fn a_flapping_link_costs_only_requests_in_progress() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
     let (road, link) = road(&app, Duration::ZERO).await;
@@ -158,7 +158,7 @@ async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
 
 /// Checks that an edge dials again if nothing at all passes while it dials.
 #[tokio::test]
-async fn an_edge_that_begins_on_a_silent_link_is_there_when_the_link_is() {
+async fn an_edge_started_on_a_silent_link_connects_once_it_works() {
     let app = App::saying("well").await;
     let world = World::start().await;
     let link = Link::to(world.tunnel()).await;

@@ -46,7 +46,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 #[tokio::test]
-async fn no_command_panics_where_its_reader_has_gone_or_its_device_is_full() {
+async fn no_command_panics_with_a_closed_pipe_or_full_device() {
     let folder = folder();
     for line in COMMANDS {
         let gone = shell(
@@ -76,7 +76,7 @@ async fn no_command_panics_where_its_reader_has_gone_or_its_device_is_full() {
 }
 
 #[tokio::test]
-async fn a_reader_that_has_gone_is_no_failure_and_a_full_device_is_one_that_is_told() {
+async fn a_closed_pipe_is_no_failure_and_a_full_device_is_reported() {
     let folder = folder();
     let line = "causeway reference gateway";
     let gone = format!("{{ {line}; echo code=$? >&2; }} | true");
@@ -92,7 +92,7 @@ async fn a_reader_that_has_gone_is_no_failure_and_a_full_device_is_one_that_is_t
 }
 
 #[tokio::test]
-async fn a_gateway_whose_log_cannot_be_written_serves_and_says_so_in_its_metrics() {
+async fn a_gateway_with_an_unwritable_log_serves_and_counts_it() {
     need!("curl");
     let app = App::saying("served").await;
     let site = Site::start().await;
@@ -124,7 +124,7 @@ async fn a_gateway_whose_log_cannot_be_written_serves_and_says_so_in_its_metrics
 }
 
 #[tokio::test]
-async fn the_journal_gets_the_priority_of_each_line_and_no_time_of_ours() {
+async fn journal_lines_have_a_priority_and_no_timestamp() {
     let folder = tempfile::tempdir().unwrap();
     let journal = "touch log; export JOURNAL_STREAM=$(stat -c %d:%i log)";
     // A variable that nothing reads is warned of.
@@ -156,7 +156,7 @@ async fn refused(line: &str, folder: &Path, words: &[&str]) {
 }
 
 #[tokio::test]
-async fn check_config_refuses_what_would_not_start_or_do_what_it_says() {
+async fn check_config_refuses_unusable_configurations() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
     write("empty.pem", "");
@@ -208,7 +208,7 @@ async fn check_config_refuses_what_would_not_start_or_do_what_it_says() {
     .await;
     let alone = causeway("edge --check-config --data-dir data").within(folder.path());
     let told = alone.run().await.ok().stderr;
-    assert!(told.contains("no gateway is known"), "{told}");
+    assert!(told.contains("no gateway is configured"), "{told}");
     let named = causeway(edge).within(folder.path()).run().await.ok();
     assert_eq!(named.stderr, "");
 }
@@ -250,7 +250,7 @@ async fn a_policy_is_not_asked_about_a_request_without_a_scheme() {
 }
 
 #[tokio::test]
-async fn variables_that_nothing_reads_are_warned_of() {
+async fn unused_variables_cause_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let run = |line: &str| causeway(line).within(folder.path());
     let near = "CAUSEWAY_DATADIR is unknown and has no effect; did you mean CAUSEWAY_DATA_DIR?";
@@ -274,7 +274,7 @@ async fn variables_that_nothing_reads_are_warned_of() {
 }
 
 #[tokio::test]
-async fn errors_for_which_a_process_ends_are_json_where_its_log_is() {
+async fn fatal_errors_are_json_if_the_log_is_json() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(
         folder.path().join("faults.yaml"),
@@ -333,7 +333,7 @@ async fn status_on_a_node_shows_its_tunnels() {
     let edge = site.join("edge-1", 1).await;
     let admin = address_after(
         edge.written()
-            .line(|line| line.contains("edge runs"))
+            .line(|line| line.contains("edge is running"))
             .unwrap(),
         "admin=",
     );
@@ -355,13 +355,13 @@ async fn status_on_a_node_shows_its_tunnels() {
 }
 
 #[tokio::test]
-async fn build_and_process_are_among_the_metrics_in_the_format_that_is_asked_for() {
+async fn build_and_process_metrics_use_the_requested_format() {
     need!("curl");
     let site = Site::start().await;
     let edge = site.join("edge-1", 1).await;
     let admin = address_after(
         edge.written()
-            .line(|line| line.contains("edge runs"))
+            .line(|line| line.contains("edge is running"))
             .unwrap(),
         "admin=",
     );
@@ -397,7 +397,7 @@ async fn build_and_process_are_among_the_metrics_in_the_format_that_is_asked_for
 }
 
 #[tokio::test]
-async fn a_second_gateway_needs_nothing_but_the_ca_and_the_ticket_secret_of_the_first() {
+async fn a_second_gateway_needs_only_the_ca_and_the_ticket_secret() {
     let folder = tempfile::tempdir().unwrap();
     causeway("ca init --data-dir first")
         .within(folder.path())
@@ -489,7 +489,7 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
 
 /// As in an edge's pod, whose image has a gateway's directory too, of another user.
 #[tokio::test]
-async fn a_usual_data_directory_of_another_user_keeps_no_command_from_the_process_of_the_other() {
+async fn another_users_default_directory_hides_no_running_process() {
     need!("unshare", "setpriv");
     let app = App::saying("well").await;
     let usual = "mount -t tmpfs tmpfs /var/lib && \

@@ -218,7 +218,7 @@ fn say(figure: &str) {
 }
 
 #[tokio::test]
-async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
+async fn both_ends_detect_a_silent_cut_and_recover_in_time() {
     need!(NEED);
     let street = Street::new();
     let site = gateway().await;
@@ -263,13 +263,13 @@ async fn an_outage_of_five_seconds_is_over_when_the_link_is() {
 }
 
 #[tokio::test]
-async fn an_outage_of_five_seconds_in_which_a_probe_was_lost_early_is_over_soon() {
+async fn a_five_second_outage_with_an_early_lost_probe_ends_soon() {
     need!(NEED);
     outage_on(&Street::new(), PROBED_EARLY, SHORT, RETRANSMISSION).await;
 }
 
 #[tokio::test]
-async fn an_outage_of_five_seconds_is_over_in_two_where_the_system_retransmits_each_second() {
+async fn a_five_second_outage_ends_in_two_with_fast_retransmission() {
     need!(NEED);
     if !full() {
         return;
@@ -295,7 +295,7 @@ async fn an_outage_of_ten_minutes_is_over_when_the_link_is() {
 }
 
 #[tokio::test]
-async fn an_edge_whose_own_link_comes_up_is_back_in_time() {
+async fn an_edge_reconnects_in_time_after_its_own_link_returns() {
     need!(NEED);
     let street = Street::new();
     let site = gateway().await;

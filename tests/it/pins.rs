@@ -116,7 +116,7 @@ fn noted(world: &World) -> Option<Pin> {
 }
 
 #[tokio::test]
-async fn the_key_that_an_app_had_first_is_the_only_one_that_is_believed_across_restarts() {
+async fn only_the_first_key_of_an_upstream_is_trusted_after_restarts() {
     for version in [&TLS13, &TLS12] {
         let authority = Authority::new();
         // Of a year ago, and of somebody else's name.
@@ -141,10 +141,10 @@ async fn the_key_that_an_app_had_first_is_the_only_one_that_is_believed_across_r
         let refused = world.client().get(URL).await;
         for says in [
             &format!(
-                "port 10250 of edge-1 has another key than it had: SHA-256 {}",
+                "port 10250 of edge-1 has a new key: SHA-256 {}",
                 key(&second)
             ),
-            &format!("it is known by {}", key(&first)),
+            &format!("but key {} has been pinned", key(&first)),
             "`causeway node unpin edge-1 10250`",
         ] {
             assert_problem(&refused, 502, "target_key_changed", says);
@@ -227,11 +227,15 @@ async fn of_two_keys_that_are_met_at_once_one_is_believed() {
     );
     let known = noted(&world).unwrap().key;
     assert!([key(&first), key(&second)].contains(&known));
-    assert!(refused.text().contains(&format!("it is known by {known}")));
+    assert!(
+        refused
+            .text()
+            .contains(&format!("but key {known} has been pinned"))
+    );
 }
 
 #[tokio::test]
-async fn an_app_whose_key_the_disk_does_not_take_is_not_asked() {
+async fn an_upstream_without_a_stored_pin_gets_no_request() {
     let authority = Authority::new();
     let leaf = authority.app(&["edge-1"]);
     let app = App::https(authority.serve(&leaf, false), by_path).await;
@@ -241,8 +245,8 @@ async fn an_app_whose_key_the_disk_does_not_take_is_not_asked() {
     fs::create_dir_all(place.join("in-the-way")).unwrap();
     for _ in 0..2 {
         let answer = world.client().get(URL).await;
-        let says = "is met for the first time, and its key cannot be noted";
-        assert_problem(&answer, 503, "undecided", says);
+        let says = "connects for the first time, but its key cannot be recorded";
+        assert_problem(&answer, 503, "dependency_unavailable", says);
     }
     assert_eq!(app.requests(), 0);
     fs::remove_dir_all(&place).unwrap();
@@ -251,12 +255,12 @@ async fn an_app_whose_key_the_disk_does_not_take_is_not_asked() {
 }
 
 #[tokio::test]
-async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node() {
+async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     let authority = Authority::new();
     let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
     let shows = Shows::of(&[&first, &second], false);
     let app = App::https(shows.serve(&TLS13), by_path).await;
-    // What is kept is a core's.
+    // What is kept is a worker's.
     let one = format!("{OPEN}\nworkers: 1\nupstream_tls: {{ 9100: {{ pin: true }} }}");
     let site = Site::with_listeners(&one).await;
     let ports = format!(

@@ -72,7 +72,7 @@ async fn ask(world: &World, listener: &str, path: &str) -> Answer {
 }
 
 #[tokio::test]
-async fn the_pod_in_the_path_names_the_node_where_nothing_else_does() {
+async fn the_pod_in_the_path_selects_the_node_as_a_last_resort() {
     let world = world().await;
     let (one, two) = (App::saying("one").await, App::saying("two").await);
     let _one = world.edge("edge-1").port(10250, one.address()).join().await;
@@ -99,7 +99,7 @@ async fn a_pod_that_is_nowhere_is_502_with_the_sentence_and_in_time() {
         ("/exec/a/nobody/app", "pods \"x\" not found"),
         (
             "/exec/c/web/app",
-            "pod c/web is on cloud-1, which is at no edge",
+            "pod c/web is on cloud-1, which is not an edge node",
         ),
         (
             "/exec/slow/web/app",
@@ -116,7 +116,7 @@ async fn a_pod_that_is_nowhere_is_502_with_the_sentence_and_in_time() {
 }
 
 #[tokio::test]
-async fn nobody_is_told_of_pods_but_known_clients_at_listeners_for_kube_apiservers() {
+async fn only_authenticated_kube_apiserver_clients_resolve_pods() {
     let world = world().await;
     let app = App::saying("one").await;
     let _edge = world.edge("edge-1").port(10250, app.address()).join().await;

@@ -30,7 +30,7 @@ fn decided(world: &World) -> Value {
 }
 
 #[tokio::test]
-async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
+async fn the_first_matching_rule_decides_for_each_stream() {
     let rules = json!([
         { "name": "no shells", "what": { "paths": ["/exec"] }, "then": "deny" },
         { "name": "reading", "who": { "users": ["tester"] }, "what": { "methods": ["GET"] }, "then": "allow" },
@@ -73,7 +73,7 @@ async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
 }
 
 #[tokio::test]
-async fn rules_that_are_replaced_hold_for_the_next_stream_of_an_open_connection() {
+async fn replaced_rules_apply_to_the_next_stream_of_a_connection() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
@@ -88,7 +88,7 @@ async fn rules_that_are_replaced_hold_for_the_next_stream_of_an_open_connection(
 }
 
 #[tokio::test]
-async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_say() {
+async fn node_attributes_come_from_enrolment_and_not_from_edges() {
     let rules = json!([
         { "where": { "pools": ["north"], "labels": { "tier": "gold" } }, "then": "allow" },
     ]);
@@ -117,7 +117,7 @@ async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_sa
 
 /// As in README: a Node object takes no label away that a token gave.
 #[tokio::test]
-async fn labels_of_a_token_hold_on_when_the_cluster_has_a_node_of_that_name() {
+async fn labels_of_a_token_survive_a_cluster_node_of_that_name() {
     let rules = json!([
         { "name": "no shells on gold", "where": { "labels": { "tier": "gold" } }, "what": { "paths": ["/exec"] }, "then": "deny" },
         { "then": "allow" },
@@ -144,7 +144,7 @@ async fn labels_of_a_token_hold_on_when_the_cluster_has_a_node_of_that_name() {
 }
 
 #[tokio::test]
-async fn clients_are_told_apart_by_network_certificate_and_being_known() {
+async fn clients_are_matched_by_network_certificate_and_identity() {
     let rules = json!([
         { "who": { "users": ["system:anonymous"], "networks": ["127.0.0.2"] }, "then": "allow" },
         { "who": { "spiffe": ["spiffe://world.test/client/test*"] }, "then": "allow" },
@@ -170,7 +170,7 @@ async fn clients_are_told_apart_by_network_certificate_and_being_known() {
 }
 
 #[tokio::test]
-async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
+async fn a_session_is_refused_if_any_possible_request_is() {
     let rules = json!([
         { "where": { "nodes": ["edge-1"] }, "what": { "paths": ["/exec"] }, "then": "deny" },
         { "then": "allow" },
@@ -200,7 +200,7 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
+async fn a_gateway_without_its_configured_policy_does_not_start() {
     install_provider();
     let folder = tempfile::tempdir().unwrap();
     let store = Store::open(folder.path(), OpenMode::Create).unwrap();
@@ -215,7 +215,7 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
     };
     config.tunnel.listen = loopback();
     config.admin.listen = loopback();
-    let bind = |gateway: Gateway| gateway.cores(Workers::here()).bind();
+    let bind = |gateway: Gateway| gateway.workers(Workers::here()).bind();
     let refused = bind(Gateway::new(config.clone())).unwrap_err().to_string();
     assert!(refused.contains("policy.yaml"), "{refused}");
     let rules = PolicyWriter::new(Some(Policy::default()));
@@ -223,7 +223,7 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
 }
 
 #[tokio::test]
-async fn another_ca_that_a_listener_takes_gives_no_names_of_our_own_domain() {
+async fn an_extra_client_ca_gives_no_names_of_our_trust_domain() {
     let rules = json!([
         { "who": { "spiffe": ["spiffe://world.test/*"] }, "then": "deny" },
         { "who": { "spiffe": ["spiffe://partner.test/client/ann"] }, "then": "allow" },
@@ -258,7 +258,7 @@ async fn another_ca_that_a_listener_takes_gives_no_names_of_our_own_domain() {
 }
 
 #[tokio::test]
-async fn upgrades_and_tokens_on_a_kept_connection_are_decided_like_all_else() {
+async fn upgrades_and_tokens_on_a_kept_connection_follow_the_policy() {
     let build = World::build();
     let (ann, bob) = (build.token("ann"), build.token("bob"));
     let tokens = Listener {

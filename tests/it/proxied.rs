@@ -67,7 +67,7 @@ async fn said(listener: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn a_trusted_proxys_header_says_who_calls_and_where_to_and_nobody_elses_does() {
+async fn only_a_trusted_proxys_header_gives_source_and_destination() {
     let app = App::http(|_| answer::ok("here")).await;
     assert_eq!(loopback().ip(), Ipv4Addr::LOCALHOST);
     let build = World::build();

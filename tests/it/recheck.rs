@@ -103,7 +103,7 @@ pub(crate) async fn refused(world: &World, reason: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_else() {
+async fn a_policy_that_denies_open_streams_ends_only_those() {
     let may = json!([{ "then": "allow" }]);
     let rules = PolicyWriter::new(Some(compiled(&may)));
     let world = World::build().policy(rules.reader()).start().await;
@@ -145,7 +145,7 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
 }
 
 #[tokio::test]
-async fn a_client_that_reads_nothing_loses_its_download_as_well() {
+async fn a_denied_client_that_reads_no_bytes_loses_its_download() {
     let may = json!([{ "then": "allow" }]);
     let rules = PolicyWriter::new(Some(compiled(&may)));
     let world = World::build().policy(rules.reader()).start().await;
@@ -221,7 +221,7 @@ fn serial(leaf: &LeafCertificate) -> Serial {
 }
 
 #[tokio::test]
-async fn a_certificate_that_is_revoked_ends_its_sessions_and_begins_nothing_new() {
+async fn a_revoked_certificate_ends_its_sessions_and_starts_none() {
     let build = World::build();
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let listener = of_another_ca(build.folder(), &ca);
@@ -271,7 +271,7 @@ async fn a_certificate_that_is_revoked_ends_its_sessions_and_begins_nothing_new(
 }
 
 #[tokio::test]
-async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so() {
+async fn certificate_expiry_ends_sessions_if_the_listener_says_so() {
     let build = World::build();
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
     let ends = of_another_ca(build.folder(), &ca);
@@ -318,7 +318,7 @@ fn without_clients(config: &mut Config) {
 }
 
 #[tokio::test]
-async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
+async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let build = World::build().policy(rules.reader());
     let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
@@ -378,7 +378,7 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
 }
 
 #[tokio::test]
-async fn a_root_that_is_retired_ends_the_sessions_of_a_listener_that_was_removed() {
+async fn a_retired_root_ends_the_sessions_of_a_removed_listener() {
     let build = World::build().listener(listener("clients", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = app().await;
@@ -488,13 +488,13 @@ async fn sessions_that_were_dialled_from_here_end_with_their_network() {
     is_reset(&mut by_name).await;
     let record = refused(&world, "forbidden").await;
     let detail = record["detail"].as_str().unwrap();
-    assert!(detail.contains("lies in no network any more"), "{detail}");
+    assert!(detail.contains("is no longer in a network"), "{detail}");
     assert_eq!(first.end().await, End::Reset);
     world.until_idle().await;
 }
 
 #[tokio::test]
-async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_them() {
+async fn a_node_that_changes_labels_or_pool_loses_denied_streams() {
     let rules = json!([
         { "where": { "labels": { "tier": "gold" } }, "then": "allow" },
         { "where": { "pools": ["north"] }, "then": "allow" },
@@ -565,7 +565,7 @@ async fn jwt_session(world: &World, token: &str) -> impl Wire + use<> {
 }
 
 #[tokio::test]
-async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_when_they_are_here() {
+async fn jwt_sessions_go_on_without_keys_and_are_rechecked_with_them() {
     let [first, second] = ["first", "second"].map(Key::new);
     let here = Issuer::start(&first);
     let build = World::build();
@@ -593,8 +593,8 @@ async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_whe
     assert_problem(
         &answer,
         503,
-        "undecided",
-        "jwt: the keys of its issuer are not here yet",
+        "dependency_unavailable",
+        "jwt: the keys of its issuer have not been loaded yet",
     );
     // Whoever is checked in the same round ends, and so does who was known before and may not any more.
     rules.replace(Some(compiled(&json!([
@@ -608,11 +608,14 @@ async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_whe
     is_reset(&mut wire).await;
     let record = refused(&world, "unauthenticated").await;
     let detail = record["detail"].as_str().unwrap();
-    assert!(detail.contains("jwt: no key with this id"), "{detail}");
+    assert!(
+        detail.contains("jwt: its issuer has no key with this id"),
+        "{detail}"
+    );
 }
 
 #[tokio::test]
-async fn a_jwt_that_has_expired_ends_by_everything_but_that_where_the_listener_says_so() {
+async fn jwt_expiry_ends_sessions_only_if_the_listener_says_so() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
@@ -725,7 +728,7 @@ async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
 }
 
 #[tokio::test]
-async fn an_edge_whose_owner_allows_less_ends_what_that_was_and_says_so() {
+async fn an_edge_with_fewer_allowed_ports_ends_those_streams() {
     let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
     let world = build.start().await;
     let (app, silent) = (app().await, App::http(|_| answer::silence()).await);

@@ -99,7 +99,7 @@ pub(crate) fn but_tester() -> Value {
 }
 
 #[tokio::test]
-async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
+async fn http1_upstream_streams_end_in_both_directions() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     // Nothing else ends a connection that has answered.
     let idle = Duration::from_hours(1);

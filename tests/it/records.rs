@@ -60,7 +60,7 @@ async fn begin(wire: &mut (impl Wire + ?Sized), head: &str, status: &str) {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_within_its_answer_or_session_is_recorded_as_such() {
+async fn a_client_that_leaves_during_an_answer_or_session_is_recorded() {
     let app = App::http(by_path).await;
     let road = Road::to(&app).await;
     let mut http1 = road.tls().await;
@@ -104,7 +104,7 @@ async fn so_is_a_client_of_an_app_that_the_gateway_speaks_tls_to() {
 }
 
 #[tokio::test]
-async fn a_target_that_breaks_off_and_a_tunnel_that_is_lost_are_recorded_as_such() {
+async fn an_aborting_target_and_a_lost_tunnel_are_recorded() {
     let gate = Gate::new();
     let (held, never) = (gate.clone(), Gate::new());
     let choose = move |head: &crate::world::app::Head| match head.path().as_str() {
@@ -138,7 +138,7 @@ async fn a_target_that_breaks_off_and_a_tunnel_that_is_lost_are_recorded_as_such
 }
 
 #[tokio::test]
-async fn what_is_whole_is_recorded_without_a_reason() {
+async fn a_complete_request_is_recorded_without_a_reason() {
     let app = App::http(by_path).await;
     let road = Road::to(&app).await;
     for client in [road.client(), road.http2()] {

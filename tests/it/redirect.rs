@@ -120,7 +120,7 @@ impl Scene {
 }
 
 #[tokio::test]
-async fn whoever_dials_a_nodes_address_arrives_at_that_node_from_here_and_from_behind() {
+async fn local_and_forwarded_dials_of_a_node_address_reach_the_node() {
     need!(NEED, "curl");
     let scene = Scene::new().await;
     let behind = scene.street.host();
@@ -165,7 +165,7 @@ async fn saying(listener: TcpListener, body: &str) {
 }
 
 #[tokio::test]
-async fn what_is_no_edge_nodes_or_has_no_listener_is_left_alone() {
+async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
     need!(NEED, "curl");
     let mut scene = Scene::new().await;
     {
@@ -234,7 +234,7 @@ fn remembered(address: &str) -> usize {
 }
 
 #[tokio::test]
-async fn a_node_that_leaves_is_redirected_no_more_and_its_connections_are_forgotten() {
+async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
     need!(NEED, "curl");
     let scene = Scene::new().await;
     let mut kept = Vec::new();
@@ -274,7 +274,7 @@ async fn a_node_that_leaves_is_redirected_no_more_and_its_connections_are_forgot
 }
 
 #[tokio::test]
-async fn nobody_flushes_the_rules_and_they_go_with_the_gateway_however_it_ends() {
+async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
     need!(NEED, "curl");
     let scene = Scene::new().await;
     let table = || scene.street.nft("list table inet causeway");
@@ -311,7 +311,7 @@ async fn nobody_flushes_the_rules_and_they_go_with_the_gateway_however_it_ends()
 }
 
 #[tokio::test]
-async fn a_reload_leads_other_ports_to_listeners_and_those_that_are_gone_nowhere() {
+async fn a_reload_redirects_other_ports_and_drops_removed_ones() {
     need!(NEED, "curl");
     let scene = Scene::new().await;
     let file = scene.site.path("gateway.yaml");
@@ -329,7 +329,7 @@ async fn a_reload_leads_other_ports_to_listeners_and_those_that_are_gone_nowhere
 }
 
 #[tokio::test]
-async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so() {
+async fn a_missing_capability_or_taken_table_name_is_reported() {
     need!(NEED);
     let _street = Street::new();
     let site = Site::with_listeners(CONFIGURATION).await;
@@ -367,7 +367,7 @@ fn node(number: u32) -> (NodeName, Node) {
 }
 
 #[tokio::test]
-async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_once() {
+async fn five_thousand_nodes_need_no_more_rules_than_one() {
     need!(NEED);
     let street = Street::new();
     let rules = || {
@@ -482,7 +482,7 @@ impl<'a> Pods<'a> {
 }
 
 #[tokio::test]
-async fn pods_of_edge_nodes_are_reached_by_their_addresses_where_both_sides_say_so() {
+async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
     need!(NEED, "curl");
     let street = Street::new();
     street.opens_up();

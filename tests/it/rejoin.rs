@@ -92,31 +92,51 @@ const TABLE: &[(State, Action, Outcome)] = &[
     (Valid, RejoinFresh, Replaces),
     (Valid, RejoinSpent, Keeps),
     (Valid, LeaveFresh, Replaces),
-    (Valid, LeaveSpent, Ends("used already")),
-    (Expired, Spent, Refused("is used up")),
+    (Valid, LeaveSpent, Ends("already used")),
+    (
+        Expired,
+        Spent,
+        Refused("was already used for this identity"),
+    ),
     (Expired, Fresh, Replaces),
     (Expired, Outdated, Refused("join token has expired")),
     (Expired, OtherCa, Refused("the token expects")),
     (Expired, RejoinFresh, Replaces),
-    (Expired, RejoinSpent, Refused("is used up")),
+    (
+        Expired,
+        RejoinSpent,
+        Refused("was already used for this identity"),
+    ),
     (Expired, LeaveFresh, Replaces),
-    (Expired, LeaveSpent, Ends("used already")),
-    (LostCa, Spent, Refused("is used up")),
+    (Expired, LeaveSpent, Ends("already used")),
+    (LostCa, Spent, Refused("was already used for this identity")),
     (LostCa, Fresh, Replaces),
     (LostCa, Outdated, Refused("join token has expired")),
     (LostCa, OtherCa, Refused("another server answers")),
     (LostCa, RejoinFresh, Replaces),
-    (LostCa, RejoinSpent, Refused("is used up")),
+    (
+        LostCa,
+        RejoinSpent,
+        Refused("was already used for this identity"),
+    ),
     (LostCa, LeaveFresh, Replaces),
-    (LostCa, LeaveSpent, Ends("used already")),
-    (Removed, Spent, Refused("is used up")),
+    (LostCa, LeaveSpent, Ends("already used")),
+    (
+        Removed,
+        Spent,
+        Refused("was already used for this identity"),
+    ),
     (Removed, Fresh, Replaces),
     (Removed, Outdated, Refused("join token has expired")),
     (Removed, OtherCa, Refused("the token expects")),
     (Removed, RejoinFresh, Replaces),
-    (Removed, RejoinSpent, Refused("is used up")),
+    (
+        Removed,
+        RejoinSpent,
+        Refused("was already used for this identity"),
+    ),
     (Removed, LeaveFresh, Replaces),
-    (Removed, LeaveSpent, Ends("used already")),
+    (Removed, LeaveSpent, Ends("already used")),
     (Revoked, Spent, Refused("is revoked: stolen")),
     (Revoked, Fresh, Refused("is revoked: stolen")),
     (Revoked, Outdated, Refused("is revoked: stolen")),
@@ -140,7 +160,7 @@ const TABLE: &[(State, Action, Outcome)] = &[
     (Damaged, RejoinFresh, Ends("causeway edge leave")),
     (Damaged, RejoinSpent, Ends("causeway edge leave")),
     (Damaged, LeaveFresh, Replaces),
-    (Damaged, LeaveSpent, Ends("used already")),
+    (Damaged, LeaveSpent, Ends("already used")),
 ];
 
 /// An edge waits as long as a dial may take before it takes an identity for refused.
@@ -398,7 +418,7 @@ async fn a_token_that_is_put_into_its_file_is_used_without_a_restart() {
 }
 
 #[tokio::test]
-async fn an_identity_that_one_gateway_accepts_is_not_replaced_for_another() {
+async fn an_identity_accepted_by_one_gateway_is_kept_for_others() {
     let (world, other) = (World::start().await, World::start().await);
     let elsewhere = other.tunnel().to_string();
     let plan = world.edge("edge-1").config(|config| {
@@ -432,7 +452,7 @@ async fn an_identity_that_one_gateway_accepts_is_not_replaced_for_another() {
 }
 
 #[tokio::test]
-async fn an_edge_that_leaves_keeps_its_identity_aside_and_joins_anew() {
+async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
     let app = App::saying("it").await;
     let site = Site::start().await;
     let edge = site.join("edge-1", app.port()).await;
@@ -467,7 +487,7 @@ async fn an_edge_that_leaves_keeps_its_identity_aside_and_joins_anew() {
         .iter()
         .find(|row| row["id"] == id);
     assert_eq!(unused.unwrap()["used"], serde_json::json!([]));
-    for said in ["identity is replaced", "is used up"] {
+    for said in ["identity is replaced", "was already used for this identity"] {
         let mut edge = joining().args(["--rejoin"]).start();
         edge.said(said).await;
         edge.kill().await;

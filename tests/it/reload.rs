@@ -31,8 +31,7 @@ fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> ListenerDiff
 }
 
 #[tokio::test]
-async fn a_listener_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_their_connections()
-{
+async fn listeners_open_and_close_and_others_keep_connections() {
     let build = World::build().listener(anonymous("goes", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
@@ -76,8 +75,7 @@ fn by_tokens(tokens: &Path) -> Listener {
 }
 
 #[tokio::test]
-async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those_of_others_are_finished()
- {
+async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
     let build = World::build();
     let (stays, tokens) = (build.token("stays"), build.tokens());
     let only_stays = fs::read_to_string(&tokens).unwrap();
@@ -144,7 +142,7 @@ async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those
 }
 
 #[tokio::test]
-async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_its_way() {
+async fn an_unusable_configuration_changes_no_state_and_says_why() {
     let mut world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -187,7 +185,7 @@ async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_hear_its_leave_begins_nothing_new_all_the_same() {
+async fn a_client_that_ignores_its_goaway_starts_no_new_streams() {
     let build = World::build().listener(anonymous("open", ListenerProtocol::Https));
     let mut world = build.start().await;
     let app = App::saying("it").await;
@@ -237,7 +235,7 @@ async fn ask(wire: &mut dyn Wire, stream: u32) -> Option<u16> {
 }
 
 #[tokio::test]
-async fn names_that_are_advertised_anew_are_in_the_certificate_and_edges_hear_of_them() {
+async fn new_advertised_names_reach_the_certificate_and_edges() {
     let mut world = World::start().await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -256,8 +254,7 @@ async fn names_that_are_advertised_anew_are_in_the_certificate_and_edges_hear_of
 }
 
 #[tokio::test]
-async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_refused_with_its_line()
- {
+async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
     let app = App::saying("it").await;
     let mut site = Site::with_listeners(OPEN).await;
     let _edge = site.join("edge-1", app.port()).await;
@@ -295,7 +292,7 @@ async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_r
         said.contains("policy.yaml:2:") && said.contains("perhaps"),
         "{said}"
     );
-    site.gateway.said("the configuration is refused").await;
+    site.gateway.said("the configuration was rejected").await;
     assert_eq!(client.get(url).await.status, 403, "the old rules hold");
     let metrics = site.metrics().await;
     assert_eq!(metrics.sum("last_reload_successful", &[]), 0);
@@ -322,7 +319,7 @@ async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
     fs::write(&file, "").unwrap();
     let said = ask().await.with_code(2).stderr;
     assert!(
-        said.contains("gateway.yaml:1:1: there is nothing in it"),
+        said.contains("gateway.yaml:1:1: the file is empty"),
         "{said}"
     );
     assert_eq!(client.get(url).await.status, 200);

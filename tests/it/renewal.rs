@@ -14,7 +14,7 @@ fn stored(edge: &Edge) -> Certificate {
 }
 
 #[tokio::test]
-async fn an_edge_renews_while_it_serves_and_comes_back_with_the_new_certificate() {
+async fn an_edge_renews_while_serving_and_uses_the_new_certificate() {
     let mut world = World::build()
         .config(|config| config.tunnel.edge_certificate_lifetime = DUE)
         .start()

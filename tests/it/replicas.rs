@@ -100,7 +100,7 @@ impl Replicas {
 }
 
 #[tokio::test]
-async fn of_gateways_to_which_one_name_leads_one_may_go_and_one_come_and_no_request_is_lost() {
+async fn gateways_behind_one_name_change_without_request_loss() {
     need!("mounts");
     let app = App::saying("here").await;
     let mut replicas = Replicas::start(3, &app).await;

@@ -58,7 +58,7 @@ async fn begin_upload(wire: &mut dyn Wire, authority: &str, first: &[u8]) {
 
 /// A POST of a body to a port that is not served, whose client looks for an answer behind the body's end only.
 #[tokio::test]
-async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
+async fn a_refused_upload_is_drained_and_the_connection_continues() {
     let (world, _site) = site().await;
     let mut wire = world
         .client()
@@ -116,7 +116,7 @@ async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_within_its_upload_is_not_the_targets_fault() {
+async fn a_client_that_leaves_during_its_upload_is_no_target_fault() {
     let (world, _site) = site().await;
     let mut wire = world
         .client()
@@ -231,7 +231,7 @@ async fn kubectl_reads_that_a_head_is_too_large() {
 
 /// RFC 7301, section 3.2; RFC 9113, section 3.4.
 #[tokio::test]
-async fn what_alpn_agreed_on_is_what_is_spoken() {
+async fn the_negotiated_alpn_protocol_is_spoken() {
     let (world, _site) = site().await;
     let request = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let preface = [PREFACE, &frames::settings(&[])].concat();
@@ -272,7 +272,7 @@ async fn what_alpn_agreed_on_is_what_is_spoken() {
 }
 
 #[tokio::test]
-async fn http_without_tls_is_told_that_tls_is_spoken() {
+async fn plain_http_on_a_tls_port_gets_an_explanation() {
     let (world, _site) = site().await;
     let mut tcp = world.client().tcp_stream().await;
     tcp.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n")
@@ -289,7 +289,7 @@ async fn http_without_tls_is_told_that_tls_is_spoken() {
 }
 
 #[tokio::test]
-async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
+async fn an_empty_port_is_absent_and_unknown_statuses_have_no_phrase() {
     let mut listener = fixed("app", ListenerProtocol::Http, "edge-1", 9100);
     listener.anonymous = true;
     let world = World::build().listener(listener).start().await;
@@ -303,7 +303,7 @@ async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
 
 /// An upstream that answers a body which it does not read, and closes over it: its connection is reset.
 #[tokio::test]
-async fn an_early_answer_of_an_upstream_that_hangs_up_on_an_upload_is_passed() {
+async fn an_early_answer_of_an_upstream_that_closes_is_passed() {
     let world = World::start().await;
     let answer = "HTTP/1.1 413 Content Too Large\r\nContent-Length: 9\r\n\r\ntoo large";
     let app = App::http(move |_| Script::new().write(answer).close()).await;

@@ -161,7 +161,7 @@ async fn get(world: &World, token: &str, path: &str) -> Answer {
 }
 
 #[tokio::test]
-async fn a_token_that_the_cluster_knows_is_a_client_who_may_what_the_cluster_says() {
+async fn an_authenticated_token_may_do_what_the_cluster_allows() {
     let (mut world, cluster) = world().await;
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
@@ -220,7 +220,7 @@ async fn a_token_that_the_cluster_knows_is_a_client_who_may_what_the_cluster_say
 
 /// An address at no edge may be that of any node's kubelet, and is judged as such.
 #[tokio::test]
-async fn what_a_listener_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_nobody_else() {
+async fn direct_dials_need_permission_from_the_cluster() {
     let cluster = Arc::new(Cluster::default());
     let app = App::tcp(Script::new().echo()).await;
     let port = app.port();
@@ -259,15 +259,15 @@ async fn what_a_listener_dials_itself_is_dialled_for_whom_the_cluster_lets_and_f
 }
 
 #[tokio::test]
-async fn a_token_that_the_cluster_does_not_know_or_that_names_others_is_401() {
+async fn an_unknown_or_wrong_audience_token_is_401() {
     let (world, cluster) = world().await;
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
-    let others = "token_review: a name or group of its holder";
+    let others = "token_review: one of its names or groups";
     for (token, says) in [
         (
             "wrong-token",
-            "token_review: not one that the cluster takes",
+            "token_review: the cluster does not accept the token",
         ),
         ("kernel-token", others),
         ("own-token", others),
@@ -279,13 +279,13 @@ async fn a_token_that_the_cluster_does_not_know_or_that_names_others_is_401() {
     }
     let nobody = world.client_at("reviewed").nobody();
     let answer = nobody.get("https://edge-1:10250/metrics").await;
-    assert_problem(&answer, 401, "unauthenticated", "takes a bearer token");
+    assert_problem(&answer, 401, "unauthenticated", "requires a bearer token");
     assert_eq!(cluster.accesses.load(SeqCst), 0);
     assert_eq!(app.requests(), 0);
 }
 
 #[tokio::test]
-async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_asked_last() {
+async fn each_token_uses_one_method_and_the_cluster_is_asked_last() {
     let key = Key::new("key");
     let issuer = Issuer::start(&key);
     let (build, cluster) = building();
@@ -351,7 +351,7 @@ async fn of_a_thousand_clients_the_cluster_is_asked_once() {
 }
 
 #[tokio::test]
-async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
+async fn no_new_client_is_admitted_while_the_api_is_away() {
     let (build, cluster) = building();
     let bound = Duration::from_millis(300);
     let build = build.config(|config| config.timeouts.authorize = bound);
@@ -359,21 +359,21 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
     let app = App::saying("it").await;
     let _edge = kubelet(&world, &app).await;
     let answer = get(&world, "slow-token", "/metrics").await;
-    let says = "who you are was not decided: the cluster's API did not answer within 300ms";
-    assert_problem(&answer, 503, "undecided", says);
+    let says = "your identity could not be reviewed: the cluster's API did not answer within 300ms";
+    assert_problem(&answer, 503, "dependency_unavailable", says);
     assert_eq!(get(&world, "prom-token", "/metrics").await.status, 200);
     cluster.away.store(true, SeqCst);
     let answer = get(&world, "root-token", "/metrics").await;
-    let says = "who you are was not decided: the cluster's API does not answer";
-    assert_problem(&answer, 503, "undecided", says);
+    let says = "your identity could not be reviewed: the cluster's API does not answer";
+    assert_problem(&answer, 503, "dependency_unavailable", says);
     assert_eq!(
         get(&world, "prom-token", "/metrics").await.status,
         200,
         "what is known counts on"
     );
     let answer = get(&world, "prom-token", "/exec/a/b/c").await;
-    let says = "whether you may do this was not decided";
-    assert_problem(&answer, 503, "undecided", says);
+    let says = "your permission for this request could not be reviewed";
+    assert_problem(&answer, 503, "dependency_unavailable", says);
     let log = world.log().text();
     assert!(log.contains("clients cannot be reviewed"), "{log}");
     assert!(log.contains("connection refused"), "{log}");
@@ -383,11 +383,11 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
         get(&world, "root-token", "/metrics").await.status == 200
     })
     .await;
-    assert!(world.log().text().contains("clients are reviewed again"));
+    assert!(world.log().text().contains("clients can be reviewed again"));
 }
 
 #[tokio::test]
-async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connection_too() {
+async fn an_expired_permission_is_reviewed_again_on_a_kept_connection() {
     let (build, cluster) = building();
     let build = build.config(|config| {
         config.kubernetes = Some(config::Kubernetes {
@@ -500,7 +500,7 @@ async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
 }
 
 #[tokio::test]
-async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
+async fn a_gateway_client_certificate_replaces_the_forwarded_token() {
     let authority = Authority::new();
     let client = authority.client("gateway");
     let (build, _) = building();
@@ -521,7 +521,7 @@ async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
 }
 
 #[tokio::test]
-async fn a_listener_that_asks_needs_somebody_who_answers() {
+async fn a_reviewing_listener_needs_a_cluster() {
     let mut world = World::start().await;
     let refused = world.reload(|config| {
         config
@@ -538,8 +538,7 @@ async fn a_listener_that_asks_needs_somebody_who_answers() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so_and_else_what_is_not_its_end()
- {
+async fn the_end_of_a_reviewed_token_ends_its_session_as_configured() {
     let (build, cluster) = building();
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let build = build.policy(rules.reader()).config(|config| {

@@ -18,7 +18,7 @@ use tokio::{io::AsyncWriteExt, net::TcpStream};
 const URL: &str = "http://edge-1:9100/";
 
 #[tokio::test]
-async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allowed_again() {
+async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     let app = App::saying("it").await;
     let site = Site::with_listeners(crate::world::process::OPEN).await;
     let mut edge = site.join("edge-1", app.port()).await;
@@ -112,7 +112,7 @@ async fn a_full_admin_listener_holds_up_no_command() {
 
 /// Checks a stolen machine, which still has its certificate when another machine has taken the node's place.
 #[tokio::test]
-async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_lets_it_in() {
+async fn a_node_revoked_by_configuration_cannot_return() {
     let mut world = World::start().await;
     let app = App::saying("it").await;
     let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -152,7 +152,7 @@ async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_let
 }
 
 #[tokio::test]
-async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
+async fn a_certificate_from_before_a_new_enrolment_is_refused() {
     let app = App::saying("it").await;
     let site = Site::with_listeners(crate::world::process::OPEN).await;
     site.join("edge-1", app.port()).await.stop().await.ok();
@@ -168,7 +168,7 @@ async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
     for _ in 0..2 {
         let successor = site.join("edge-1", app.port()).await;
         let mut thief = site.edge("thief", app.port()).start();
-        thief.said("from before the node joined anew").await;
+        thief.said("was issued before the node joined again").await;
         thief.kill().await;
         assert_eq!(site.nobody().get(URL).await.text(), "it");
         successor.kill().await;
@@ -177,7 +177,7 @@ async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
 }
 
 #[tokio::test]
-async fn a_token_for_several_joins_new_nodes_until_it_is_used_up_or_taken_back() {
+async fn a_token_for_several_joins_works_until_used_up_or_revoked() {
     let app = App::saying("it").await;
     let site = Site::with_listeners(crate::world::process::OPEN).await;
     let token = site.token("--node site-7-* --uses 2 --pool seven").await;

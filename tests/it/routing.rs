@@ -61,7 +61,7 @@ async fn an_sni_and_a_host_of_two_nodes_are_refused() {
 }
 
 #[tokio::test]
-async fn an_sni_that_names_no_node_leaves_it_to_the_host() {
+async fn an_sni_without_a_node_falls_back_to_the_host() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -190,7 +190,7 @@ async fn the_authority_of_a_connect_names_node_and_port() {
 }
 
 #[tokio::test]
-async fn the_port_is_the_hosts_if_that_names_the_node_else_the_listeners_own() {
+async fn the_port_comes_from_a_node_host_else_from_the_listener() {
     let world = World::build()
         .listener(Listener {
             port: Some(9100),
@@ -241,14 +241,14 @@ async fn a_client_cannot_say_the_target_in_our_own_words() {
 }
 
 #[tokio::test]
-async fn only_routes_known_from_the_host_alone_cross_cores() {
+async fn only_routes_known_from_the_host_alone_cross_workers() {
     let listener = anonymous("plain", ListenerProtocol::Http);
-    let world = World::build().listener(listener).cores(2).start().await;
-    let cores = Workers::start(2).unwrap();
-    let core = |node: &str| cores.of(&NodeName::parse(node).unwrap());
+    let world = World::build().listener(listener).workers(2).start().await;
+    let workers = Workers::start(2).unwrap();
+    let worker = |node: &str| workers.of(&NodeName::parse(node).unwrap());
     let mut names = (1..).map(|number| format!("edge-{number}"));
     let one = names.next().unwrap();
-    let two = names.find(|name| core(name) != core(&one)).unwrap();
+    let two = names.find(|name| worker(name) != worker(&one)).unwrap();
     let app = App::saying("it").await;
     let _one = world.edge(&one).port(9100, app.address()).join().await;
     let _two = world.edge(&two).port(9100, app.address()).join().await;

@@ -94,7 +94,7 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
         sessions.push(session(&road).await);
         drop(others);
         // Each keeps the session that was begun on it.
-        until("the further tunnel leaves", async || {
+        until("closing the additional tunnel", async || {
             tunnels(&road, 1, "leaving") == round
         })
         .await;
@@ -131,7 +131,7 @@ async fn patient(app: &App) -> Road {
 }
 
 #[tokio::test]
-async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
+async fn a_draining_edge_serves_new_requests_during_a_session() {
     let app = app().await;
     let mut road = patient(&app).await;
     let mut first = session(&road).await;
@@ -155,7 +155,7 @@ async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
 }
 
 #[tokio::test]
-async fn the_successor_of_an_edge_that_stops_gets_new_requests_at_once() {
+async fn the_successor_of_a_draining_edge_gets_new_requests_at_once() {
     let (app, next) = (app().await, App::saying("next").await);
     let mut road = patient(&app).await;
     let mut open = session(&road).await;
@@ -186,7 +186,7 @@ async fn lasting(app: &App) -> Road {
 }
 
 #[tokio::test]
-async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_once_it_is_back() {
+async fn the_only_gateway_drains_open_sessions_and_holds_requests() {
     let app = app().await;
     let mut road = lasting(&app).await;
     let mut first = session(&road).await;
@@ -212,7 +212,7 @@ async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_o
 }
 
 #[tokio::test]
-async fn requests_wait_for_a_node_whose_edge_restarts_and_for_no_other() {
+async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
     let app = app().await;
     let mut road = lasting(&app).await;
     let unknown = road.client_at("plain").get("http://edge-2:9100/").await;
@@ -296,13 +296,13 @@ async fn requests_wait_no_longer_than_configured() {
         &answer,
         503,
         "node_not_connected",
-        "edge-1 is not connected since",
+        "edge-1 is not connected; it was last seen at",
     );
 }
 
 /// As a service manager restarts it: SIGTERM, the end, a new process.
 #[tokio::test]
-async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_open() {
+async fn an_orderly_gateway_restart_costs_no_request() {
     let app = app().await;
     let mut site = Site::open_to_all("127.0.0.1:0").await;
     let _edge = site.join("edge-1", app.port()).await;
@@ -322,12 +322,12 @@ async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_op
 }
 
 #[tokio::test]
-async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_ports() {
+async fn a_successor_edge_starts_beside_its_draining_predecessor() {
     let (app, next) = (app().await, App::saying("next").await);
     let site = Site::open_to_all("127.0.0.1:0").await;
     let mut first = site.join("edge-1", app.port()).await;
     let written = first.written();
-    let runs = written.line(|line| line.contains("edge runs"));
+    let runs = written.line(|line| line.contains("edge is running"));
     let admin = address_after(runs.unwrap(), "admin=");
     let client = site.nobody();
     let mut open = client.wire("edge-1", &[]).await.unwrap();
@@ -344,7 +344,7 @@ async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_p
     first.signal("TERM").await;
     let mut second = second().start();
     first
-        .said("another process has the node's data directory")
+        .said("another process has taken over the data directory")
         .await;
     second.said("tunnel registered").await;
     let url = "http://edge-1:9100/";

@@ -217,8 +217,9 @@ impl<'a> Node<'a> {
         let edge = cloud.site.edge_of(self.host.causeway(), &self.name, 1);
         let edge = edge.flag("--api-cache", &self.reader).args(flags);
         let mut edge = edge.start();
-        edge.said("programs on this node can read").await;
-        let admin = address_after(&edge.said("edge runs").await, "admin=");
+        edge.said("the API cache is ready for programs on this node")
+            .await;
+        let admin = address_after(&edge.said("edge is running").await, "admin=");
         let (_, port) = admin.rsplit_once(':').unwrap();
         self.admin.set(port.parse().unwrap());
         self.edge.replace(Some(edge));
@@ -549,8 +550,7 @@ impl<'a> Sites<'a> {
 }
 
 #[tokio::test]
-async fn through_cuts_of_all_uplinks_each_node_reads_the_newest_state_that_it_has_a_way_to_and_else_the_last_it_had()
- {
+async fn cut_uplinks_serve_newest_reachable_state() {
     need!(NEED, "curl");
     let street = Street::new();
     let cloud = Cloud::start().await;
@@ -572,7 +572,7 @@ async fn through_cuts_of_all_uplinks_each_node_reads_the_newest_state_that_it_ha
     // Else nothing would be said of whom they read at.
     let reads = |node: &Node<'_>| {
         node.written()
-            .count(&format!("the leader {}-", node.pool()))
+            .count(&format!("pool leader {}-", node.pool()))
     };
     assert!(sites.nodes().map(reads).sum::<usize>() >= 6);
 }

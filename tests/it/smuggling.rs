@@ -202,7 +202,7 @@ fn report(name: &str, at_least: usize, played: usize, faults: &[String]) {
 }
 
 #[tokio::test]
-async fn what_a_connect_says_leads_to_one_target_or_nowhere() {
+async fn a_connect_target_reaches_one_address_or_none() {
     /// A CONNECT, and what its session brings the app.
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]

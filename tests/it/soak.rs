@@ -59,7 +59,7 @@ struct Load {
 }
 
 #[tokio::test]
-async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
+async fn mixed_load_with_flapping_edges_leaks_and_corrupts_no_data() {
     need!("curl");
     let lasts = std::env::var("CAUSEWAY_SOAK").map_or(SHORT, |text| {
         humantime::parse_duration(&text).expect("CAUSEWAY_SOAK is a duration such as 5m")

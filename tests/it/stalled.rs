@@ -82,7 +82,7 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
 }
 
 #[tokio::test]
-async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
+async fn stalled_readers_block_no_client_and_stay_within_the_budget() {
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
     let road = Road::to(&app).await;
@@ -135,7 +135,7 @@ async fn read_slowly(mut wire: TcpStream, over: &AtomicBool) {
 }
 
 #[tokio::test]
-async fn one_that_stalls_and_one_that_is_slow_hold_up_nobody() {
+async fn one_stalled_and_one_slow_reader_block_no_client() {
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
     let road = Road::to(&app).await;
@@ -189,7 +189,7 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
 }
 
 #[tokio::test]
-async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_client_went() {
+async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let build = Road::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
     let road = Road::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
@@ -208,7 +208,7 @@ async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_client_went
 }
 
 #[tokio::test]
-async fn where_clients_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
+async fn too_much_unread_data_gives_new_requests_503_until_it_ends() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| config.limits.buffered_bytes = FLOOR / 2);
     let road = Road::along(build, Protocol::Http, app.address()).await;
@@ -232,7 +232,7 @@ async fn where_clients_leave_too_much_unread_new_ones_get_503_until_that_is_over
 }
 
 #[tokio::test]
-async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_connection_pass() {
+async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
     let app = App::saying("well").await;
     let deaf = deaf();
     let build = Road::build().config(|config| config.limits.buffered_bytes = 4 * MIB);
@@ -277,7 +277,7 @@ async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_conne
 }
 
 #[tokio::test]
-async fn uploads_over_http1_that_stall_count_for_what_the_gateway_has_read_of_them() {
+async fn stalled_http1_uploads_count_by_bytes_read_at_the_gateway() {
     let deaf = deaf();
     let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
@@ -386,12 +386,12 @@ async fn stalled_over_http2(window: u32) {
 }
 
 #[tokio::test]
-async fn http2_readers_with_the_default_window_hold_no_more_than_the_budget() {
+async fn http2_readers_with_default_windows_stay_within_the_budget() {
     Box::pin(stalled_over_http2(65_535)).await;
 }
 
 #[tokio::test]
-async fn http2_readers_with_large_windows_hold_no_more_than_the_budget() {
+async fn http2_readers_with_large_windows_stay_within_the_budget() {
     if full() {
         Box::pin(stalled_over_http2((1 << 31) - 1)).await;
     }
@@ -422,7 +422,7 @@ async fn at_edge(app: SocketAddr, change: impl FnOnce(&mut causeway_edge::Config
 }
 
 #[tokio::test]
-async fn stalled_readers_beyond_the_bound_are_reset_and_nobody_else_is() {
+async fn only_stalled_readers_beyond_the_bound_are_reset() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
     let bound = 40 * MIB;
@@ -450,7 +450,7 @@ async fn stalled_readers_beyond_the_bound_are_reset_and_nobody_else_is() {
 }
 
 #[tokio::test]
-async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
+async fn stalled_http2_streams_are_reset_and_the_connection_continues() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
     let bound = 20 * MIB;
@@ -476,7 +476,7 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
 }
 
 #[tokio::test]
-async fn a_client_over_http2_that_reads_nothing_at_all_loses_its_connection() {
+async fn an_http2_client_that_reads_no_bytes_loses_its_connection() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
@@ -530,7 +530,7 @@ async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
 }
 
 #[tokio::test]
-async fn where_the_kernels_memory_for_tcp_is_short_stalled_streams_are_reset() {
+async fn low_kernel_tcp_memory_resets_stalled_streams() {
     let app = serving(&Arc::default()).await;
     let road = at_edge(app.address(), |config| config.limits.tcp_memory = 1).await;
     let _stalled = stall(&road, 4).await;
@@ -542,7 +542,7 @@ async fn where_the_kernels_memory_for_tcp_is_short_stalled_streams_are_reset() {
 }
 
 #[tokio::test]
-async fn an_answer_that_nobody_takes_has_a_bound_and_a_session_has_none() {
+async fn an_unread_answer_times_out_and_a_session_does_not() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| config.timeouts.download = Duration::from_secs(1));
     let road = Road::along(build, Protocol::Http, app.address()).await;
@@ -559,7 +559,7 @@ async fn an_answer_that_nobody_takes_has_a_bound_and_a_session_has_none() {
 }
 
 #[tokio::test]
-async fn an_edge_with_all_its_streams_open_refuses_more_with_the_reason() {
+async fn an_edge_with_all_streams_open_refuses_more_with_the_reason() {
     let app = serving(&Arc::default()).await;
     let road = at_edge(app.address(), |config| config.limits.streams = 1).await;
     let mut session = road.tcp("bytes").await;
@@ -607,7 +607,7 @@ async fn roomy() -> (SocketAddr, JoinSet<()>) {
 }
 
 #[tokio::test]
-async fn thousands_of_stalled_readers_of_large_files_leave_a_node_to_others() {
+async fn thousands_of_stalled_readers_leave_a_node_usable() {
     if !full() {
         return;
     }

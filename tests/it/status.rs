@@ -26,12 +26,12 @@ async fn each_certificate_in_use_has_a_row() {
 }
 
 #[tokio::test]
-async fn the_table_shows_who_is_connected_and_who_is_away() {
+async fn the_table_shows_connected_and_disconnected_nodes() {
     need!("curl");
     let app = App::saying("hello").await;
     let site = Site::start().await;
     let empty = status(&site, "").await.stdout;
-    let hint = "no edges; make a token with: causeway token create --node NAME\n";
+    let hint = "no edges; create a token with: causeway token create --node NODE\n";
     assert!(empty.starts_with(hint), "{empty}");
 
     let _here = site.join("edge-1", app.port()).await;
@@ -97,7 +97,7 @@ async fn a_gateway_that_is_not_ready_says_why() {
         cluster.kubeconfig().display()
     );
     let site = Site::with_listeners(&text).await;
-    let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) is not known yet";
+    let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) has not been loaded yet";
     crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }
 
@@ -125,9 +125,11 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
     ask("--data-dir nowhere")
         .await
         .failed(&["no gateway or edge runs in nowhere", "--admin HOST:PORT"]);
-    ask("--admin 127.0.0.1:1")
-        .await
-        .failed(&["127.0.0.1:1", "as told", "is the process running?"]);
+    ask("--admin 127.0.0.1:1").await.failed(&[
+        "127.0.0.1:1",
+        "from --admin",
+        "is the process running?",
+    ]);
     let listener = ask(&format!("--admin {}", site.listener)).await;
     listener.failed(&[&site.listener, "is it the admin address of a gateway?"]);
 
@@ -165,7 +167,7 @@ async fn health_is_an_exit_code_for_gateways_and_edges() {
     let edge = site.join("edge-1", 1).await;
     let of_edge = address_after(
         edge.written()
-            .line(|line| line.contains("edge runs"))
+            .line(|line| line.contains("edge is running"))
             .unwrap(),
         "admin=",
     );

@@ -60,7 +60,7 @@ async fn a_websockets_close_code_reaches_its_client() {
 /// Checks a session that has received less than half of the old window, for which no credit was sent, and more than all of
 /// the new window.
 #[tokio::test]
-async fn a_session_that_rests_while_a_crowd_makes_windows_small_goes_on_afterwards() {
+async fn a_session_idle_during_a_window_shrink_continues_afterwards() {
     let app = App::tcp(Script::new().echo()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
     let mut rests = road.connect("edge-1:9100").await;
@@ -94,7 +94,7 @@ async fn a_refused_upgrade_comes_back_whole() {
 }
 
 #[tokio::test]
-async fn bytes_in_the_segment_of_a_101_arrive_and_both_ways_stay_untouched() {
+async fn bytes_in_the_segment_of_a_101_arrive_unchanged_both_ways() {
     let first = pattern(3_000);
     let script = first.clone();
     let app = App::http(move |_| answer::switch("SPDY/3.1", &script)).await;
@@ -189,7 +189,7 @@ async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_client() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_ends_a_request_that_has_no_answer_yet() {
+async fn a_leaving_client_ends_a_request_without_an_answer() {
     let app = App::http(|_| answer::silence()).await;
     let road = Road::to(&app).await;
     for reset in [false, true] {
@@ -232,7 +232,7 @@ async fn a_client_that_goes_away_ends_an_answer_that_flows_or_rests() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_in_mid_upload_resets_the_apps_request() {
+async fn a_client_that_leaves_during_an_upload_resets_the_request() {
     let app = App::http(|_| Script::new().body()).await;
     let road = Road::to(&app).await;
     for framing in ["Content-Length: 1000", "Transfer-Encoding: chunked"] {
@@ -250,7 +250,7 @@ async fn a_client_that_goes_away_in_mid_upload_resets_the_apps_request() {
 
 /// The client's bytes stand before an app that does not read: what waits there must not hide the reset.
 #[tokio::test]
-async fn a_client_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
+async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
     let listener = TcpSocket::new_v4().unwrap();
     listener.set_recv_buffer_size(4 << 10).unwrap();
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
@@ -283,7 +283,7 @@ async fn a_client_that_goes_away_is_heard_by_an_app_that_reads_nothing() {
 }
 
 #[tokio::test]
-async fn an_http_2_clients_reset_ends_the_apps_request_and_nothing_else() {
+async fn an_http2_client_reset_ends_only_its_upstream_request() {
     let app = App::http(|head| match head.path().as_str() {
         "/silence" => answer::silence(),
         _ => answer::ok("still here"),
@@ -303,7 +303,7 @@ async fn an_http_2_clients_reset_ends_the_apps_request_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_session_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
+async fn a_session_reset_or_end_by_the_client_reaches_the_upstream() {
     let app = App::tcp(Script::new().echo()).await;
     let road = Road::to_as(Protocol::Tcp, app.address()).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
@@ -323,7 +323,7 @@ async fn a_session_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_is
 }
 
 #[tokio::test]
-async fn an_upgrade_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_is_ended() {
+async fn an_upgrade_reset_or_end_by_the_client_reaches_the_upstream() {
     let app = App::http(|_| answer::switch("SPDY/3.1", b"hello")).await;
     let road = Road::to(&app).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
@@ -337,7 +337,7 @@ async fn an_upgrade_that_its_client_resets_is_reset_at_the_app_and_one_it_ends_i
 }
 
 #[tokio::test]
-async fn an_answer_that_the_app_breaks_off_ends_with_a_reset_and_not_with_an_end() {
+async fn an_answer_aborted_by_the_upstream_ends_with_a_reset() {
     for (kind, framing) in [
         ("by length", "Content-Length: 1000\r\n\r\nhello"),
         (

@@ -104,7 +104,7 @@ fn edge_of(ca: &Ca) -> (String, String) {
 }
 
 #[tokio::test]
-async fn listeners_speak_tls_1_2_and_1_3_and_nothing_older() {
+async fn listeners_accept_tls_1_2_and_1_3_only() {
     need!("openssl");
     let scan = Scan::new().await;
     for name in LISTENERS {
@@ -152,7 +152,7 @@ async fn no_listener_takes_a_weak_suite() {
 }
 
 #[tokio::test]
-async fn no_listener_negotiates_anew() {
+async fn no_listener_renegotiates() {
     need!("openssl");
     let mut scan = Scan::new().await;
     let mut clients = Vec::new();

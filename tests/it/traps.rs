@@ -52,7 +52,7 @@ const GET: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const HTTP11: &[u8] = b"http/1.1";
 
 #[tokio::test]
-async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
+async fn trap_1_an_answer_in_64_byte_chunks_keeps_the_tunnel() {
     // h2 alone gives up after 2.2 MB of them.
     let total = if full() { 100_000_000 } else { 8_000_000 };
     let app = App::http(move |_| answer::small_chunks(total)).await;
@@ -69,7 +69,7 @@ async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
 }
 
 #[tokio::test]
-async fn trap_2_clients_that_hang_up_again_and_again_hurt_nobody_else() {
+async fn trap_2_clients_that_hang_up_repeatedly_affect_no_others() {
     let gate = Gate::new();
     let script = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
@@ -110,7 +110,7 @@ async fn trap_2_clients_that_hang_up_again_and_again_hurt_nobody_else() {
 }
 
 #[tokio::test]
-async fn trap_3_an_app_that_breaks_off_is_a_reset_on_every_kind_of_listener() {
+async fn trap_3_an_aborting_upstream_is_a_reset_on_every_listener() {
     let gate = Gate::new();
     let script = Script::new().write("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello");
     let script = script.until(&gate).reset();
@@ -153,7 +153,7 @@ async fn trap_4_a_refused_port_is_never_a_200() {
 }
 
 #[tokio::test]
-async fn trap_5_an_upgrade_may_be_the_first_stream_of_a_tunnel_and_has_no_length() {
+async fn trap_5_an_upgrade_may_be_a_tunnels_first_stream() {
     let head = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(head).echo()).await;
     let (world, mut edge) = kubelet(&app).await;
@@ -170,7 +170,7 @@ async fn trap_5_an_upgrade_may_be_the_first_stream_of_a_tunnel_and_has_no_length
 }
 
 #[tokio::test]
-async fn trap_6_peers_that_are_killed_without_close_notify_are_nothing_to_log() {
+async fn trap_6_peers_killed_without_close_notify_are_not_logged() {
     let app = App::saying("it").await;
     let mut road = Road::to(&app).await;
     let mut idle = road.tls().await;
@@ -246,7 +246,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
 }
 
 #[tokio::test]
-async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
+async fn trap_8_a_kubelet_without_alpn_is_spoken_to_in_http1() {
     let world = World::start().await;
     let name = ListenerName::parse("kubelet.test").unwrap();
     let leaf = world
@@ -297,7 +297,7 @@ async fn trap_8_a_kubelet_that_agrees_on_no_alpn_is_spoken_to_in_http_1() {
 }
 
 #[tokio::test]
-async fn trap_9_five_like_named_fields_keep_their_order_and_bytes_behind_a_101_arrive() {
+async fn trap_9_repeated_fields_keep_order_and_bytes_after_101_pass() {
     let first = pattern(300);
     let script = first.clone();
     let app = App::http(move |_| answer::switch("SPDY/3.1", &script)).await;
@@ -334,7 +334,7 @@ async fn trap_10_a_session_made_to_join_does_not_resume_as_a_tunnel() {
 }
 
 #[tokio::test]
-async fn trap_13_what_means_two_things_is_refused_or_reaches_the_app_as_one() {
+async fn trap_13_ambiguous_requests_are_refused_or_normalized() {
     let app = App::http(|_| answer::ok("it")).await;
     let road = Road::to(&app).await;
     let refused = [

@@ -67,7 +67,7 @@ fn framed(head: &Head) -> Script {
 
 /// RFC 9112 section 6.3: `Transfer-Encoding` overrides `Content-Length`, and equal lengths are one.
 #[tokio::test]
-async fn answers_of_upstreams_are_framed_anew() {
+async fn upstream_answers_get_new_framing() {
     Box::pin(over_both_roads(framed, async |_, _, client| {
         for path in [
             "/length-beside-chunks",
@@ -124,7 +124,7 @@ async fn lengths_that_differ_are_the_fault_of_the_upstream() {
 
 /// A GET that makes an upstream fail makes it fail once: what answered anything, or reset, may have taken the request.
 #[tokio::test]
-async fn garbage_and_resets_on_a_reused_connection_are_not_asked_for_again() {
+async fn garbage_or_a_reset_on_a_reused_connection_is_not_retried() {
     let choose = |head: &Head| match head.path().as_str() {
         "/garbage" => answer::garbage(),
         "/half-a-head" => Script::new().write("HTTP/1.1 200 OK\r\nContent-Le").close(),

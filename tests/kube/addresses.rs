@@ -27,9 +27,9 @@ pub(crate) fn trials() -> Vec<Trial> {
             },
         ),
         by(
-            "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),
+            "addresses::cloud_targets_are_dialled_directly".to_owned(),
             CHECKED,
-            steps::what_is_in_the_cloud_is_dialled_there,
+            steps::cloud_targets_are_dialled_directly,
         ),
         by(
             "addresses::pods_and_services_are_proxied_to".to_owned(),
@@ -37,15 +37,15 @@ pub(crate) fn trials() -> Vec<Trial> {
             steps::pods_and_services_are_proxied_to,
         ),
         by(
-            "addresses::failures_tell_what_to_do".to_owned(),
+            "addresses::failures_state_the_remedy".to_owned(),
             CHECKED,
-            failures_tell_what_to_do,
+            failures_state_the_remedy,
         ),
     ]);
     trials
 }
 
-fn failures_tell_what_to_do(world: &mut World) {
+fn failures_state_the_remedy(world: &mut World) {
     let refused = format!("http:edge-1:{REFUSING}");
     let failures = [(
         refused.as_str(),

@@ -23,8 +23,8 @@ use crate::{
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial(
-        "advertise::edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it",
-        edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it,
+        "advertise::edges_and_certificates_follow_service_address_and_replicas",
+        edges_and_certificates_follow_service_address_and_replicas,
     )]
 }
 
@@ -128,7 +128,7 @@ fn told(edge: &mut Process, addresses: &[&str], shown: &str) {
     until(shown, || named().contains(shown));
 }
 
-fn edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it() {
+fn edges_and_certificates_follow_service_address_and_replicas() {
     let world = world();
     let clean = || {
         let rights = format!("{}/examples/{RIGHTS}", env!("CARGO_MANIFEST_DIR"));
@@ -143,7 +143,7 @@ fn edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_i
     let folder = world.path("advertise");
     let mut gateway = gateway(&world, &folder);
     gateway.says("cannot list resource \\\"services\\\"");
-    assert!(readiness().contains("causeway-tunnels is not known yet"));
+    assert!(readiness().contains("causeway-tunnels has not been loaded yet"));
     gateway.says("cannot list resource \\\"endpointslices\\\"");
     rights_but_to_count(&world);
     until("it is missed", || readiness().contains("it is not there"));

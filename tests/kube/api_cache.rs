@@ -25,64 +25,64 @@ type Run = fn(&mut Scene);
 /// In this order.
 const TRIALS: [(&str, Run); 15] = [
     (
-        "one_edge_of_a_pool_reads_for_all_of_it",
-        cuts::one_edge_of_a_pool_reads_for_all_of_it,
+        "one_edge_of_a_pool_reads_for_all_members",
+        cuts::one_edge_of_a_pool_reads_for_all_members,
     ),
     (
-        "kubectl_reads_at_an_edge_what_it_reads_in_the_cloud",
-        kubectl::reads_what_it_reads_in_the_cloud,
+        "kubectl_reads_the_same_as_in_the_cloud",
+        kubectl::reads_the_same_as_in_the_cloud,
     ),
     (
-        "kubectl_is_told_what_an_edge_does_not_do",
-        kubectl::is_told_what_an_edge_does_not_do,
+        "kubectl_gets_errors_for_unsupported_requests",
+        kubectl::gets_errors_for_unsupported_requests,
     ),
     (
-        "a_gateway_that_was_away_is_caught_up_with",
-        cuts::a_gateway_that_was_away_is_caught_up_with,
+        "readers_catch_up_after_a_gateway_outage",
+        cuts::readers_catch_up_after_a_gateway_outage,
     ),
     (
-        "an_api_server_that_was_restarted_is_caught_up_with",
-        cuts::an_api_server_that_was_restarted_is_caught_up_with,
+        "readers_catch_up_after_an_api_server_restart",
+        cuts::readers_catch_up_after_an_api_server_restart,
     ),
     (
-        "an_api_server_that_hangs_is_noticed_and_how_long_is_told",
-        cuts::an_api_server_that_hangs_is_noticed_and_how_long_is_told,
+        "a_hanging_api_server_is_detected_and_its_age_reported",
+        cuts::a_hanging_api_server_is_detected_and_its_age_reported,
     ),
     (
-        "where_the_leaders_uplink_is_cut_another_leads_and_both_see_changes",
-        cuts::where_the_leaders_uplink_is_cut_another_leads_and_both_see_changes,
+        "a_cut_leader_uplink_moves_leadership_and_both_see_changes",
+        cuts::a_cut_leader_uplink_moves_leadership_and_both_see_changes,
     ),
     (
-        "where_the_leader_is_killed_another_leads",
-        cuts::where_the_leader_is_killed_another_leads,
+        "another_node_leads_after_the_leader_is_killed",
+        cuts::another_node_leads_after_the_leader_is_killed,
     ),
     (
-        "with_all_uplinks_cut_both_serve_and_mended_in_any_order_both_are_right",
-        cuts::with_all_uplinks_cut_both_serve_and_mended_in_any_order_both_are_right,
+        "all_uplinks_may_be_cut_and_repaired_in_any_order",
+        cuts::all_uplinks_may_be_cut_and_repaired_in_any_order,
     ),
     (
-        "coredns_and_kube_proxy_start_while_the_cloud_is_away_and_follow_when_it_is_back",
-        apps::start_while_the_cloud_is_away_and_follow_when_it_is_back,
+        "coredns_and_kube_proxy_start_offline_and_catch_up",
+        apps::coredns_and_kube_proxy_start_offline_and_catch_up,
     ),
     (
-        "nodes_that_start_while_the_cloud_is_away_serve_what_they_knew",
-        restarts::nodes_that_start_while_the_cloud_is_away_serve_what_they_knew,
+        "nodes_started_without_the_cloud_serve_their_cached_state",
+        restarts::nodes_started_without_the_cloud_serve_their_cached_state,
     ),
     (
-        "a_damaged_file_is_set_aside_and_told",
-        restarts::a_damaged_file_is_set_aside_and_told,
+        "a_damaged_file_is_set_aside_and_reported",
+        restarts::a_damaged_file_is_set_aside_and_reported,
     ),
     (
-        "programs_that_want_tls_read_by_it",
-        tls::programs_that_want_tls_read_by_it,
+        "programs_can_read_over_tls",
+        tls::programs_can_read_over_tls,
     ),
     (
         "yurthubs_read_at_the_pools_edges_through_cuts",
         yurthub::read_at_the_pools_edges_through_cuts,
     ),
     (
-        "a_right_that_the_gateway_misses_is_named",
-        restarts::a_right_that_the_gateway_misses_is_named,
+        "a_missing_gateway_permission_is_named",
+        restarts::a_missing_gateway_permission_is_named,
     ),
 ];
 

@@ -27,28 +27,28 @@ use crate::{
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial(
-            "certificates::a_node_gets_its_own_certificate_and_nobody_gets_another",
-            a_node_gets_its_own_certificate_and_nobody_gets_another,
+            "certificates::a_node_gets_only_its_own_certificate",
+            a_node_gets_only_its_own_certificate,
         ),
         trial(
-            "certificates::an_outage_of_the_api_is_survived_and_missing_rights_are_named",
-            an_outage_of_the_api_is_survived_and_missing_rights_are_named,
+            "certificates::an_api_outage_is_survived_and_missing_permissions_are_named",
+            an_api_outage_is_survived_and_missing_permissions_are_named,
         ),
         trial(
-            "certificates::an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed",
-            an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed,
+            "certificates::an_edge_known_to_its_cluster_joins_and_renews_without_token",
+            an_edge_known_to_its_cluster_joins_and_renews_without_token,
         ),
         trial(
-            "certificates::what_the_clusters_own_signers_make_for_a_node_lets_it_join",
-            what_the_clusters_own_signers_make_for_a_node_lets_it_join,
+            "certificates::certificates_of_the_cluster_signers_let_a_node_join",
+            certificates_of_the_cluster_signers_let_a_node_join,
         ),
         trial(
-            "certificates::a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see",
-            a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see,
+            "certificates::a_gateway_gets_and_renews_its_kubelet_client_certificate",
+            a_gateway_gets_and_renews_its_kubelet_client_certificate,
         ),
         trial(
-            "certificates::a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names",
-            a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names,
+            "certificates::a_gateway_waits_for_its_certificate_and_requests_new_names",
+            a_gateway_waits_for_its_certificate_and_requests_new_names,
         ),
     ]
 }
@@ -197,7 +197,7 @@ fn metric(outcome: &str) -> u64 {
     number(&all, &name)
 }
 
-fn a_node_gets_its_own_certificate_and_nobody_gets_another() {
+fn a_node_gets_only_its_own_certificate() {
     let world = world();
     clean(&world);
     world.cluster.apply_example("certificates/rbac.yaml");
@@ -225,7 +225,7 @@ fn a_node_gets_its_own_certificate_and_nobody_gets_another() {
     for name in ["by-a-user", "for-another"] {
         until("that is told, too", || {
             let mut all = told(&world, name).into_iter();
-            all.any(|told| told.contains("approved, but not signed"))
+            all.any(|told| told.contains("approved, but was not signed"))
         });
     }
 
@@ -289,12 +289,12 @@ fn ask_wrongly(world: &World, own: &str) -> [(&'static str, &'static str); 6] {
         ("a-name-more", "gateway"),
         ("a-usage-more", "server auth"),
         ("by-a-user", "\"admin\": neither a node"),
-        ("at-no-edge", "Node csr-2 is not at the edge"),
+        ("at-no-edge", "Node csr-2 is not an edge node"),
         ("of-no-node", "the cluster has no Node csr-3"),
     ]
 }
 
-fn an_outage_of_the_api_is_survived_and_missing_rights_are_named() {
+fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     let mut world = world();
     clean(&world);
     let running = gateway(&world, &world.path("certificates-rights"));
@@ -314,7 +314,9 @@ fn an_outage_of_the_api_is_survived_and_missing_rights_are_named() {
 
     world.cluster.stop();
     until("it is lost", || {
-        running.said().contains("what was known is served on")
+        running
+            .said()
+            .contains("continues with the last known nodes")
     });
     world.cluster.restart();
     ask(&world, &own, "second", &Wanted::edge("csr-4"));
@@ -401,7 +403,7 @@ fn status(node: &str) -> String {
         .text()
 }
 
-fn an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed() {
+fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     let world = world();
     clean(&world);
     world.cluster.apply_example("certificates/rbac.yaml");
@@ -447,7 +449,7 @@ fn an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed() {
     let free = world.cluster.with_token("free", &token(""));
     ask(&world, &free, "unbound", &Wanted::edge("edge-1"));
     until("it is told", || !told(&world, "unbound").is_empty());
-    assert!(told(&world, "unbound")[0].contains("does not say on which node"));
+    assert!(told(&world, "unbound")[0].contains("does not name its node"));
 
     // From here on it is the gateway's affair, and no request is made any more.
     own.says("this node's certificate is renewed");
@@ -459,7 +461,7 @@ fn an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed() {
     clean(&world);
 }
 
-fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
+fn certificates_of_the_cluster_signers_let_a_node_join() {
     let world = world();
     clean(&world);
     world.cluster.apply_example("certificates/rbac.yaml");
@@ -483,7 +485,7 @@ fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
     let line = "patch clusterrole causeway-gateway-certificates --type json -p";
     let patched = world.cluster.kubectl(line).args([names.to_string()]);
     patched.run().ok();
-    asking.says("joined by the cluster's word");
+    asking.says("joined with a certificate of the cluster");
     asking.says("tunnel registered");
     ask(
         &world,
@@ -516,7 +518,7 @@ fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
     let _running = by(&world, &folder, &rules(KUBELETS));
     let lines = format!("{own}\n  signer: {KUBELETS}");
     let mut asking = edge(&folder, "kubelet", &lines);
-    asking.says("joined by the cluster's word");
+    asking.says("joined with a certificate of the cluster");
     asking.says("tunnel registered");
     let delete = "delete clusterrolebinding nodes-ask-for-themselves";
     world.cluster.kubectl(delete).run().ok();
@@ -603,7 +605,7 @@ fn asking(world: &World, folder: &Path, address: &str) -> String {
     .to_string()
 }
 
-fn a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names() {
+fn a_gateway_waits_for_its_certificate_and_requests_new_names() {
     let world = world();
     clean(&world);
     let folder = world.path("certificates-own");
@@ -660,7 +662,7 @@ fn outlived(user: &str) -> String {
     format!("names: \nmade: 0\n{}\n{}", made.pem(), own.serialize_pem())
 }
 
-fn a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see() {
+fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
     let world = world();
     clean(&world);
     let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/kubelet-client/rbac.yaml");
@@ -715,7 +717,7 @@ fn a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see() {
     until("another is in use", || ends() > first + 24 * 3600);
     let said = gateway.said();
     assert!(
-        said.contains("another certificate by its cluster"),
+        said.contains("a new certificate from its cluster"),
         "{said}"
     );
     drop(gateway);

@@ -41,8 +41,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             each_configuration_is_sound,
         ),
         trial(
-            "deploy::who_waits_to_begin_is_not_killed_for_it",
-            who_waits_to_begin_is_not_killed_for_it,
+            "deploy::a_gateway_that_waits_at_startup_is_not_killed",
+            a_gateway_that_waits_at_startup_is_not_killed,
         ),
         trial(
             "deploy::edges_may_join_by_tokens_all_the_same",
@@ -53,12 +53,12 @@ pub(crate) fn trials() -> Vec<Trial> {
             the_chart_is_made_of_the_overlays,
         ),
         trial(
-            "deploy::helm_makes_what_kustomize_makes",
-            helm_makes_what_kustomize_makes,
+            "deploy::helm_and_kustomize_render_the_same_objects",
+            helm_and_kustomize_render_the_same_objects,
         ),
         trial(
-            "deploy::values_are_laid_over_what_helm_makes",
-            values_are_laid_over_what_helm_makes,
+            "deploy::values_override_rendered_objects",
+            values_override_rendered_objects,
         ),
         trial(
             "deploy::the_list_of_ports_is_in_the_releases_namespace",
@@ -314,7 +314,7 @@ fn each_configuration_is_sound() {
 }
 
 /// Until an edge has joined, or a gateway has what it begins with, nobody answers; that may take somebody days.
-fn who_waits_to_begin_is_not_killed_for_it() {
+fn a_gateway_that_waits_at_startup_is_not_killed() {
     let world = world();
     for (way, _) in WAYS {
         let all = objects(&world, &kustomized(&world, way));
@@ -403,7 +403,7 @@ fn the_chart_is_made_of_the_overlays() {
     assert!(chart.contains(version), "{chart}");
 }
 
-fn helm_makes_what_kustomize_makes() {
+fn helm_and_kustomize_render_the_same_objects() {
     let world = world();
     for (way, _) in WAYS {
         let Some(helm) = templated(&world, way, &["--no-hooks"]) else {
@@ -415,7 +415,7 @@ fn helm_makes_what_kustomize_makes() {
     }
 }
 
-fn values_are_laid_over_what_helm_makes() {
+fn values_override_rendered_objects() {
     let world = world();
     let patch = r#"patches=[{"kind":"Service","name":"causeway-tunnels","patch":{"spec":{"loadBalancerIP":"192.0.2.10"}}}]"#;
     let values = [

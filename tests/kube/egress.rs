@@ -37,7 +37,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         by(
             "egress::what_is_in_the_cloud_is_dialled_from_there".to_owned(),
             Way::Address,
-            steps::what_is_in_the_cloud_is_dialled_there,
+            steps::cloud_targets_are_dialled_directly,
         ),
     ];
     trials.extend(rows::by_address());
@@ -45,9 +45,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.extend(steps::variant("egress", Way::Unix, steps::MOVED));
     trials.extend([
         by(
-            "egress::failures_tell_what_to_do".to_owned(),
+            "egress::failures_state_the_remedy".to_owned(),
             Way::Unix,
-            failures_tell_what_to_do,
+            failures_state_the_remedy,
         ),
         by(
             "egress::the_api_server_comes_back_to_the_same_road".to_owned(),
@@ -63,7 +63,7 @@ fn not_reached(world: &World) -> String {
     world.cluster.kubectl(raw).run().failed()
 }
 
-fn failures_tell_what_to_do(world: &mut World) {
+fn failures_state_the_remedy(world: &mut World) {
     let refused = format!("http:edge-1:{CLOSED}");
     let failures = [
         (
@@ -71,7 +71,7 @@ fn failures_tell_what_to_do(world: &mut World) {
             "edge-1 could not dial 127.0.0.1:9998: connection refused",
         ),
         ("http:edge-1:9997", "edge-1 does not serve port 9997"),
-        ("https:cloud-1:10250", "no node is known by"),
+        ("https:cloud-1:10250", "no node matches"),
     ];
     failures_tell(world, &failures);
 }

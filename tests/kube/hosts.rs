@@ -28,32 +28,32 @@ use crate::{
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial(
-            "hosts::the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it",
-            the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it,
+            "hosts::the_hosts_file_follows_nodes_and_coredns_answers_from_it",
+            the_hosts_file_follows_nodes_and_coredns_answers_from_it,
         ),
         trial(
-            "hosts::what_others_change_is_put_right_and_said",
-            what_others_change_is_put_right_and_said,
+            "hosts::foreign_changes_are_corrected_and_reported",
+            foreign_changes_are_corrected_and_reported,
         ),
         trial(
             "hosts::one_of_two_gateways_writes_and_the_other_takes_over",
             one_of_two_gateways_writes_and_the_other_takes_over,
         ),
         trial(
-            "hosts::a_lease_that_is_lost_is_waited_for_and_ends_nothing",
-            a_lease_that_is_lost_is_waited_for_and_ends_nothing,
+            "hosts::a_lost_lease_is_reacquired_and_ends_no_gateway",
+            a_lost_lease_is_reacquired_and_ends_no_gateway,
         ),
         trial(
-            "hosts::an_outage_of_the_api_ends_nothing_and_is_made_up_for",
-            an_outage_of_the_api_ends_nothing_and_is_made_up_for,
+            "hosts::an_api_outage_ends_no_gateway_and_is_caught_up",
+            an_api_outage_ends_no_gateway_and_is_caught_up,
         ),
         trial(
-            "hosts::somebody_elses_configmap_is_not_touched_before_it_is_handed_over",
-            somebody_elses_configmap_is_not_touched_before_it_is_handed_over,
+            "hosts::a_foreign_configmap_stays_unchanged_until_handed_over",
+            a_foreign_configmap_stays_unchanged_until_handed_over,
         ),
         trial(
-            "hosts::who_comes_from_openyurt_finds_its_names_and_format",
-            who_comes_from_openyurt_finds_its_names_and_format,
+            "hosts::openyurt_users_find_its_names_and_format",
+            openyurt_users_find_its_names_and_format,
         ),
         trial(
             "hosts::more_names_than_fit_into_one_object_are_in_several",
@@ -214,7 +214,7 @@ fn dig(name: &str) -> String {
     dig.args([name]).run().text().trim_end().to_owned()
 }
 
-fn the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it() {
+fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
     let text = fs::read_to_string(example("gateway.yaml")).unwrap();
@@ -271,7 +271,7 @@ fn the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it() {
     assert!((1..=3).contains(&more), "{more} writes for two nodes");
 }
 
-fn what_others_change_is_put_right_and_said() {
+fn foreign_changes_are_corrected_and_reported() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
     let mut gateway = Gateway::start(&world, 1, &json!({}));
@@ -281,7 +281,9 @@ fn what_others_change_is_put_right_and_said() {
     patch(&world, &what, &evil);
     soon("it is put right", || hosts(&world) == always());
     assert_eq!(file(&world, NAME, "more"), None);
-    gateway.process.says("was changed, and is put right");
+    gateway
+        .process
+        .says("was changed by another process and has been restored");
     gateway.process.says("kubectl-patch");
     // What is somebody else's and does no harm stays.
     let mark = json!({ "metadata": { "annotations": { "team": "network" } } });
@@ -290,7 +292,9 @@ fn what_others_change_is_put_right_and_said() {
     let line = format!("-n kube-system delete configmap {NAME}");
     world.cluster.kubectl(&line).run().ok();
     soon("it is there again", || hosts(&world) == always());
-    gateway.process.says("was deleted, and is put right");
+    gateway
+        .process
+        .says("was deleted by another process and has been restored");
     assert_eq!(gateway.writes(), writes + 1, "an annotation is no reason");
 }
 
@@ -335,7 +339,7 @@ fn one_of_two_gateways_writes_and_the_other_takes_over() {
     println!("taken over after {took:?}, and in order after {ended:?}");
 }
 
-fn a_lease_that_is_lost_is_waited_for_and_ends_nothing() {
+fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
     let mut gateway = Gateway::start(&world, 1, &json!({}));
@@ -348,7 +352,7 @@ fn a_lease_that_is_lost_is_waited_for_and_ends_nothing() {
     let what = format!("lease {NAME}");
     let taken = json!({ "spec": { "holderIdentity": "somebody" } });
     patch(&world, &what, &taken);
-    gateway.process.says("somebody has it now");
+    gateway.process.says("somebody holds it now");
     until("it stands by", || !gateway.leads());
     let new = Passing(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
@@ -369,14 +373,14 @@ fn a_lease_that_is_lost_is_waited_for_and_ends_nothing() {
     assert_eq!(gateway.ask("/readyz"), "ready\n");
 }
 
-fn an_outage_of_the_api_ends_nothing_and_is_made_up_for() {
+fn an_api_outage_ends_no_gateway_and_is_caught_up() {
     let mut world = world();
     // They stay while the API is away.
     std::mem::forget(Rights::of(&world, NAME));
     let mut gateway = Gateway::start(&world, 1, &json!({}));
     soon("the file is there", || hosts(&world) == always());
     world.cluster.stop();
-    gateway.process.says("this gateway stands by");
+    gateway.process.says("this gateway is on standby");
     assert!(!gateway.leads(), "another may have it by now");
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     world.cluster.restart();
@@ -388,7 +392,7 @@ fn an_outage_of_the_api_ends_nothing_and_is_made_up_for() {
     });
 }
 
-fn somebody_elses_configmap_is_not_touched_before_it_is_handed_over() {
+fn a_foreign_configmap_stays_unchanged_until_handed_over() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
     world.cluster.apply(&json!({
@@ -397,7 +401,7 @@ fn somebody_elses_configmap_is_not_touched_before_it_is_handed_over() {
     }));
     let mut gateway = Gateway::start(&world, 1, &json!({}));
     gateway.process.says(&format!(
-        "the ConfigMap kube-system/{NAME} is not this gateway's but kubectl-client-side-apply's"
+        "the ConfigMap kube-system/{NAME} does not belong to this gateway but to kubectl-client-side-apply"
     ));
     assert_eq!(hosts(&world), "10.9.9.9 mine\n");
     assert_eq!(gateway.writes(), 0);
@@ -411,7 +415,7 @@ fn somebody_elses_configmap_is_not_touched_before_it_is_handed_over() {
     soon("it is taken over", || hosts(&world) == always());
 }
 
-fn who_comes_from_openyurt_finds_its_names_and_format() {
+fn openyurt_users_find_its_names_and_format() {
     let world = world();
     let _rights = Rights::of(&world, OPENYURT);
     let _gateway = Gateway::start(&world, 1, &json!({ "format": "openyurt" }));

@@ -104,7 +104,7 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(rows::own_trials("names", names::CHECKED))
         .chain([ports::proxied("names", names::CHECKED)])
         .chain(scrapes::trials("names", names::CHECKED))
-        .chain([rows::undecided("names", names::CHECKED)])
+        .chain([rows::dependency_unavailable("names", names::CHECKED)])
         .chain(addresses::trials())
         .chain(rows::trials("addresses", addresses::CHECKED))
         .chain([ports::proxied("addresses", addresses::CHECKED)])

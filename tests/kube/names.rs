@@ -48,24 +48,24 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.extend(steps::variant("names", CHECKED, steps::MOVED));
     trials.extend([
         by(
-            "names::what_is_in_the_cloud_is_dialled_there".to_owned(),
+            "names::cloud_targets_are_dialled_directly".to_owned(),
             CHECKED,
-            steps::what_is_in_the_cloud_is_dialled_there,
+            steps::cloud_targets_are_dialled_directly,
         ),
         by(
-            "names::failures_tell_what_to_do".to_owned(),
+            "names::failures_state_the_remedy".to_owned(),
             CHECKED,
-            failures_tell_what_to_do,
+            failures_state_the_remedy,
         ),
         by(
-            "names::a_policy_without_shells_is_told".to_owned(),
+            "names::a_policy_without_shells_is_reported".to_owned(),
             CHECKED,
-            a_policy_without_shells_is_told,
+            a_policy_without_shells_is_reported,
         ),
         by(
-            "names::a_kubelet_gets_nothing_of_another".to_owned(),
+            "names::a_kubelet_certificate_gives_no_access_to_another_kubelet".to_owned(),
             CHECKED,
-            a_kubelet_gets_nothing_of_another,
+            a_kubelet_certificate_gives_no_access_to_another_kubelet,
         ),
         by(
             "names::kubelets_that_sign_for_themselves_are_known_by_their_keys".to_owned(),
@@ -73,9 +73,9 @@ pub(crate) fn trials() -> Vec<Trial> {
             kubelets_that_sign_for_themselves_are_known_by_their_keys,
         ),
         by(
-            "names::kubelets_are_asked_by_the_http_that_they_choose".to_owned(),
+            "names::kubelets_are_called_over_their_negotiated_http_version".to_owned(),
             CHECKED,
-            kubelets_are_asked_by_the_http_that_they_choose,
+            kubelets_are_called_over_their_negotiated_http_version,
         ),
     ]);
     trials
@@ -90,7 +90,7 @@ fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
         "/exec/a/nobody/it?command=true",
     );
     assert_eq!(said.0, "502", "{}", said.1);
-    let wanted = "the node of pod a/nobody is not known: pods \"nobody\" not found";
+    let wanted = "the node of pod a/nobody could not be found: pods \"nobody\" not found";
     assert!(said.1.contains(wanted), "{}", said.1);
 }
 
@@ -107,7 +107,7 @@ fn rights_that_are_missing_are_named(world: &mut World) {
     until("it is allowed again", || exec().code == Some(0));
 }
 
-fn failures_tell_what_to_do(world: &mut World) {
+fn failures_state_the_remedy(world: &mut World) {
     let refused = format!("https:edge-1:{REFUSING}");
     let failures = [
         (
@@ -119,7 +119,7 @@ fn failures_tell_what_to_do(world: &mut World) {
     failures_tell(world, &failures);
 }
 
-fn a_policy_without_shells_is_told(world: &mut World) {
+fn a_policy_without_shells_is_reported(world: &mut World) {
     let way = CHECKED;
     let deny = "  - { name: no shells, where: { nodes: [edge-1] }, what: { paths: [/exec] }, then: deny }\n";
     world.road().rules_anew(way, deny);
@@ -130,7 +130,7 @@ fn a_policy_without_shells_is_told(world: &mut World) {
     let said = exec(world, "a").failed();
     exec(world, "b").ok();
     world.cluster.kubectl("logs -n a ticker").run().ok();
-    let wanted = "the policy does not let kube-apiserver-kubelet-client";
+    let wanted = "the policy does not allow kube-apiserver-kubelet-client";
     let deny = deny.replace("/exec", "/containerLogs, /healthz");
     world.road().rules_anew(way, &deny);
     each_says(world, wanted, &REQUESTS);
@@ -140,7 +140,7 @@ fn a_policy_without_shells_is_told(world: &mut World) {
 }
 
 /// Kubelets' certificates are of the same CA as kube-apiserver's.
-fn a_kubelet_gets_nothing_of_another(world: &mut World) {
+fn a_kubelet_certificate_gives_no_access_to_another_kubelet(world: &mut World) {
     let path = "/exec/a/echo/it?command=true";
     let (status, said) = ask(world, "edge-2", "edge-1", path);
     assert_eq!(status, "502", "{said}");
@@ -154,8 +154,8 @@ fn kubelets_that_sign_for_themselves_are_known_by_their_keys(world: &mut World) 
     and_back(world, known_by_their_keys);
 }
 
-fn kubelets_are_asked_by_the_http_that_they_choose(world: &mut World) {
-    and_back(world, asked_by_what_they_choose);
+fn kubelets_are_called_over_their_negotiated_http_version(world: &mut World) {
+    and_back(world, kubelets_are_called_over_their_chosen_http_version);
 }
 
 /// Does this, behind which others find things as they were.
@@ -168,7 +168,7 @@ fn and_back(world: &mut World, done: impl Fn(&mut World)) {
     }
 }
 
-fn asked_by_what_they_choose(world: &mut World) {
+fn kubelets_are_called_over_their_chosen_http_version(world: &mut World) {
     for (serving, version, other) in [
         (Serving::Http2, "2", "1.1"),
         (Serving::Http1, "1.1", "2"),
@@ -237,13 +237,13 @@ fn known_by_their_keys(world: &mut World) {
     let mut said = String::new();
     until("the other key is refused", || {
         said = kubectl(world, "logs -n a ticker").stderr;
-        said.contains("has another key")
+        said.contains("has a new key")
     });
     assert!(
         said.contains("`causeway node unpin edge-1 10250`"),
         "{said}"
     );
-    each_says(world, "has another key", &[UPGRADES, REQUESTS].concat());
+    each_says(world, "has a new key", &[UPGRADES, REQUESTS].concat());
     assert_eq!(known(world), pins);
     world.the_road().orders("node unpin edge-1 10250").ok();
     // A kubelet that has just started does not know its pods yet.

@@ -32,8 +32,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             a_gateway_follows_node_objects,
         ),
         trial(
-            "nodes::an_outage_of_the_api_is_survived_and_told",
-            an_outage_of_the_api_is_survived_and_told,
+            "nodes::an_api_outage_is_survived_and_reported",
+            an_api_outage_is_survived_and_reported,
         ),
         trial(
             "nodes::an_api_server_that_is_away_at_the_start_is_waited_for",
@@ -44,8 +44,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             rights_that_are_missing_are_named,
         ),
         trial(
-            "nodes::a_node_that_claims_anothers_address_gets_nothing_of_it",
-            a_node_that_claims_anothers_address_gets_nothing_of_it,
+            "nodes::a_claim_of_a_foreign_address_gets_no_traffic",
+            a_claim_of_a_foreign_address_gets_no_traffic,
         ),
         trial(
             "nodes::revocations_and_pinned_keys_outlive_a_gateway_in_a_secret",
@@ -216,7 +216,7 @@ fn a_gateway_follows_node_objects() {
     soon("it is gone", || Gateway::nodes() == (2, 1));
 }
 
-fn an_outage_of_the_api_is_survived_and_told() {
+fn an_api_outage_is_survived_and_reported() {
     let mut world = world();
     let gateway = Gateway::start(&world, "outage", &world.cluster.account("egress"));
     until("the nodes are known", Gateway::is_ready);
@@ -230,7 +230,10 @@ fn an_outage_of_the_api_is_survived_and_told() {
     until("it is over", || Gateway::lost() == 0);
     assert_eq!(Gateway::nodes(), (2, 1));
     let said = gateway.process.said();
-    assert!(said.contains("what was known is served on"), "{said}");
+    assert!(
+        said.contains("continues with the last known nodes"),
+        "{said}"
+    );
     assert!(said.contains("answers again"), "{said}");
 }
 
@@ -241,7 +244,8 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
     let gateway = Gateway::start(&world, "away", &account);
     until("it says what it waits for", || {
         let why = Gateway::ask("/readyz").text();
-        why.contains("the nodes of the cluster are not known yet: ") && why.contains("refused")
+        why.contains("the nodes of the cluster have not been loaded yet: ")
+            && why.contains("refused")
     });
     let said = || gateway.process.said();
     until("it is tried again, which needs no words", || {
@@ -271,7 +275,7 @@ fn rights_that_are_missing_are_named() {
     assert!(said.contains("cannot list resource"), "{said}");
 }
 
-fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
+fn a_claim_of_a_foreign_address_gets_no_traffic() {
     let world = world();
     let address = world.nodes[0].site.address().to_string();
     let gateway = Gateway::start(&world, "claims", &world.cluster.account("egress"));
@@ -351,7 +355,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let (first, data) = begin("state-1", (11262, 11265));
     until("it says what it lacks", || {
         let why = asked(11265, "/readyz");
-        why.contains("revocations and pinned keys are not read yet")
+        why.contains("revocations and pinned keys have not been loaded yet")
             && why.contains("causeway-state")
     });
     world.cluster.apply_example("state/rbac.yaml");

@@ -31,16 +31,16 @@ use crate::{
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial(
-            "ports::a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it",
-            a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it,
+            "ports::a_listed_port_is_reachable_without_edge_changes",
+            a_listed_port_is_reachable_without_edge_changes,
         ),
         trial(
-            "ports::a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge",
-            a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge,
+            "ports::a_cluster_node_serves_listed_ports_without_configuration",
+            a_cluster_node_serves_listed_ports_without_configuration,
         ),
         trial(
-            "ports::an_entry_that_cannot_be_served_is_told_on_the_list_and_the_others_are_served",
-            an_entry_that_cannot_be_served_is_told_on_the_list_and_the_others_are_served,
+            "ports::an_unusable_entry_is_reported_on_the_list_and_others_served",
+            an_unusable_entry_is_reported_on_the_list_and_others_served,
         ),
         trial(
             "ports::two_lists_for_one_service_leave_each_other_alone",
@@ -231,7 +231,7 @@ fn metric(name: &str) -> u64 {
     number(&all, &format!("causeway_gateway_cluster_{name} "))
 }
 
-fn a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it() {
+fn a_listed_port_is_reachable_without_edge_changes() {
     let world = world();
     let site = Site::new(&world, "ports-served");
     assert_eq!(status(9051), "000");
@@ -263,7 +263,7 @@ fn a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it(
     assert_eq!(metric("ports_refused"), 0);
 }
 
-fn a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge() {
+fn a_cluster_node_serves_listed_ports_without_configuration() {
     let world = world();
     clean(&world);
     world.cluster.apply_example("certificates/rbac.yaml");
@@ -294,7 +294,7 @@ fn a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge() {
     clean(&world);
 }
 
-fn an_entry_that_cannot_be_served_is_told_on_the_list_and_the_others_are_served() {
+fn an_unusable_entry_is_reported_on_the_list_and_others_served() {
     let world = world();
     let site = Site::new(&world, "ports-refused");
     list(&world, "9051");
@@ -303,7 +303,7 @@ fn an_entry_that_cannot_be_served_is_told_on_the_list_and_the_others_are_served(
     list(&world, "9051, ninety");
     until("it is told", || {
         site.told()
-            .contains("http-proxy-ports: \\\"ninety\\\" is no port")
+            .contains("http-proxy-ports: \\\"ninety\\\" is not a valid port")
     });
     assert_eq!((status(9051).as_str(), metric("ports_refused")), ("200", 1));
 

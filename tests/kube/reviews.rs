@@ -21,8 +21,8 @@ use crate::{
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial(
-        "reviews::clients_may_at_a_kubelet_what_the_cluster_says",
-        clients_may_at_a_kubelet_what_the_cluster_says,
+        "reviews::the_cluster_authorizes_kubelet_clients",
+        the_cluster_authorizes_kubelet_clients,
     )]
 }
 
@@ -160,7 +160,7 @@ fn token(world: &World, name: &str, more: &str) -> String {
     made.text().trim().to_owned()
 }
 
-fn clients_may_at_a_kubelet_what_the_cluster_says() {
+fn the_cluster_authorizes_kubelet_clients() {
     let world = world();
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": PLACE },
@@ -174,15 +174,16 @@ fn clients_may_at_a_kubelet_what_the_cluster_says() {
         let (status, text) = site.get(API, &prom, "/metrics");
         status == 200 && text.contains("kubelet_")
     });
-    each_may_what_its_role_says(&world, &site, &prom);
+    each_client_has_the_permissions_of_its_role(&world, &site, &prom);
     no_spelling_gets_more(&site, &prom);
     audiences_and_certificates_count(&world, &site, &prom);
-    who_is_deleted_is_refused_in_time(&world, &site, &prom);
+    a_deleted_account_is_refused_in_time(&world, &site, &prom);
 }
 
 fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
     let (status, text) = site.get(API, prom, "/metrics");
-    let says = "the cluster does not let this gateway create tokenreviews.authentication.k8s.io";
+    let says =
+        "the cluster does not allow this gateway to create tokenreviews.authentication.k8s.io";
     assert!(status == 503 && text.contains(says), "{status} {text}");
     let log = fs::read_to_string(world.path("reviews/log")).unwrap();
     let cause = "cannot create resource \\\"tokenreviews\\\"";
@@ -191,7 +192,7 @@ fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
     world.cluster.apply_example("egress/reviews.yaml");
 }
 
-fn each_may_what_its_role_says(world: &World, site: &Site, prom: &str) {
+fn each_client_has_the_permissions_of_its_role(world: &World, site: &Site, prom: &str) {
     let run = "/run/a/echo/it?cmd=cat%20/tmp/node";
     let bearer = |token: &str| format!("Authorization: Bearer {token}");
     let forbidden = "does not let system:serviceaccount:reviews:prom";
@@ -282,7 +283,7 @@ fn audiences_and_certificates_count(world: &World, site: &Site, prom: &str) {
     assert_eq!(status, 403, "{text}");
 }
 
-fn who_is_deleted_is_refused_in_time(world: &World, site: &Site, prom: &str) {
+fn a_deleted_account_is_refused_in_time(world: &World, site: &Site, prom: &str) {
     assert_eq!(site.get(API, prom, "/metrics").0, 200);
     let delete = format!("delete serviceaccount prom -n {PLACE}");
     world.cluster.kubectl(&delete).run().ok();
@@ -292,6 +293,6 @@ fn who_is_deleted_is_refused_in_time(world: &World, site: &Site, prom: &str) {
         "a deleted account's token counts no longer than answers are kept"
     );
     let (status, text) = site.get(API, prom, "/metrics");
-    let says = "token_review: not one that the cluster takes here";
+    let says = "token_review: the cluster does not accept the token";
     assert!(status == 401 && text.contains(says), "{status} {text}");
 }

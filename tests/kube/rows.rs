@@ -33,14 +33,14 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let mut trials = Vec::new();
     if !matches!(way, Way::Addresses(_)) || full() {
         trials.push(by(
-            format!("{name}::a_kubelet_that_does_not_answer_is_told"),
+            format!("{name}::a_silent_kubelet_is_reported"),
             way,
-            a_kubelet_that_does_not_answer_is_told,
+            a_silent_kubelet_is_reported,
         ));
     }
     if matches!(way, Way::Names(_)) || full() {
-        let limits = move |world: &mut World| limits_are_told(world, way);
-        trials.push(by(format!("{name}::limits_are_told"), way, limits));
+        let limits = move |world: &mut World| limits_are_reported(world, way);
+        trials.push(by(format!("{name}::limits_are_reported"), way, limits));
     }
     trials.extend(nobody::trials(name, way));
     trials.extend(apps::trials(name, way));
@@ -53,47 +53,49 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
     let of = |row: &str| format!("{name}::{row}");
     vec![
         by(
-            of("a_kubelet_of_another_ca_is_told"),
+            of("a_kubelet_of_another_ca_is_reported"),
             way,
-            a_kubelet_of_another_ca_is_told,
+            a_kubelet_of_another_ca_is_reported,
         ),
         by(
-            of("a_command_may_be_long_and_one_too_long_is_told"),
+            of("a_long_command_works_and_an_oversized_one_is_reported"),
             way,
-            a_command_may_be_long_and_one_too_long_is_told,
+            a_long_command_works_and_an_oversized_one_is_reported,
         ),
         by(
-            of("an_api_server_that_is_not_known_is_told"),
+            of("an_unauthenticated_api_server_gets_the_reason"),
             way,
-            clients::an_api_server_that_is_not_known_is_told,
+            clients::an_unauthenticated_api_server_gets_the_reason,
         ),
         by(
-            of("a_listener_for_connect_tells_whoever_asks_for_more"),
+            of("a_connect_listener_reports_that_it_serves_connect_only"),
             way,
-            move |world| clients::a_listener_for_connect_tells_whoever_asks_for_more(world, way),
+            move |world| {
+                clients::a_connect_listener_reports_that_it_serves_connect_only(world, way)
+            },
         ),
     ]
 }
 
 /// Returns the trial for the error of a gateway that asks the cluster about its clients.
-pub(crate) fn undecided(name: &str, way: Way) -> Trial {
+pub(crate) fn dependency_unavailable(name: &str, way: Way) -> Trial {
     Trial::test(
-        format!("{name}::that_nobody_can_decide_is_told"),
+        format!("{name}::an_unavailable_review_is_reported"),
         move || {
             let mut world = world();
             world.lets_in(way, Clients::Scrapers);
-            that_nobody_can_decide_is_told(&world);
+            an_unavailable_review_is_reported(&world);
             Ok(())
         },
     )
 }
 
-fn that_nobody_can_decide_is_told(world: &World) {
+fn an_unavailable_review_is_reported(world: &World) {
     exec(world).ok();
     let reviews = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/egress/reviews.yaml");
     let delete = world.cluster.kubectl("delete -f").args([reviews]);
     delete.run().ok();
-    let wanted = "the cluster does not let this gateway create subjectaccessreviews";
+    let wanted = "the cluster does not allow this gateway to create subjectaccessreviews";
     until("what it was told does not count any more", || {
         let ran = exec(world);
         ran.code != Some(0) && ran.stderr.contains(wanted)
@@ -179,7 +181,7 @@ impl Drop for Firewall<'_> {
     }
 }
 
-fn a_kubelet_that_does_not_answer_is_told(world: &mut World) {
+fn a_silent_kubelet_is_reported(world: &mut World) {
     let all = [UPGRADES, REQUESTS].concat();
     let firewall = Firewall::new(world, "reject with tcp reset");
     each_says(
@@ -193,7 +195,7 @@ fn a_kubelet_that_does_not_answer_is_told(world: &mut World) {
     let firewall = Firewall::new(world, "tcp flags & (syn | ack) == syn drop");
     each_says(
         world,
-        "127.0.0.1:10250 on edge-1 did not take the connection in time",
+        "127.0.0.1:10250 on edge-1 did not accept the connection in time",
         &UPGRADES,
     );
     drop(firewall);
@@ -212,7 +214,7 @@ fn a_kubelet_that_does_not_answer_is_told(world: &mut World) {
 }
 
 /// Limits are taken up at a gateway's start.
-fn limits_are_told(world: &mut World, way: Way) {
+fn limits_are_reported(world: &mut World, way: Way) {
     let few = |text: String| text + "\nlimits: { per_client: 1 }\n";
     world.otherwise(way, few);
     let mut open = world
@@ -222,7 +224,7 @@ fn limits_are_told(world: &mut World, way: Way) {
     open.says("edge-1");
     each_says(
         world,
-        "this client has 1 streams open, which is its limit",
+        "this client has reached its limit of 1 open streams",
         &[UPGRADES, REQUESTS].concat(),
     );
     open.close_input();
@@ -231,7 +233,7 @@ fn limits_are_told(world: &mut World, way: Way) {
     world.by(way);
 }
 
-fn a_kubelet_of_another_ca_is_told(world: &mut World) {
+fn a_kubelet_of_another_ca_is_reported(world: &mut World) {
     let road = world.the_road();
     let (cluster, other) = (world.cluster.pki.path("ca.pem"), road.ca());
     let of = |ca: &str| format!("    ca: {ca}");
@@ -248,7 +250,7 @@ fn a_kubelet_of_another_ca_is_told(world: &mut World) {
 }
 
 /// Of a command each word is in the request's path.
-fn a_command_may_be_long_and_one_too_long_is_told(world: &mut World) {
+fn a_long_command_works_and_an_oversized_one_is_reported(world: &mut World) {
     let said = |length: usize| {
         let exec = world.cluster.kubectl("exec -n a ticker -- echo");
         exec.args(["x".repeat(length)]).run()

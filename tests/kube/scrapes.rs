@@ -354,6 +354,6 @@ fn prometheus_scrapes_kubelets_while_it_may(way: Way, program: &Path) {
         assert_eq!(target["lastError"], wanted, "{target:#}");
     }
     let said = prometheus.refused(way);
-    let wanted = "the cluster does not let system:serviceaccount:monitoring:prometheus get nodes/metrics of edge-1";
+    let wanted = "the cluster does not allow system:serviceaccount:monitoring:prometheus to get nodes/metrics of edge-1";
     assert!(said.contains(wanted), "{said}");
 }

@@ -41,8 +41,8 @@ const STEPS: [Step; 6] = [
     ("exec_with_a_terminal", exec_with_a_terminal),
     ("nodes_are_proxied_to", nodes_are_proxied_to),
     (
-        "an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back",
-        an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back,
+        "a_killed_edge_ends_an_exec_and_is_reported_until_back",
+        a_killed_edge_ends_an_exec_and_is_reported_until_back,
     ),
     (
         "two_hundred_execs_are_open_at_once",
@@ -61,7 +61,10 @@ const SESSIONS: [Session; 4] = [
         "port_forward_takes_50_at_once",
         port_forward_takes_50_at_once,
     ),
-    ("attach_talks_to_what_runs", attach_talks_to_what_runs),
+    (
+        "attach_connects_to_the_running_process",
+        attach_connects_to_the_running_process,
+    ),
     ("cp_takes_100_mb_both_ways", cp_takes_100_mb_both_ways),
 ];
 
@@ -307,7 +310,7 @@ fn exec_with_a_terminal_of(world: &World, which: Which) {
     assert_eq!(shell.ended().0, Some(0), "{}", shell.said());
 }
 
-fn attach_talks_to_what_runs(world: &World, which: Which) {
+fn attach_connects_to_the_running_process(world: &World, which: Which) {
     let mut attached = which
         .run(world, "attach -i -n b echo")
         .start(&world.path("attach.log"));
@@ -417,7 +420,7 @@ pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&Worl
 }
 
 /// An app on the machine of `cloud-1`, which has no edge.
-pub(crate) fn what_is_in_the_cloud_is_dialled_there(world: &mut World) {
+pub(crate) fn cloud_targets_are_dialled_directly(world: &mut World) {
     let machine = net::Machine::new();
     let www = world.path("www");
     fs::create_dir_all(&www).unwrap();
@@ -458,7 +461,7 @@ fn two_hundred_execs_are_open_at_once(world: &mut World) {
     }
 }
 
-fn an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back(world: &mut World) {
+fn a_killed_edge_ends_an_exec_and_is_reported_until_back(world: &mut World) {
     let mut exec = world
         .cluster
         .kubectl("exec -n a echo -- sh -c")

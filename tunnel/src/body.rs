@@ -60,7 +60,7 @@ pub enum PumpError<E> {
     #[error(transparent)]
     Stream(#[from] StreamError),
     /// The other end has taken nothing for this long.
-    #[error("nothing was taken for {0:?}")]
+    #[error("no bytes were read for {0:?}")]
     Stalled(Duration),
 }
 

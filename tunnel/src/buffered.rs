@@ -142,8 +142,8 @@ impl Inner {
     fn weigh(&mut self, small: &SmallFrames) -> BufferedBytes {
         let mut sum = BufferedBytes::default();
         for (_, stream) in &mut self.open {
-            // Where windows have shrunk meanwhile, what its reader gave back long ago may be all that the other end lacks to go
-            // on, and the engine looks at that only when it is given something. One that holds something is not at rest.
+            // After windows have shrunk, a peer may wait for capacity that the reader has already released.
+            // h2 sends that update only with the next release, so this releases 0 bytes for streams without held bytes.
             if stream.flow.used_capacity() == 0 {
                 let _ = stream.flow.release_capacity(0);
             }
@@ -205,7 +205,7 @@ impl BufferedStream {
 impl Drop for BufferedStream {
     fn drop(&mut self) {
         let stream = self.unread.streams().remove(self.key);
-        // Outside of the lock: it may take the engine's.
+        // Dropped outside of the lock, because it may take h2's lock.
         drop(stream);
     }
 }

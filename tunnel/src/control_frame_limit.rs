@@ -78,7 +78,7 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
             let FrameEvent::Head(head) = part else { return };
             let price = match head.kind {
                 DATA => return,
-                // A request; trailers come on a stream that is known.
+                // A request; trailers use an existing stream.
                 HEADERS if head.stream > *last_stream => {
                     *last_stream = head.stream;
                     return purse.sent(0, 1, POINTS_PER_STREAM);
@@ -111,7 +111,7 @@ struct GoAwayClose {
 impl GoAwayClose {
     fn new(last_stream: u32, between_frames: bool) -> Self {
         let mut goaway = Vec::new();
-        // In the middle of a frame nothing can be said.
+        // No frame can be sent in the middle of another frame.
         if between_frames {
             goaway.extend([0, 0, 8, GOAWAY, 0, 0, 0, 0, 0]);
             goaway.extend(last_stream.to_be_bytes());
@@ -152,7 +152,7 @@ impl GoAwayClose {
 }
 
 fn flood_error() -> io::Error {
-    let why = "the client floods its connection with control frames";
+    let why = "the client sent too many HTTP/2 control frames";
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
@@ -179,7 +179,7 @@ where
             this.farewell = Some(Box::new(farewell));
         }
         if let Some(farewell) = &mut this.farewell {
-            // That it is gone already changes nothing.
+            // It does not matter if the peer is already gone.
             let _ = ready!(farewell.poll(&mut this.io, cx));
         }
         Poll::Ready(Err(flood_error()))
@@ -198,7 +198,7 @@ where
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         if this.farewell.is_some() {
-            // The read side ends the connection, and wakes its task.
+            // The read side closes the connection and wakes its task.
             return Poll::Pending;
         }
         let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
@@ -265,7 +265,7 @@ mod tests {
             drop(calm);
         };
         let client = async {
-            // A server that has hung up breaks the pipe, after it has told why.
+            // A server that closes the connection breaks the pipe after it has sent the reason.
             let _ = far.write_all(&[PREFACE, sent].concat()).await;
             let _ = far.shutdown().await;
             let mut told = Vec::new();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_flood_of_control_frames_is_told_to_calm_down() {
+    async fn a_flood_of_control_frames_gets_enhance_your_calm() {
         let request = frame(HEADERS, 5, 7, &[0x82]);
         for (kind, payload, most) in [
             (SETTINGS, &[][..], MAX_POINTS / RARE_FRAME_COST),
@@ -302,14 +302,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn acknowledgements_and_updates_for_what_was_sent_are_paid_for() {
+    async fn answers_to_sent_frames_use_no_control_frame_budget() {
         let (near, mut far) = duplex(1 << 20);
         let mut calm = ControlFrameLimiter::new(near, || panic!("it is no flood"));
         far.write_all(PREFACE).await.unwrap();
         let mut read = vec![0; 1 << 20];
         calm.read_exact(&mut read[..PREFACE.len()]).await.unwrap();
         for _ in 0..2_000 {
-            // 16 KiB down, and up two updates of windows and an acknowledgement.
+            // 16 KiB of data, and two window updates and an acknowledgement in return.
             calm.write_all(&frame(DATA, 0, 1, &[0; 200]).repeat(80))
                 .await
                 .unwrap();
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_reads_nothing_is_waited_for_within_a_bound() {
+    async fn a_client_that_reads_no_bytes_is_awaited_within_a_bound() {
         let (near, mut far) = duplex(1 << 20);
         let mut calm = ControlFrameLimiter::new(near, || {});
         let flood = frame(PING, 0, 0, &[0; 8]).repeat(2_000);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_h2_client_that_works_is_served_and_one_that_floods_is_told_why() {
+    async fn a_working_h2_client_is_served_and_a_flooding_one_gets_why() {
         const BODY: &[u8] = &[0; 16 << 10];
         let (near, far) = duplex(1 << 20);
         let floods = Cell::new(0);

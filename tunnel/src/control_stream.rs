@@ -288,7 +288,7 @@ pub enum ControlStreamError {
     #[error("a control message is malformed: {0}")]
     Malformed(#[from] serde_json::Error),
     /// Nothing came in time.
-    #[error("no answer to the hello within {0:?}")]
+    #[error("no response to the hello within {0:?}")]
     TooSlow(Duration),
 }
 
@@ -377,7 +377,7 @@ impl ControlStream {
         cx: &mut Context<'_>,
     ) -> Poll<Result<M, ControlStreamError>> {
         loop {
-            // A line that comes byte by byte is not looked through at each of them.
+            // Only new bytes are searched, so a line that arrives byte by byte stays cheap.
             let new = self.unread.get(self.seen..).unwrap_or_default();
             if let Some(end) = new.iter().position(|byte| *byte == b'\n') {
                 let line = self.unread.split_to(self.seen + end + 1);
@@ -408,7 +408,7 @@ impl ControlStream {
 
     /// Ends this side of the stream in order.
     pub fn close(&mut self) {
-        // A stream that is gone is closed.
+        // A lost stream counts as closed.
         let _ = self.send.end();
     }
 }
@@ -433,14 +433,14 @@ mod tests {
     }
 
     #[test]
-    fn an_edge_that_knows_of_no_neighbours_says_and_reads_what_it_always_did() {
+    fn an_edge_hello_without_neighbours_keeps_the_old_format() {
         let silent = written(&EdgeMessage::Welcome(Box::default()));
         assert!(!silent.contains("site"), "{silent}");
         let EdgeMessage::Welcome(heard) = parse(silent.as_bytes()).unwrap() else {
             panic!("a welcome is one");
         };
         assert_eq!(heard.site, None);
-        // To it this is a line of a later gateway; so is any that this edge does not know.
+        // For an older edge this is a message of a later gateway, like any unknown message.
         let later = br#"{"type":"of_a_later_gateway","members":[1]}"#;
         assert_eq!(
             parse::<GatewayMessage>(later).unwrap(),
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_told_as_it_is_and_with_less_in_it_still_reads() {
+    fn a_pool_message_round_trips_and_parses_with_fewer_fields() {
         let members = NodePoolMembers {
             pool: Some("north-1".to_owned()),
             leader: Some("edge-1".to_owned()),

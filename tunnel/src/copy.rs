@@ -119,7 +119,7 @@ where
             outcome => return Poll::Ready(outcome),
         }
     }
-    // What the peer has said before it broke its connection is still to be read.
+    // Bytes that the peer sent before it broke the connection must still be read.
     if let Some(error) = down.broken.take() {
         let read = if up.done {
             Poll::Ready(Ok(()))
@@ -135,13 +135,13 @@ where
     if up.done && down.done {
         return Poll::Ready(CopyOutcome::Clean);
     }
-    // A socket that is not read says only here that its peer is gone.
+    // While the socket is not read, only a flush reports that the peer is gone.
     if !up.chunk.is_empty()
         && let Poll::Ready(Err(error)) = Pin::new(&mut *socket).poll_flush(cx)
     {
         return Poll::Ready(CopyOutcome::Near(error));
     }
-    // Down may be over, wait, or stand before a socket that takes nothing, and up idle: only this hears a reset then.
+    // If `down` is done, waiting or blocked by the socket and `up` is idle, only this detects a reset.
     let stuck = !down.chunk.is_empty();
     if !down.done && down.receive.poll_evicted(cx).is_ready() {
         return Poll::Ready(CopyOutcome::Far(StreamError::Evicted));

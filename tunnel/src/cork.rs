@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_turn_writes_leaves_in_one_write_and_an_idle_tunnel_keeps_no_room() {
+    fn writes_of_one_turn_join_and_idle_tunnels_need_no_buffer() {
         let mut cork = holding(usize::MAX);
         for part in ["one", "two", "three"] {
             assert!(write(&mut cork, part.as_bytes()).is_ready());
@@ -277,13 +277,13 @@ mod tests {
         cork.uncork(&mut cx());
         let inner = cork.inner();
         assert_eq!(inner.io.writes, [b"onetwothree"]);
-        // Once for what was written: a turn that wrote nothing costs nothing.
+        // One flush for all writes; a turn without writes does not flush.
         assert_eq!(inner.io.flushes, 1);
         assert_eq!(inner.bytes.capacity(), 0);
     }
 
     #[test]
-    fn what_is_large_goes_behind_what_is_held_and_is_not_held() {
+    fn a_large_write_follows_the_buffered_bytes_unbuffered() {
         let mut cork = holding(usize::MAX);
         let large = vec![b'x'; LARGE];
         assert!(write(&mut cork, b"head").is_ready());
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_held_than_a_record_and_nothing_is_lost_where_the_connection_stalls() {
+    fn at_most_one_record_is_buffered_and_stalls_lose_no_bytes() {
         let mut cork = holding(0);
         let part: Vec<u8> = (0..=255).cycle().take(LARGE - 1).collect();
         let mut taken = Vec::new();
@@ -301,7 +301,7 @@ mod tests {
             cork.uncork(&mut cx());
         }
         assert!(taken.len() <= MOST && taken.len() + part.len() > MOST);
-        // Some at a time, as a slow link takes it.
+        // In small parts, as on a slow link.
         for room in [1, 700, MOST] {
             cork.inner().io.room = room;
             cork.uncork(&mut cx());
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn before_it_holds_and_at_the_end_everything_passes() {
+    fn an_uncorked_connection_passes_all_writes() {
         let mut cork = Cork::new(Wire {
             room: usize::MAX,
             ..Wire::default()
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_breaks_at_a_release_is_told_to_the_engine_which_is_woken() {
+    fn a_connection_error_at_a_flush_wakes_the_engine() {
         struct Woken(AtomicUsize);
         impl std::task::Wake for Woken {
             fn wake(self: Arc<Self>) {

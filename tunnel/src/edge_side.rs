@@ -173,7 +173,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     pub fn resize(&mut self, most: u32) -> u32 {
         let left = (self.settings.budget).saturating_sub(self.load.weigh().stalled);
         let wanted = flow_control::per_stream_share(self.load.streams(), left).min(most);
-        // Refused where an earlier change has not been acknowledged: the next turn comes.
+        // h2 refuses this while an earlier change is not acknowledged; the next turn retries.
         if wanted != self.window && self.connection.set_initial_window_size(wanted).is_ok() {
             self.window = wanted;
         }
@@ -239,7 +239,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         let mut accept = poll_fn(|cx| {
             let accepted = connection.poll_accept(cx);
             cork.uncork(cx);
-            // What stalls shows only in comparison; and windows that have shrunk want a look without a new stream as well.
+            // Stalls are detected by comparison with the last sample; shrunk windows also need this without new streams.
             if weighed.elapsed() >= buffered::SAMPLE_INTERVAL {
                 *weighed = Instant::now();
                 load.weigh();
@@ -276,20 +276,20 @@ fn parse_request(
         let target = authority
             .as_str()
             .parse()
-            .map_err(|_| "CONNECT to no target")?;
+            .map_err(|_| "CONNECT with an invalid target")?;
         return Ok((StreamKind::Tcp, target, 0, head));
     }
     let target = take_header(head.headers_mut(), &wire::TARGET)
         .ok_or("a request without a target")?
         .parse()
-        .map_err(|_| "a request whose target is none")?;
+        .map_err(|_| "a request with an invalid target")?;
     let kind = match protocol {
         None => StreamKind::Request,
         Some(protocol) => {
             let method = take_header(head.headers_mut(), &wire::METHOD)
                 .ok_or("an upgrade without a method")?;
-            *head.method_mut() =
-                Method::from_bytes(method.as_bytes()).map_err(|_| "an upgrade with no method")?;
+            *head.method_mut() = Method::from_bytes(method.as_bytes())
+                .map_err(|_| "an upgrade with an invalid method")?;
             StreamKind::Upgrade(protocol.as_str().to_owned())
         }
     };
@@ -300,7 +300,7 @@ fn parse_request(
         None => 0,
         Some(length) => (length.parse().ok())
             .filter(|length| (1..=MAX_OVERFLOW_BYTES).contains(length))
-            .ok_or("a target whose rest has no length, or is too long")?,
+            .ok_or("a split request target whose remaining length is invalid or too large")?,
     };
     crate::headers::strip_private(head.headers_mut());
     Ok((kind, target, rest, head))
@@ -320,7 +320,8 @@ impl StreamResponder {
         let size = headers::size(head.headers());
         if size > wire::MAX_HEAD {
             let most = wire::MAX_HEAD;
-            let detail = format!("the answer's head has {size} bytes; a tunnel carries {most}");
+            let detail =
+                format!("the response header has {size} bytes; a tunnel allows at most {most}");
             self.refuse(&RejectCode::TargetBroken.because(detail));
             return Err(StreamError::TooLarge);
         }
@@ -345,7 +346,7 @@ impl StreamResponder {
         *head.status_mut() = StatusCode::BAD_GATEWAY;
         let word = HeaderValue::from_static(refused.refusal.word());
         head.headers_mut().insert(wire::FAILURE, word);
-        // What is not visible ASCII would not be a field value.
+        // Only visible ASCII is a valid header value.
         let plain: String = refused
             .detail
             .chars()
@@ -361,7 +362,7 @@ impl StreamResponder {
         if let Ok(detail) = HeaderValue::try_from(plain) {
             head.headers_mut().insert(wire::DETAIL, detail);
         }
-        // A client that is gone needs no answer.
+        // A disconnected client needs no response.
         let _ = self.send(head, true);
     }
 

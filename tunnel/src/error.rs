@@ -24,13 +24,13 @@ pub enum StreamError {
         cause: h2::Error,
     },
     /// The tunnel takes no further stream: it drains, or has as many as it may have.
-    #[error("the tunnel takes no further stream")]
+    #[error("the tunnel accepts no more streams")]
     Busy,
     /// This end reset the stream: its buffered bytes were not consumed while memory ran short, or for too long.
-    #[error("the stream was reset, because the bytes that waited in it were not taken")]
+    #[error("the stream was reset, because its buffered bytes were not read")]
     Evicted,
     /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
-    #[error("a head or trailers are larger than a tunnel carries")]
+    #[error("the header or trailers are larger than a tunnel allows")]
     TooLarge,
     /// The other end did what the protocol forbids.
     #[error("{0}")]
@@ -93,7 +93,7 @@ pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
         return engine.reason() == Some(h2::Reason::REFUSED_STREAM) || is_close_of_engine(engine);
     }
     if let Some(io) = error.downcast_ref::<io::Error>() {
-        // An `io::Error` does not show the error that it holds as its source.
+        // An `io::Error` does not return its inner error as `source`.
         let below = io.get_ref();
         return below.map_or_else(
             || is_close_of_socket(io),
@@ -182,7 +182,7 @@ impl fmt::Display for TunnelEnd {
         match self {
             Self::Peer => f.write_str("the peer closed the connection"),
             Self::Closed => f.write_str("closed by this side"),
-            Self::Silent => f.write_str("nothing was heard in time"),
+            Self::Silent => f.write_str("nothing was received in time"),
             Self::Failed(why) => f.write_str(why),
         }
     }
@@ -205,7 +205,7 @@ pub enum RejectCode {
     TargetUnreachable,
     /// The edge's own process has no file descriptors, local ports or memory left.
     Exhausted,
-    /// The target spoke nonsense, or closed before it had answered.
+    /// The target spoke nonsense, or closed before it sent a response.
     TargetBroken,
     /// The edge stops, or has as many streams as it may have.
     Busy,
@@ -255,7 +255,7 @@ impl RejectCode {
             AddrNotAvailable, HostUnreachable, NetworkDown, NetworkUnreachable, PermissionDenied,
             TimedOut,
         };
-        // What `connect` says of IPv6 where the system has none.
+        // Errors of `connect` for IPv6 on a system without IPv6.
         let without_ipv6 = address.is_ipv6()
             && (error.kind() == AddrNotAvailable || has_code(error, &[Errno::EAFNOSUPPORT]));
         if without_ipv6 {
@@ -297,7 +297,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_dial_is_told_apart_by_its_cause() {
+    fn failed_dials_are_distinguished_by_their_cause() {
         for (code, refusal) in [
             (Errno::ECONNREFUSED, RejectCode::TargetRefused),
             (Errno::ECONNRESET, RejectCode::TargetRefused),

@@ -116,7 +116,7 @@ pub async fn guard(
             sleep(CHECK_INTERVAL).await;
         }
         stalls.looking.store(false, Relaxed);
-        // What began between the last look and the line above has told nobody.
+        // A stall that began between the last check and the line above was not reported.
         stalls.may_begin_unless_idle();
     }
 }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_streams_that_stood_still_for_longest_go_first_and_short_pauses_are_nobodys_end() {
+    async fn the_longest_stalled_streams_end_first_and_short_pauses_none() {
         let bounds = Bounds {
             memory: STREAM_OVERHEAD_BYTES,
             tcp_memory: None,
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn answers_that_nobody_takes_have_a_time_and_sessions_have_none() {
+    async fn unread_answers_time_out_and_sessions_do_not() {
         let bounds = Bounds {
             memory: usize::MAX,
             tcp_memory: None,
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_reader_that_takes_something_begins_anew() {
+    async fn a_reader_that_makes_progress_restarts_its_timeout() {
         let (progress, mut mark) = (Progress::default(), ProgressMark::default());
         let began = Instant::now();
         assert_eq!(mark.look(true, &progress, began), Some(began));

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_sends_thousands_of_frames_lets_others_have_their_turn() {
+    fn a_peer_that_sends_thousands_of_frames_yields_to_others() {
         let mut guard = FloodGuard::new(Arc::default());
         let mut cx = Context::from_waker(std::task::Waker::noop());
         let frame = [0, 0, 0, DATA, 0, 0, 0, 0, 1];

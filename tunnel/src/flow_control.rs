@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_trip_that_wobbles_leaves_a_window_that_fills_the_link() {
+    fn a_varying_round_trip_keeps_a_window_that_fills_the_link() {
         for micros in (1_000..110_000).step_by(100) {
             let first = bdp_window(Duration::from_micros(micros));
             for then in [micros * 97 / 100, micros, micros * 103 / 100] {
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn it_changes_by_factors_of_two_only() {
+    fn the_window_changes_by_factors_of_two_only() {
         assert_eq!(next_window(4 << 20, 4 << 20), None);
         assert_eq!(next_window(4 << 20, 3 << 20), Some(2 << 20));
         assert_eq!(next_window(4 << 20, 7 << 20), None);

@@ -123,7 +123,7 @@ impl FrameParser {
             kind,
             flags,
             length: self.left,
-            // The first bit means nothing.
+            // The first bit is reserved.
             stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
         })
     }

@@ -205,21 +205,21 @@ impl Tunnel {
         let rest = head.extensions_mut().remove::<TargetOverflow>();
         if rest.is_some() && !self.shared.long_targets.load(Relaxed) {
             return Err(StreamError::Nonsense(
-                "the edge is of a version that takes no targets of more than 65534 bytes",
+                "the edge's version does not support request targets of more than 65534 bytes; upgrade the edge",
             ));
         }
         if matches!(ask, StreamKind::Upgrade(_))
             && !self.sender.is_extended_connect_protocol_enabled()
         {
             return Err(StreamError::Nonsense(
-                "the edge has not said that it takes upgrades",
+                "the edge has not announced support for upgrades",
             ));
         }
         let has_content = head.headers().contains_key(wire::CONTENT);
         if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
-            // It would take the body for the first bytes of the session.
+            // An older edge would mistake the body for the first bytes of the session.
             return Err(StreamError::Nonsense(
-                "the edge is of a version that takes no upgrades with a body",
+                "the edge's version does not support upgrades with a body; upgrade the edge",
             ));
         }
         let Some(TargetOverflow(rest)) = rest else {
@@ -227,7 +227,7 @@ impl Tunnel {
         };
         let fields = head.headers_mut();
         fields.insert(wire::TARGET_REST, HeaderValue::from(rest.len()));
-        // It would not be the length of what the stream carries.
+        // Content-Length would not match the bytes of the stream.
         if let Some(length) = fields.remove(CONTENT_LENGTH) {
             fields.insert(wire::CONTENT, length);
         }
@@ -237,7 +237,7 @@ impl Tunnel {
         } else {
             opened.send.data(rest).await
         };
-        // An edge that refuses the request takes no more of it, and says why in its answer.
+        // An edge that refuses the request stops reading it and sends the reason in its response.
         drop(sent);
         Ok(opened)
     }
@@ -335,7 +335,7 @@ impl Tunnel {
         self.shared.load.crowded().wake();
     }
 
-    /// Whether the tunnel takes no further streams because one end leaves.
+    /// Whether the tunnel accepts no more streamss because one end leaves.
     pub fn is_draining(&self) -> bool {
         self.shared.draining.load(Relaxed)
     }
@@ -417,7 +417,7 @@ fn prepare(
         }
         StreamKind::Upgrade(token) => {
             let method = HeaderValue::from_str(head.method().as_str())
-                .map_err(|_| StreamError::Nonsense("the method is not a field value"))?;
+                .map_err(|_| StreamError::Nonsense("the method is not a valid header value"))?;
             head.headers_mut().insert(wire::METHOD, method);
             *head.method_mut() = Method::CONNECT;
             head.extensions_mut().insert(Protocol::from(token.as_str()));
@@ -425,7 +425,7 @@ fn prepare(
         StreamKind::Request => {}
     }
     let target = HeaderValue::try_from(target)
-        .map_err(|_| StreamError::Nonsense("the target is not a field value"))?;
+        .map_err(|_| StreamError::Nonsense("the target is not a valid header value"))?;
     head.headers_mut().insert(wire::TARGET, target);
     Ok(head)
 }
@@ -447,7 +447,7 @@ impl StreamResponse {
         self.interims += 1;
         if self.interims > wire::MOST_INTERIMS {
             return Err(StreamError::Nonsense(
-                "interim answers without end came instead of an answer",
+                "too many interim responses came without a final response",
             ));
         }
         Ok(())
@@ -458,7 +458,7 @@ impl Future for StreamResponse {
     type Output = Result<Response<StreamReceiver>, StreamError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        // Left to itself the engine keeps each until somebody asks for the final answer, and counts none.
+        // h2 would buffer interim responses without a limit until the final response is polled.
         while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
             interim?;
             self.count()?;
@@ -467,7 +467,7 @@ impl Future for StreamResponse {
         let moved = self
             .moved
             .take()
-            .ok_or(StreamError::Nonsense("the answer was taken twice"))?;
+            .ok_or(StreamError::Nonsense("the response was read twice"))?;
         Poll::Ready(Ok(answered.map(|body| StreamReceiver::new(body, moved))))
     }
 }

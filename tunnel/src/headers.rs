@@ -31,7 +31,7 @@ static OF_A_CONNECTION: [HeaderName; 6] = [
 ///
 /// `Connection` cannot name away what routing and framing stand on (`Host`, `Content-Length` …).
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    // One pass, since most heads hold none of them.
+    // A single pass, because most messages have none of these headers.
     if !headers.keys().any(|name| OF_A_CONNECTION.contains(name)) {
         return;
     }
@@ -99,7 +99,7 @@ pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
 /// Fault of an answer's sender, as the end of a sentence about it.
 pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), &'static str> {
     if !codes_only_by_chunks(fields) {
-        return Err("answered with a Transfer-Encoding that is not chunked alone");
+        return Err("sent a response whose Transfer-Encoding is not just chunked");
     }
     let mut lengths = fields.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else {
@@ -117,7 +117,7 @@ pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), 
         return Ok(());
     }
     let length = common_length(fields)
-        .ok_or("answered with values of Content-Length that differ or are not numbers")?;
+        .ok_or("sent a response with different or invalid values of Content-Length")?;
     fields.insert(CONTENT_LENGTH, HeaderValue::from(length));
     Ok(())
 }
@@ -209,7 +209,7 @@ pub fn set_host(headers: &mut HeaderMap, host: HeaderValue) {
     headers.remove(HOST);
     let first = headers.keys().next().cloned();
     headers.insert(HOST, host);
-    // The last field takes the place of one that is removed, and the last is Host.
+    // `HeaderMap` moves the last entry, here Host, into the place of a removed one.
     let Some(first) = first else { return };
     if let Entry::Occupied(first) = headers.entry(first) {
         if first.iter().nth(1).is_none() {
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_framed_anew() {
+    fn answers_get_new_framing() {
         let reframed = |status: u16, lines: &[(&'static str, &'static str)]| {
             let mut headers = fields(lines);
             let status = StatusCode::from_u16(status).unwrap();
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upgrade_counts_only_where_connection_names_it() {
+    fn an_upgrade_needs_its_connection_option() {
         let asked = fields(&[
             ("connection", "keep-alive, Upgrade"),
             ("upgrade", "SPDY/3.1"),
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn trailers_hold_nothing_that_a_head_decides() {
+    fn trailers_carry_no_framing_or_routing_fields() {
         let mut trailers = fields(&[
             ("causeway-target", "127.0.0.1:22"),
             ("connection", "x-hop"),
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn host_is_put_in_listener_and_the_values_of_a_field_keep_their_order() {
+    fn host_is_inserted_and_repeated_field_values_keep_their_order() {
         let all = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("a", "5")];
         for count in 0..=all.len() {
             let mut headers = fields(&all[..count]);

@@ -157,14 +157,14 @@ impl Shared {
     /// Handles a frame that hyper has written.
     fn wrote(&self, kind: u8, stream: u32) {
         if matches!(kind, RST_STREAM | HEADERS) {
-            // The answer is there.
+            // The final response was sent.
             self.drop_waiting(|of| of == ExchangeId::Http2(stream));
         }
         let refuses = matches!(kind, RST_STREAM | HEADERS) && self.begun.load(Relaxed) > 0;
-        // The engine ignores what begins behind a GOAWAY.
+        // h2 ignores streams that begin after a GOAWAY.
         if refuses || kind == GOAWAY {
             let mut queue = self.queue();
-            // The engine may hand over a stream that it has reset, or may not.
+            // h2 may or may not return a stream that it has reset.
             if kind == GOAWAY || queue.begun.contains(&stream) {
                 queue.lose();
                 self.begun.store(0, Relaxed);
@@ -417,7 +417,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        // The engine has nothing left to write when it comes here.
+        // h2 has nothing left to write when it flushes.
         this.flushed = true;
         ready!(this.poll_interims(cx))?;
         Pin::new(&mut this.io).poll_flush(cx)
@@ -480,7 +480,7 @@ mod tests {
                 if replies.len() < 3 {
                     continue;
                 }
-                // The last first: streams do not wait for each other.
+                // In reverse order: streams do not wait for each other.
                 for (exchange, mut reply) in replies.drain(..).rev() {
                     let ExchangeId::Http2(stream) = exchange else {
                         panic!("{exchange:?}")
@@ -489,7 +489,7 @@ mod tests {
                     let hints = StatusCode::EARLY_HINTS;
                     interims.send(exchange, hints, &links(length));
                     interims.send(exchange, hints, &links(MAX_HEAD_BYTES));
-                    // Compressed by what went before it.
+                    // HPACK compresses it with the earlier header fields.
                     let mut answer = Response::new(());
                     answer.headers_mut().extend(links(length));
                     reply.send_response(answer, true).unwrap();
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn streams_behind_one_that_the_engine_refuses_have_no_interim_answers() {
+    async fn streams_after_a_refused_stream_have_no_interim_answers() {
         let request = |stream: u8, block: &[u8]| {
             let length = u8::try_from(block.len()).unwrap();
             [
@@ -561,14 +561,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn http1_has_them_in_listener_of_an_answer_and_never_within_one() {
+    async fn http1_interim_answers_precede_an_answer_and_never_split_one() {
         let (near, mut far) = duplex(1 << 10);
         let interims = InformationalResponses::default();
         let mut io = InformationalIo::new(near, interims.clone());
         let hint = || interims.send(ExchangeId::Http1, StatusCode::EARLY_HINTS, &links(1));
         hint();
         io.write_all(b"one ").await.unwrap();
-        // The engine may have more of the first answer.
+        // hyper may have more bytes of the first response.
         hint();
         io.write_all(b"two ").await.unwrap();
         io.flush().await.unwrap();
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn http2_has_them_between_heads_and_never_within_one() {
+    async fn http2_interim_answers_never_split_a_head() {
         let (near, mut far) = duplex(1 << 10);
         let interims = InformationalResponses::default();
         let mut io = InformationalIo::new(near, interims.clone());
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_reads_nothing_holds_few_answers_and_few_bytes() {
+    fn a_client_that_reads_no_bytes_buffers_few_answers_and_bytes() {
         for (length, most) in [(1, MAX_QUEUED), (6_000, 2)] {
             let interims = InformationalResponses::default();
             for stream in 0..100 {
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_makes_the_table_smaller_gets_no_interim_answers() {
+    fn a_client_that_shrinks_the_table_gets_no_interim_answers() {
         let settings = |values: &[(u16, u32)]| {
             let length = u8::try_from(values.len() * 6).unwrap();
             let mut bytes = vec![0, 0, length, SETTINGS, 0, 0, 0, 0, 0];

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_silent_link_is_probed_suspected_and_closed_within_fifteen_seconds() {
+    async fn a_silent_link_is_probed_suspected_and_closed_within_15_s() {
         let start = Instant::now();
         let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let mut at = |after: u64| liveness.check(start + seconds(after), (start, start), false);
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn silence_of_our_own_is_probed_too_so_that_the_edge_hears_something() {
+    async fn own_silence_sends_a_probe_for_the_edge() {
         let start = Instant::now();
         let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let read = start + seconds(5);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_probe_may_be_had_before_it_is_due_and_only_one_at_a_time() {
+    async fn a_probe_may_be_early_and_only_one_is_outstanding() {
         let start = Instant::now();
         let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let mut at = |after: u64, hurry: bool, read: Instant| {

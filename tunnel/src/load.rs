@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_that_last_from_one_moment_to_the_next_are_told_from_those_that_follow_each_other() {
+    fn lasting_streams_are_distinguished_from_successive_streams() {
         let load = Arc::new(TunnelLoad::default());
         let _control = OpenStreamGuard::new(&load, 3).unwrap();
         let session = OpenStreamGuard::new(&load, 3).unwrap();

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_came_and_did_not_go_is_counted_while_its_stream_is_open() {
+    fn buffered_bytes_are_counted_while_their_stream_is_open() {
         let small = Arc::new(SmallFrames::default());
         small.received(1, 1);
         assert_eq!(small.cost(1), 0, "nobody has opened it");

@@ -127,7 +127,7 @@ impl StreamSender {
                 let waits = self.waits.get_or_insert_with(|| self.moved.waits());
                 waits.blocked();
                 if waits.progress().poll_evicted(cx).is_ready() {
-                    // The other end hears from the code that it was too slow.
+                    // The code tells the peer that it was too slow.
                     self.ended = true;
                     self.inner.send_reset(Reason::ENHANCE_YOUR_CALM);
                     return Poll::Ready(Err(StreamError::Evicted));
@@ -203,7 +203,7 @@ impl StreamSender {
     /// As [`StreamSender::abort`], for a far end that broke off: its last bytes are still good, and go first if the
     /// tunnel takes them at once.
     pub async fn break_off(&mut self) {
-        // A reset clears what the engine has queued for the stream, the head included: its driver gets a turn before.
+        // A reset discards queued frames including the head, so h2's driver runs once before.
         tokio::task::yield_now().await;
         self.abort();
     }
@@ -267,7 +267,7 @@ impl StreamReceiver {
     pub fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
         if self.held > 0 {
             let held = std::mem::take(&mut self.held);
-            // A stream that was reset meanwhile says so in the poll below.
+            // The poll below returns the error of a reset stream.
             let _ = self.inner.flow_control().release_capacity(held);
         }
         if self.ended {
@@ -383,7 +383,7 @@ impl Eviction {
                 self.progress.set_evicted();
                 Poll::Ready(())
             }
-            // What came before another end is still good, and the reader hears of the end behind it.
+            // Data from before another end is still valid; the reader receives the end after it.
             Some(Poll::Ready(_)) => {
                 *send = None;
                 Poll::Pending

@@ -111,7 +111,7 @@ impl AsyncWrite for StreamIo {
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // The tunnel's own task writes what was queued.
+        // The tunnel's task writes queued frames.
         Poll::Ready(Ok(()))
     }
 

@@ -21,10 +21,10 @@ pub enum TargetError {
     #[error("a target is host:port; the port is missing")]
     NoPort,
     /// The port is not a number from 1 to 65535.
-    #[error("the port must be a number from 1 to 65535")]
+    #[error("the port of a target must be a number from 1 to 65535")]
     BadPort,
     /// The host is empty, or holds characters that no host has.
-    #[error("the host must be a DNS name or an IP address (IPv6 in brackets)")]
+    #[error("the host of a target must be a DNS name or an IP address (IPv6 in brackets)")]
     BadHost,
 }
 
@@ -82,7 +82,7 @@ pub fn split(text: &str) -> Result<(&str, Option<u16>), TargetError> {
     if !host_is_sound(host) {
         return Err(TargetError::BadHost);
     }
-    // An empty port is as good as none (RFC 3986, section 3.2.3).
+    // An empty port counts as no port (RFC 3986, section 3.2.3).
     let port = port.filter(|port| !port.is_empty());
     port.map(parse_port).transpose().map(|port| (host, port))
 }
@@ -125,14 +125,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_printed_is_what_was_parsed() {
+    fn a_printed_target_parses_back() {
         for text in ["edge-1:9100", "10.0.0.1:10250", "[::1]:80", "a_b.c:65535"] {
             assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
         }
     }
 
     #[test]
-    fn what_is_no_target_is_refused_with_its_reason() {
+    fn an_invalid_target_is_refused_with_its_reason() {
         for (text, why) in [
             ("edge-1", TargetError::NoPort),
             ("edge-1:", TargetError::NoPort),

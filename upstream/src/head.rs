@@ -14,7 +14,7 @@ pub fn to_http1<B>(request: &mut Request<B>, target: &Target, has_body: bool) {
     to_origin(request, target);
     let fields = request.headers_mut();
     if has_body && !fields.contains_key(CONTENT_LENGTH) {
-        // Said outright, since the engine takes it for granted that a GET has no body.
+        // Set explicitly, because hyper assumes that a GET has no body.
         fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
     if fields.contains_key(TE) {
@@ -46,7 +46,7 @@ pub fn to_upgrade<B>(
     }
     fields.remove(CONTENT_LENGTH);
     if has_content {
-        // RFC 9110 §8.6; kubectl's POST says so too, and CONNECT could not carry it.
+        // RFC 9110 §8.6; kubectl's POST has it too, and CONNECT cannot carry it.
         fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
     }
     Some(())

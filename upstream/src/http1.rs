@@ -84,7 +84,7 @@ where
     let mut builder = Builder::new();
     builder.title_case_headers(true);
     if most_fields != ENGINE_FIELDS {
-        // Said, it costs an allocation for each answer.
+        // Setting it costs an allocation for each response, so the default is not set.
         builder.max_headers(most_fields);
     }
     if let Some(bytes) = most_bytes {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_is_read_though_the_app_has_reset_its_connection_over_the_body() {
+    async fn an_answer_is_read_after_the_upstream_reset_the_request_body() {
         let (near, mut far) = duplex(64 << 10);
         let (resets, written) = (Arc::<AtomicBool>::default(), Arc::<Notify>::default());
         let near = Resetting {

@@ -70,13 +70,13 @@ impl IoObserver for Http2Observer {
         if sane {
             return Ok(());
         }
-        let why = "it sent interim answers without end instead of an answer";
+        let why = "it sent too many interim responses without a final response";
         Err(io::Error::new(io::ErrorKind::InvalidData, why))
     }
 }
 
 impl ObserverState {
-    /// Handles the begin of a frame. Returns false if the upstream has sent interim answers without end.
+    /// Handles the begin of a frame. Returns false if the upstream has sent too many interim responses.
     fn begins(&mut self, head: FrameHeader) -> bool {
         let FrameHeader { kind, stream, .. } = head;
         match kind {
@@ -95,7 +95,7 @@ impl ObserverState {
         }
         let heads = self.heads.entry(stream).or_default();
         *heads += 1;
-        // One of them may be the answer.
+        // One of them may be the final response.
         *heads <= MOST_INTERIMS + 1
     }
 
@@ -114,7 +114,7 @@ impl ObserverState {
         }
         if left == 0 {
             self.settings = None;
-            // RFC 9113 §6.5.2: who says nothing sets no limit.
+            // RFC 9113 §6.5.2: without this setting there is no limit.
             let unlimited = |allowed: &mut Option<u32>| {
                 let silent = allowed.is_none();
                 *allowed = allowed.or(Some(u32::MAX));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_app_allows_is_heard_however_its_bytes_are_cut() {
+    fn the_upstream_stream_limit_is_read_for_every_split() {
         let window = [0, 4, 0, 1, 0, 0];
         for (settings, allowed) in [
             (vec![], u32::MAX),
@@ -146,7 +146,7 @@ mod tests {
             let bytes = [
                 frame(SETTINGS, 0, 0, &settings),
                 frame(SETTINGS, ACK, 0, &[]),
-                // A payload that looks like the setting, and SETTINGS that say nothing of it.
+                // A payload that looks like the setting, and SETTINGS without it.
                 frame(DATA, 0, 1, &[0, 3, 0, 0, 0, 9]),
                 frame(SETTINGS, 0, 0, &window),
             ];

@@ -121,7 +121,7 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
                 biased;
                 () = &mut freed => continue,
                 turn = self.dialling.lock() => {
-                    // What the last one dialled may have a place.
+                    // The connection that was opened meanwhile may have capacity.
                     if let Some(found) = self.at_once(after, &alive) {
                         return found;
                     }
@@ -147,9 +147,9 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         let turn = timeout_at(deadline, self.turn(after, alive)).await;
         turn.map_err(|_| {
             if self.is_full() {
-                "has as many streams as it allows, and none ended in time"
+                "has reached its own limit of streams, and none ended in time"
             } else {
-                "did not take the connection in time"
+                "did not accept the connection in time"
             }
         })
     }
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_dials_and_the_others_take_places_on_what_it_brings() {
+    async fn one_request_dials_and_others_wait_for_its_connection() {
         let places = Http2Pool::default();
         let Some(Checkout::Dial(turn)) = now(&places, 0) else {
             panic!("nobody dials");
@@ -301,11 +301,11 @@ mod tests {
             panic!("who waited dials as well");
         };
         assert_eq!((second.newest, second.connection), (1, Named("a")));
-        // The app takes no more: a third dials.
+        // The upstream accepts no more streams, so a third connection is opened.
         assert!(matches!(now(&places, 0), Some(Checkout::Dial(_))));
         drop(first);
         opened(&places, 0);
-        // What failed on it is repeated on a younger one.
+        // A request that failed on it is retried on a newer connection.
         assert!(matches!(now(&places, 1), Some(Checkout::Dial(_))));
     }
 
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_app_of_http1_makes_nobody_wait_until_it_chooses_http2() {
+    async fn an_http1_upstream_delays_no_request_until_it_chooses_http2() {
         let places = Http2Pool::default();
         let Some(Checkout::Dial(_turn)) = now(&places, 0) else {
             panic!("nobody dials");
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_dead_forgotten_or_at_rest_is_given_to_nobody() {
+    async fn dead_removed_or_idle_closing_connections_are_not_handed_out() {
         let places = Http2Pool::default();
         let bound = Duration::from_mins(1);
         let (says, allowed) = allows(10);
@@ -352,7 +352,7 @@ mod tests {
         let used = places.add(places.next(), Named("c"), allowed);
         drop(kept);
         tokio::time::advance(bound).await;
-        // The first stays, and what is in use.
+        // The first connection and those in use stay.
         assert!(places.sweep(bound, all));
         assert_eq!(opened(&places, 1).connection, Named("c"));
         let alive = |connection: &Named| *connection != Named("a");

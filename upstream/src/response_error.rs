@@ -5,14 +5,14 @@ use std::{
     io::{self, ErrorKind::UnexpectedEof},
 };
 
-/// Returns what the upstream did, as the end of a sentence about it. `when` says at which point ("before it had answered"),
+/// Returns what the upstream did, as the end of a sentence about it. `when` says at which point ("before it sent a response"),
 /// `bounds` what the head of an answer must not exceed.
 pub fn describe(error: &hyper::Error, when: &str, bounds: &str) -> String {
     if error.is_parse_too_large() {
         return format!("answered with {bounds}");
     }
     if error.is_parse() {
-        return format!("answered what is not HTTP: {error}");
+        return format!("sent a response that is not HTTP: {error}");
     }
     // Many apps end without a close_notify.
     let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);

@@ -70,7 +70,7 @@ impl SnapshotDir {
     /// Fills empty stores from the snapshots. Returns a description of each snapshot that could not be used.
     pub fn load(&self, pool: &WatchCache) -> Vec<String> {
         let mut faults = Vec::new();
-        // Without them states are as old as their files say.
+        // Without them, the file times determine the age of the snapshots.
         let times = fs::read(self.dir.join(TIMES)).ok();
         let times = times.and_then(|text| serde_json::from_slice::<Times>(&text).ok());
         let times = times.unwrap_or_default();
@@ -110,11 +110,11 @@ impl SnapshotDir {
             Ok(_) => fs::read(file).map_err(|error| error.to_string())?,
         };
         let end = bytes.iter().position(|byte| *byte == b'\n');
-        let (line, packed) = bytes.split_at(end.ok_or("not a saved state")?);
+        let (line, packed) = bytes.split_at(end.ok_or("not a saved snapshot")?);
         let packed = packed.get(1..).unwrap_or_default();
         let expected = format!("{MAGIC} {}", hash(packed));
         if line != expected.as_bytes() {
-            return Err("damaged: its checksum does not fit".to_owned());
+            return Err("damaged: the checksum does not match".to_owned());
         }
         let most = self.most.saturating_mul(INFLATES);
         let mut lines = BufReader::new(GzDecoder::new(packed).take(most)).lines();
@@ -126,7 +126,7 @@ impl SnapshotDir {
             .map_err(|error| error.to_string())?;
         if head.resource != store.resource().to_string() || head.version == 0 {
             return Err(format!(
-                "it is of {} at version {}",
+                "it contains {} at version {}",
                 head.resource, head.version
             ));
         }
@@ -143,7 +143,7 @@ impl SnapshotDir {
         }
         if objects.len() != head.objects {
             return Err(format!(
-                "{} objects where {} were saved",
+                "damaged: it has {} objects instead of {}",
                 objects.len(),
                 head.objects
             ));
@@ -169,7 +169,7 @@ impl SnapshotDir {
         let head = format!("{MAGIC} {}\n", hash(&packed));
         if (head.len() + packed.len()) as u64 > self.most {
             let said = format!(
-                "the state of {} takes {} bytes, and {} are allowed (api_cache.save)",
+                "the snapshot of {} has {} bytes, which is more than the limit of {} (api_cache.save)",
                 store.resource(),
                 packed.len(),
                 self.most
@@ -231,7 +231,7 @@ fn packed(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
     encoder.write_all(&serde_json::to_vec(&head)?)?;
     for object in &snapshot.objects {
         encoder.write_all(b"\n")?;
-        // A line each: what an API gives has no line breaks outside strings, and within them they are escaped.
+        // One line each: API servers send no line breaks outside strings, and JSON escapes those inside.
         let broken = object.json.contains(&b'\n');
         if broken {
             encoder.write_all(object.value().to_string().as_bytes())?;
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_served_again_as_old_as_it_is() {
+    fn restored_state_keeps_its_age() {
         let folder = tempfile::tempdir().unwrap();
         let saved = SnapshotDir::new(folder.path().join("pool"), 1 << 20);
         let before = filled();
@@ -281,14 +281,14 @@ mod tests {
         );
         assert_eq!((old.version, old.objects), (new.version, new.objects));
         assert!(after.stores()[0].status().lost.is_some());
-        // What is known is not put back to what it was.
+        // Newer data is not replaced by the older snapshot.
         after.stores()[0].replace(9, Vec::new());
         saved.load(&after);
         assert_eq!(after.stores()[0].status().version, 9);
     }
 
     #[test]
-    fn a_state_that_did_not_change_is_as_old_as_what_was_heard_last() {
+    fn an_unchanged_state_is_as_old_as_the_last_message() {
         let folder = tempfile::tempdir().unwrap();
         let saved = SnapshotDir::new(folder.path().join("pool"), 1 << 20);
         let age = |pool: &WatchCache| {
@@ -315,7 +315,7 @@ mod tests {
             age(&kept)
         );
 
-        // Of another version than that of the file they say nothing.
+        // Times for another version than the file's are ignored.
         store.replace(9, Vec::new());
         saved.write_times(&before).unwrap();
         let kept = pool();

@@ -136,7 +136,7 @@ impl Encoder {
         };
         let mut items = items.iter().map(Vec::as_slice);
         let list = protobuf::list(version, &format!("{kind}List"), &meta, &mut items);
-        // Without the room that was left: what is kept is counted by its bytes.
+        // Shrunk, because the cache counts the length and not the capacity.
         Some(list.into_boxed_slice().into())
     }
 

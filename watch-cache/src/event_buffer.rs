@@ -95,7 +95,7 @@ impl EventBuffer {
             return false;
         }
         self.gaps.push_back((from, to));
-        // Old ones become one: too much is asked for anew rather than too little.
+        // Merges the oldest gaps, so that clients list too much rather than too little.
         while self.gaps.len() > 64 {
             if let (Some(first), Some(second)) = (self.gaps.pop_front(), self.gaps.front_mut()) {
                 second.0 = first.0;

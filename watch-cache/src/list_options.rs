@@ -146,7 +146,7 @@ impl ListOptions {
                     .map_err(|_| malformed("a number of seconds"))?;
                 self.timeout = (seconds > 0).then(|| Duration::from_secs(seconds));
             }
-            // Kubernetes does not mind names that it does not know either.
+            // Kubernetes ignores unknown parameters too.
             _ => {}
         }
         Ok(())
@@ -171,14 +171,18 @@ impl ListOptions {
             |why: &str| Err(ApiStatus::malformed(format!("resourceVersionMatch: {why}")));
         match &*self.version_match {
             "" if number == 0 => Ok(VersionMatch::Any),
-            "" | "NotOlderThan" if !self.from.is_empty() => forbidden("not with continue"),
+            "" | "NotOlderThan" if !self.from.is_empty() => {
+                forbidden("not allowed together with continue")
+            }
             "" => Ok(VersionMatch::NotOlderThan(number)),
-            _ if self.resource_version.is_empty() => forbidden("only with resourceVersion"),
+            _ if self.resource_version.is_empty() => {
+                forbidden("only allowed together with resourceVersion")
+            }
             "NotOlderThan" if number == 0 => Ok(VersionMatch::Any),
             "NotOlderThan" => Ok(VersionMatch::NotOlderThan(number)),
-            "Exact" if number == 0 => forbidden("Exact wants a version that is not 0"),
+            "Exact" if number == 0 => forbidden("Exact requires a resourceVersion other than 0"),
             "Exact" => Ok(VersionMatch::Exact(number)),
-            _ => forbidden("Exact or NotOlderThan"),
+            _ => forbidden("must be Exact or NotOlderThan"),
         }
     }
 }
@@ -212,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_lead_where_kubernetes_has_them_lead() {
+    fn paths_map_like_in_kubernetes() {
         let slices: GroupVersionResource = "discovery.k8s.io/v1/endpointslices".parse().unwrap();
         let of = |path| RequestPath::of(path).unwrap();
         let all = of("/apis/discovery.k8s.io/v1/endpointslices");
@@ -257,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_read_and_what_is_wrong_is_named() {
+    fn options_are_parsed_and_faults_are_named() {
         let options = ListOptions::parse("watch=1&labelSelector=a%20in%20(b%2Cc)&fieldSelector=metadata.name%3Dx&limit=5&timeoutSeconds=7&resourceVersion=9&allowWatchBookmarks=true").unwrap();
         assert!(options.watch && options.bookmarks);
         assert_eq!(
@@ -277,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_of_a_list_is_what_kubernetes_says_it_is() {
+    fn the_version_of_a_list_follows_the_kubernetes_rules() {
         for (query, expected) in [
             ("", Some(VersionMatch::Any)),
             ("resourceVersion=0", Some(VersionMatch::Any)),
@@ -304,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn where_a_list_goes_on_is_read_as_it_was_written() {
+    fn a_written_continue_token_parses_back() {
         let told = ContinueToken {
             version: 7,
             namespace: "n".into(),

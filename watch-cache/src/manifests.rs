@@ -26,11 +26,11 @@ pub struct Manifests {
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     /// The object states no kind.
-    #[error("an object without apiVersion and kind")]
+    #[error("an object has no apiVersion or no kind")]
     Unnamed,
     /// Clients may not read its kind.
     #[error(
-        "{kind} of {api_version} is none of api_cache.resources; add its resource there, or take the object away"
+        "the resource of {kind} in {api_version} is not in api_cache.resources; add the resource there, or remove the object"
     )]
     NotRead {
         /// Kind that the object states.
@@ -42,14 +42,14 @@ pub enum ManifestError {
     #[error(transparent)]
     Object(#[from] ObjectError),
     /// There are two objects of one name.
-    #[error("{0:?} is there twice")]
+    #[error("{0:?} occurs twice")]
     Twice(String),
 }
 
 impl Manifests {
     /// Returns an empty set of objects for this cache.
     pub fn new(pool: Arc<WatchCache>) -> Self {
-        // A resource that no object is of is empty, and not unknown.
+        // A resource without objects is empty, not unread.
         let known = pool.stores().iter().enumerate();
         let of = known.filter_map(|(at, store)| Some((at, (store.kind()?.kind, Vec::new()))));
         let of = of.collect();
@@ -73,7 +73,7 @@ impl Manifests {
         let Some(at) = at else {
             return Err(ManifestError::NotRead { kind, api_version });
         };
-        // Whatever is wrong with it is said before anything is held.
+        // Errors are reported before any object is served.
         let named = TypeMeta {
             kind: &kind,
             api_version: &api_version,
@@ -134,7 +134,7 @@ fn hold(store: &Store, kind: &str, objects: &[Value]) {
         api_version: &api_version,
     };
     let mut read = Vec::with_capacity(objects.len());
-    // They were read once already.
+    // The objects have already been parsed once.
     for value in objects {
         let Ok(object) = versioned(value, version, named) else {
             continue;
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_it_was_keeps_its_version_and_versions_grow() {
+    fn unchanged_objects_keep_their_version_and_versions_grow() {
         let pool = pool();
         held(&pool, vec![service("a", 1), service("b", 1)]);
         let store = pool.stores()[0].clone();
@@ -217,20 +217,20 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_held_says_why() {
+    fn an_object_that_cannot_be_stored_names_the_reason() {
         let mut manifests = Manifests::new(pool());
         manifests.add(service("a", 1)).unwrap();
         for (value, says) in [
             (json!({ "kind": "Service" }), "apiVersion"),
             (
                 json!({ "kind": "Secret", "apiVersion": "v1", "metadata": { "name": "a" } }),
-                "Secret of v1 is none of api_cache.resources",
+                "the resource of Secret in v1 is not in api_cache.resources",
             ),
             (
                 json!({ "kind": "Service", "apiVersion": "v1", "metadata": {} }),
                 "metadata.name",
             ),
-            (service("a", 2), "\"a\" is there twice"),
+            (service("a", 2), "\"a\" occurs twice"),
         ] {
             let error = manifests.add(value).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");

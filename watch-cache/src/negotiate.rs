@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_write_is_understood() {
+    fn accept_headers_of_common_clients_are_understood() {
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io,application/json";
         let both = "application/vnd.kubernetes.protobuf,application/json";
         let metadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";

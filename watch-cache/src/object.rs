@@ -25,10 +25,10 @@ pub enum ObjectError {
     #[error("malformed: {0}")]
     Malformed(#[from] serde_json::Error),
     /// The object has no name.
-    #[error("an object without metadata.name")]
+    #[error("an object has no metadata.name")]
     Nameless,
     /// The version of the object is not a number.
-    #[error("{name}: metadata.resourceVersion {version:?} is no number")]
+    #[error("{name}: metadata.resourceVersion {version:?} is not a number")]
     Version {
         /// The object's name.
         name: String,
@@ -77,7 +77,7 @@ impl Object {
         let json = if seen.kind.is_some() {
             Bytes::copy_from_slice(text.as_bytes())
         } else {
-            // What is behind the opening brace follows what names the kind.
+            // The text after the opening brace follows the kind and version.
             let mut json = serde_json::to_vec(&named)?;
             json.pop();
             let rest = text.trim_start().get(1..).unwrap_or_default();
@@ -124,7 +124,7 @@ impl Object {
 
     /// Returns the whole object, parsed.
     pub(crate) fn value(&self) -> Value {
-        // It was read once already.
+        // The object has already been parsed once.
         serde_json::from_slice(&self.json).unwrap_or_default()
     }
 
@@ -184,7 +184,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn at_another_version_it_is_the_same_otherwise() {
+    fn another_version_differs_only_in_its_version() {
         let object =
             read(r#"{"metadata":{"name":"a","resourceVersion":"7"},"spec":{"x":1}}"#).unwrap();
         let later = object.at(9);
@@ -193,7 +193,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_object_is_said_to_be_none() {
+    fn a_non_object_is_reported_as_such() {
         for (text, says) in [
             (r#"{"metadata":{"resourceVersion":"7"}}"#, "metadata.name"),
             (

@@ -72,7 +72,7 @@ pub(crate) fn list(
 ) -> Vec<u8> {
     let (mut out, raw) = begin(api_version, list_kind);
     let start = open(&mut out, 1);
-    // A selfLink, which is empty since Kubernetes 1.20, and yet always written.
+    // selfLink, which is empty since Kubernetes 1.20 but still always written.
     bytes(&mut out, 1, b"");
     bytes(&mut out, 2, meta.version.as_bytes());
     bytes(&mut out, 3, meta.next.unwrap_or_default().as_bytes());
@@ -152,13 +152,13 @@ fn put(out: &mut Vec<u8>, number: u32, kind: &Kind, value: &Value) -> Option<()>
     match (kind, value) {
         (_, Value::Null) => {}
         (Kind::Text, Value::String(text)) => bytes(out, number, text.as_bytes()),
-        // Protobuf says negative numbers in two's complement of 64 bits, whatever the field's size is.
+        // Protobuf encodes negative numbers as 64-bit two's complement for every field size.
         (Kind::Int, Value::Number(whole)) => integer(out, number, whole.as_i64()?.cast_unsigned()),
         (Kind::Flag, Value::Bool(flag)) => integer(out, number, u64::from(*flag)),
         (Kind::Bytes, Value::String(text)) => bytes(out, number, &STANDARD.decode(text).ok()?),
         (Kind::Many(each), Value::Array(items)) => {
             for item in items {
-                // A null in an array counts as an item, which protobuf cannot say.
+                // A null in an array counts as an item, which protobuf cannot encode.
                 (!item.is_null()).then_some(())?;
                 put(out, number, each, item)?;
             }
@@ -187,7 +187,7 @@ fn within(out: &mut Vec<u8>, kind: &Kind, value: &Value) -> Option<()> {
         (Kind::Time, Value::String(text)) => {
             let time = humantime::parse_rfc3339(text).ok()?;
             integer(out, 1, time.duration_since(UNIX_EPOCH).ok()?.as_secs());
-            // Kubernetes leaves out the nanoseconds of its Time on purpose, for JSON does not have them.
+            // Kubernetes omits the nanoseconds of Time, because its JSON does not have them.
             integer(out, 2, 0);
         }
         (Kind::Quantity, Value::String(text)) => bytes(out, 1, text.as_bytes()),

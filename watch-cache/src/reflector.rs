@@ -96,7 +96,7 @@ pub async fn reflect(store: &Store, source: &dyn ListWatch) -> ReflectorError {
         ReflectorError::Stale(_, away) => away,
         _ => Duration::ZERO,
     };
-    // What was so before belongs to whoever was followed then.
+    // Earlier silence belongs to the previous source.
     store.lost_for(source.silent().max(away).min(begun.elapsed()));
     ended
 }
@@ -114,7 +114,7 @@ async fn run(
         known = match watch(store, source).await? {
             WatchEnd::Expired => false,
             WatchEnd::Over if begun.elapsed() > SHORT => true,
-            WatchEnd::Over => return Err(broken("the watch ended at once")),
+            WatchEnd::Over => return Err(broken("the watch ended immediately")),
         };
     }
 }
@@ -142,7 +142,7 @@ struct ListMeta {
 async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorError> {
     let path = store.resource().path();
     let version = store.version();
-    // A pool that knows less waits, and says so; the cloud's own newest is right whatever it is.
+    // A pool source with older data must wait; the newest version of the cloud is always right.
     let held = source.is_pool() && version > 0 && !is_right(store);
     let api_version = store.resource().api_version();
     let (mut objects, mut from, mut read) = (Vec::new(), String::new(), 0);
@@ -157,13 +157,15 @@ async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorErro
         let asked = source.get(format!("{path}{query}"));
         let (bytes, age) = timeout(LIST, whole(store, asked))
             .await
-            .map_err(|_| broken("a list did not come within a minute"))??;
+            .map_err(|_| broken("no list response within a minute"))??;
         read += bytes.len();
         if read > ALL {
-            return Err(broken(format!("a list is larger than {ALL} bytes")));
+            return Err(broken(format!(
+                "a list response is larger than {ALL} bytes"
+            )));
         }
         let malformed =
-            |why: &dyn std::fmt::Display| broken(format!("a list does not read: {why}"));
+            |why: &dyn std::fmt::Display| broken(format!("cannot parse a list response: {why}"));
         let page: ListResponse<'_> =
             serde_json::from_slice(&bytes).map_err(|error| malformed(&error))?;
         let kind = page
@@ -199,7 +201,7 @@ fn is_right(store: &Store) -> bool {
 
 /// A view that has an age is of no use to a store that has something.
 fn in_touch(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> {
-    let why = || "it is out of touch with the cloud itself".to_owned();
+    let why = || "the source itself is disconnected from the cloud".to_owned();
     match age {
         Some(age) if store.version() > 0 => Err(ReflectorError::Stale(why(), age)),
         _ => Ok(()),
@@ -224,7 +226,7 @@ async fn drained(answer: &mut SourceResponse) -> Result<Vec<u8>, ReflectorError>
     while let Some(chunk) = answer.body.next().await {
         bytes.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
         if bytes.len() > MOST {
-            return Err(broken(format!("an answer is larger than {MOST} bytes")));
+            return Err(broken(format!("a response is larger than {MOST} bytes")));
         }
     }
     if answer
@@ -240,8 +242,8 @@ async fn drained(answer: &mut SourceResponse) -> Result<Vec<u8>, ReflectorError>
         .read_to_end(&mut plain);
     match read {
         Ok(length) if length <= MOST => Ok(plain),
-        Ok(_) => Err(broken(format!("an answer is larger than {MOST} bytes"))),
-        Err(error) => Err(broken(format!("an answer does not unpack: {error}"))),
+        Ok(_) => Err(broken(format!("a response is larger than {MOST} bytes"))),
+        Err(error) => Err(broken(format!("cannot decompress a response: {error}"))),
     }
 }
 
@@ -251,21 +253,21 @@ async fn watch(store: &Store, source: &dyn ListWatch) -> Result<WatchEnd, Reflec
     }
     let (path, version) = (store.resource().path(), store.version());
     let fresh = if source.is_pool() { "&fresh=true" } else { "" };
-    // Watches that began together do not end together.
+    // Jitter for watches that began at the same time.
     let seconds = rand::random_range(240..480);
     let asked = source.get(format!(
         "{path}?watch=true&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={seconds}{fresh}"
     ));
     let answer = timeout(BEGIN, asked).await;
     let mut answer = answer
-        .map_err(|_| broken("a watch did not begin within 20 s"))?
+        .map_err(|_| broken("a watch did not start within 20 s"))?
         .map_err(ReflectorError::Broken)?;
     if answer.status == StatusCode::GONE {
         return Ok(WatchEnd::Expired);
     }
     if !answer.status.is_success() {
         let bytes = timeout(BEGIN, drained(&mut answer)).await;
-        let bytes = bytes.map_err(|_| broken("an answer did not come within 20 s"))??;
+        let bytes = bytes.map_err(|_| broken("no response within 20 s"))??;
         return Err(map_status(store, &answer, &bytes));
     }
     let age = view_age(&answer.headers);
@@ -274,7 +276,7 @@ async fn watch(store: &Store, source: &dyn ListWatch) -> Result<WatchEnd, Reflec
     let within = Duration::from_secs(seconds) + BEGIN;
     match timeout(within, events(store, &mut answer)).await {
         Ok(watched) => watched,
-        Err(_) => Err(broken("a watch went on beyond its time")),
+        Err(_) => Err(broken("a watch did not end at its timeout")),
     }
 }
 
@@ -295,7 +297,7 @@ async fn events(store: &Store, answer: &mut SourceResponse) -> Result<WatchEnd, 
         }
         seen = unread.len();
         if seen > MOST {
-            return Err(broken(format!("an event is larger than {MOST} bytes")));
+            return Err(broken(format!("a watch event is larger than {MOST} bytes")));
         }
     }
     Ok(WatchEnd::Over)
@@ -314,7 +316,8 @@ struct Bookmark {
 }
 
 fn event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError> {
-    let malformed = |why: &dyn std::fmt::Display| broken(format!("an event does not read: {why}"));
+    let malformed =
+        |why: &dyn std::fmt::Display| broken(format!("cannot parse a watch event: {why}"));
     let happened: WatchEvent<'_> =
         serde_json::from_slice(line).map_err(|error| malformed(&error))?;
     let api_version = store.resource().api_version();
@@ -339,7 +342,10 @@ fn event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError>
             if said.is_gone() {
                 return Ok(Some(WatchEnd::Expired));
             }
-            return Err(broken(format!("the watch says: {}", said.message)));
+            return Err(broken(format!(
+                "the watch returned an error: {}",
+                said.message
+            )));
         }
         other => return Err(malformed(&other)),
     }

@@ -18,7 +18,7 @@ pub struct GroupVersionResource {
 /// The name of the resource is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} names no resource; write GROUP/VERSION/PLURAL as in discovery.k8s.io/v1/endpointslices, or VERSION/PLURAL as in v1/services"
+    "{0:?} is not a resource; write GROUP/VERSION/PLURAL as in discovery.k8s.io/v1/endpointslices, or VERSION/PLURAL as in v1/services"
 )]
 pub struct ResourceError(String);
 
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_none_is_said_to() {
+    fn an_unknown_resource_is_reported() {
         for text in [
             "services",
             "v1/",

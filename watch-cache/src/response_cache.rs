@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_holds_no_more_than_it_may() {
+    fn the_response_cache_stays_within_its_size() {
         let cache = ResponseCache::new(100_000);
         let bytes = Bytes::from(vec![0; 1000]);
         for number in 0..1000 {

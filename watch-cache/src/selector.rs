@@ -59,7 +59,7 @@ impl Selector {
     }
 
     fn has_fields(&self, object: &Object) -> bool {
-        // What is cheap comes first, and the object is read once, if at all.
+        // Cheap checks come first; the object is parsed at most once.
         let known = |path: &[Box<str>]| match path {
             [meta, own] if **meta == *"metadata" && **own == *"name" => Some(&*object.key.1),
             [meta, own] if **meta == *"metadata" && **own == *"namespace" => Some(&*object.key.0),
@@ -144,7 +144,7 @@ fn few<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
     all.sort_unstable();
     all.dedup();
     if all.len() > MOST {
-        return Err(format!("a selector has {MOST} requirements at most"));
+        return Err(format!("a selector may have at most {MOST} requirements"));
     }
     Ok(all)
 }
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_select_as_kubernetes_has_them_select() {
+    fn label_selectors_match_like_kubernetes() {
         for (text, expected) in [
             ("", true),
             ("app=web", true),
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_select_by_name_namespace_and_what_a_resource_has() {
+    fn fields_select_by_name_namespace_and_resource_fields() {
         for (text, expected) in [
             ("metadata.name=a", true),
             ("metadata.name!=a", false),
@@ -288,7 +288,7 @@ mod tests {
             .map(|number| format!("spec.type!=k{number}"))
             .collect();
         assert!(matches("", &many.join(",")).unwrap_err().contains("128"));
-        // Values are as many as there are, and the same one again is no other.
+        // The number of values is not limited, and duplicates count once.
         let many: Vec<_> = (0..5000).map(|number| format!("v{number}")).collect();
         assert_eq!(
             matches(&format!("app in (web,{})", many.join(",")), ""),

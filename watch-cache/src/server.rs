@@ -160,7 +160,7 @@ impl WatchCache {
         let known = self.release.lock().unwrap_or_else(PoisonError::into_inner);
         match &*known {
             Some(known) => answered("application/json", known.clone()),
-            // What is served here has been like this since.
+            // The served API has not changed since this version.
             None => json_answer(&json!({ "major": "1", "minor": "30", "gitVersion": "v1.30.0" })),
         }
     }
@@ -181,8 +181,8 @@ impl WatchCache {
         let is_allowed =
             |own: &str| allowed.is_none_or(|allowed| allowed.iter().any(|one| one == own));
         if allowed.is_some() && !namespace.is_some_and(is_allowed) {
-            let whose = namespace.map_or("of all namespaces".to_owned(), |own| {
-                format!("of namespace {own}")
+            let whose = namespace.map_or("in all namespaces".to_owned(), |own| {
+                format!("in namespace {own}")
             });
             return Err(ApiStatus::forbidden(&format!(
                 "{} {whose}",
@@ -234,7 +234,7 @@ impl WatchCache {
         options: &ListOptions,
     ) -> Result<Response<ResponseBody>, ApiStatus> {
         let (version, from) = list::start_version(store, options).await?;
-        // Of what any version will do for all is told, as kube-apiserver does.
+        // With resourceVersion=0 the whole list is returned without a limit, as kube-apiserver does.
         let limit = if options.resource_version == "0" {
             0
         } else {
@@ -243,7 +243,7 @@ impl WatchCache {
         let gzip = takes_gzip(&head.headers);
         let (history, newest, next) = store.position();
         let at = version.unwrap_or(newest);
-        // What the newest is changes with the history, too.
+        // The newest version also changes with the history.
         let parameters = (selector, &from, limit, gzip);
         let asked = format!(
             "{}@{at}/{next}/{}{parameters:?}{}",
@@ -258,7 +258,7 @@ impl WatchCache {
             let (bytes, form) = encoding.list(&page);
             let packs = gzip && bytes.len() >= COMPRESS;
             let bytes = if packs { compressed(&bytes) } else { bytes };
-            // Of what has come meanwhile it is not the list that was asked for.
+            // If changes arrived meanwhile, this is not the requested version and is not cached.
             let is_it = form == encoding.form && page.version == at;
             if is_it {
                 self.cache.put(&asked, &bytes);
@@ -287,9 +287,9 @@ fn takes_gzip(headers: &HeaderMap) -> bool {
 
 fn compressed(bytes: &Bytes) -> Bytes {
     let mut encoder = GzEncoder::new(Vec::with_capacity(bytes.len() / 4), Compression::fast());
-    // Memory takes all that is written.
+    // Writing to memory cannot fail.
     match encoder.write_all(bytes).and_then(|()| encoder.finish()) {
-        // Without the room that was left: what is kept is counted by its bytes.
+        // Shrunk, because the cache counts the length and not the capacity.
         Ok(small) => small.into_boxed_slice().into(),
         Err(_) => bytes.clone(),
     }
@@ -322,7 +322,7 @@ fn dated(mut answer: Response<ResponseBody>, store: &Store) -> Response<Response
         answer.headers_mut().insert(AGE, HeaderValue::from(seconds));
         let lasts = Duration::from_secs(seconds);
         let warning = format!(
-            "299 causeway \"the cluster's API is out of reach: this is its state of {lasts:?} ago\""
+            "299 causeway \"the API server is unreachable: this response is {lasts:?} old\""
         );
         if let Ok(warning) = HeaderValue::from_str(&warning) {
             answer.headers_mut().insert(WARNING, warning);

@@ -41,13 +41,13 @@ impl ApiStatus {
     }
 
     pub(crate) fn read_only() -> Self {
-        let message = "this is what the node reads of the cluster: it can be read here, and changed at the cluster's API only";
+        let message = "this API cache is read-only; make changes at the API server of the cluster";
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", message)
     }
 
     pub(crate) fn forbidden(what: &str) -> Self {
         let message = format!(
-            "{what} may not be read by this node: `api_cache.allow` of the gateway says what its pool may read"
+            "this node is not allowed to read {what}: see `api_cache.allow` of the gateway for the node's pool"
         );
         Self::new(StatusCode::FORBIDDEN, "Forbidden", message)
     }
@@ -59,13 +59,13 @@ impl ApiStatus {
 
     /// Returns the error for an object of a watch that does not match its schema.
     pub(crate) fn no_protobuf() -> Self {
-        let message = "an object cannot be told in protobuf; ask for JSON";
+        let message = "an object cannot be encoded as protobuf; request JSON";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", message)
     }
 
     /// Returns the error for a resource that has not been read so far.
     pub(crate) fn not_yet(resource: &GroupVersionResource) -> Self {
-        let message = format!("{resource} have not been read so far, please try again later");
+        let message = format!("{resource} have not been read yet, please try again later");
         Self {
             retry_after: Some(1),
             ..Self::new(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests", message)

@@ -252,7 +252,7 @@ impl Store {
     /// Returns the age of the view, if it is longer than a change of sources takes.
     pub(crate) fn age(&self) -> Option<Duration> {
         let inner = self.inner();
-        // A clock that went back makes a view young, not the reader wait.
+        // If the clock went back, the view counts as new and readers do not wait.
         let age = inner.lost?.elapsed().unwrap_or_default();
         let turned = inner
             .noticed

@@ -85,7 +85,7 @@ impl Watch {
         let version = options.number()?;
         let initial = options.initial_events;
         if initial.is_some() && options.version_match != "NotOlderThan" {
-            let message = "sendInitialEvents wants resourceVersionMatch=NotOlderThan";
+            let message = "sendInitialEvents requires resourceVersionMatch=NotOlderThan";
             return Err(ApiStatus::malformed(message));
         }
         if initial == Some(true) || options.fresh {
@@ -95,7 +95,7 @@ impl Watch {
         let phase = if initial.unwrap_or(version == 0) {
             WatchPhase::Initial(store.state().map_err(unknown)?, 0)
         } else {
-            // From now on, for a reader that wants to begin anywhere without what is there.
+            // Version 0 without initial events starts at the current version.
             let from = if version == 0 {
                 store.version()
             } else {
@@ -105,7 +105,7 @@ impl Watch {
                 Ok((history, next)) => WatchPhase::Events { history, next },
                 Err(VersionError::Future(_)) => WatchPhase::Ahead(from),
                 Err(why @ VersionError::Empty) => return Err(unknown(why)),
-                // A failure of a watch that has been understood is told in it.
+                // A valid watch request receives this error as a watch event.
                 Err(VersionError::Expired) => WatchPhase::Expired(from),
             }
         };
@@ -140,7 +140,7 @@ impl Watch {
         loop {
             self.changed.mark_unchanged();
             match self.step() {
-                // An empty chunk is none.
+                // Empty chunks are skipped.
                 NextEvent::Bytes(bytes) if bytes.is_empty() => continue,
                 NextEvent::Bytes(bytes) => return Some(bytes),
                 NextEvent::Over => return None,
@@ -157,7 +157,7 @@ impl Watch {
                     if now >= self.ends {
                         self.phase = WatchPhase::Over;
                     }
-                    // A follower finds somebody who is in touch.
+                    // The watch ends, so that a follower selects a connected source.
                     if self.options.fresh && self.store.age().is_some() {
                         return None;
                     }
@@ -179,7 +179,7 @@ impl Watch {
             WatchPhase::Initial(state, from) => match state.upgrade() {
                 Some(state) => self.tell(&state.clone(), *from),
                 None => self.fail(&ApiStatus::expired(
-                    "the state at which this watch began is gone: it was read too slowly",
+                    "the initial state of this watch is no longer available, because the client read too slowly",
                 )),
             },
             WatchPhase::Ahead(version) => {
@@ -200,7 +200,7 @@ impl Watch {
                     .events(history, next, (EVENTS, self.options.fresh))
                 {
                     EventBatch::Missed => self.fail(&ApiStatus::expired(
-                        "too old resource version: what came after it is not known here any more",
+                        "too old resource version: later events are no longer available",
                     )),
                     EventBatch::Events(events, _) if events.is_empty() => NextEvent::Wait,
                     EventBatch::Events(events, next) => {
@@ -272,7 +272,7 @@ impl Watch {
             (true, true) => MODIFIED,
             (true, false) => DELETED,
         };
-        // What is no longer selected is told as it was when it was, as kube-apiserver does.
+        // DELETED contains the object as it was when selected, as in kube-apiserver.
         let left = event
             .before
             .as_ref()

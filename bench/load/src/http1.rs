@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn chunks_arrive_whole_and_only_where_they_are_expected() {
+    async fn chunks_arrive_whole_and_only_if_expected() {
         let (near, mut far) = tokio::io::duplex(16);
         let mut line = Connection::new(near);
         let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_an_error() {
+    fn malformed_input_is_an_error() {
         assert!(parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n").is_err());
         assert!(parse(b"SSH-2.0\r\n\r\n").is_err());
         assert_eq!(parse(b"HTTP/1.1 200 OK\r\nContent-").unwrap(), None);

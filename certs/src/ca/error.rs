@@ -18,7 +18,7 @@ pub enum CaError {
         why: String,
     },
     /// The root has expired; no certificate that it signs would be accepted.
-    #[error("the CA's certificate has expired; make a new CA and enrol the edges again")]
+    #[error("the CA certificate has expired; create a new CA and enrol the edges again")]
     Expired,
     /// A step of a rotation comes before another.
     #[error("{0}")]

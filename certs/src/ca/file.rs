@@ -82,7 +82,7 @@ impl CaFile {
         if self.version != VERSION {
             let found = self.version;
             return Err(bad(&format!(
-                "it says version {found} and this program reads {VERSION}"
+                "the file has version {found}, but this program reads version {VERSION}"
             )));
         }
         let mut roots = Vec::new();
@@ -93,13 +93,15 @@ impl CaFile {
         let (Some((RootStage::Active, active)), other, None) =
             (roots.next(), roots.next(), roots.next())
         else {
-            return Err(bad("it wants an active root first, and one other at most"));
+            return Err(bad(
+                "the file must contain an active root first, and at most one other root",
+            ));
         };
         if let Some((stage, other)) = &other
             && (*stage == RootStage::Active || other.domain != active.domain)
         {
             return Err(bad(
-                "its second root is active too, or of another trust domain",
+                "the second root is also active, or has another trust domain",
             ));
         }
         let unbelieved = false;

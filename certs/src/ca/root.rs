@@ -79,7 +79,7 @@ impl Intermediate {
         }
         let key = KeyPair::from_pem(key_pem).map_err(|error| bad_key(error.to_string()))?;
         if key.subject_public_key_info() != facts.public_key {
-            return Err(bad_key("it is not the key of the CA's certificate".into()));
+            return Err(bad_key("the key does not match the CA certificate".into()));
         }
         Ok(Self {
             issuer: Issuer::from_ca_cert_der(&certificate, key)?,
@@ -109,8 +109,8 @@ impl Root {
         let key = KeyPair::generate()?;
         let now = UnixTime::now().as_secs();
         let ends = now.saturating_add(LIFETIME.as_secs());
-        // Roots of one name would differ in their signatures only: a certificate of another gateway
-        // would be called badly signed instead of unknown.
+        // If all roots had the same name, a certificate of another gateway
+        // would be reported as badly signed instead of unknown.
         let id = u32::from_be_bytes(secret::random::<4>());
         let mut params = authority((begins, ends), DEPTH);
         params.distinguished_name = subject(&format!("Causeway {id:08x} {domain}"), None);
@@ -156,12 +156,16 @@ impl Root {
         };
         for (purpose, signer) in IssuerPurpose::ALL.iter().zip(issuers.iter().flatten()) {
             if identity::issuer_purpose(&signer.facts, &self.domain) != Some(*purpose) {
-                return Err(bad(format!("it is not the one that signs {purpose}")));
+                return Err(bad(format!(
+                    "it is not the intermediate that signs {purpose}"
+                )));
             }
         }
         let again = crossed.as_ref().map(Certificate::read).transpose()?;
         if again.is_some_and(|facts| facts.public_key != self.own.facts.public_key) {
-            return Err(bad("the root before has signed another one".to_owned()));
+            return Err(bad(
+                "the previous root has cross-signed another root".to_owned()
+            ));
         }
         (self.issuers, self.crossed) = (issuers, crossed);
         Ok(self)
@@ -237,8 +241,8 @@ pub(super) fn sign_leaf(
     if let Some(uri) = kind.uri {
         names.push(SanType::URI(uri.try_into()?));
     }
-    // Machines whose clocks are behind check the certificates of servers. Gateways check the others, and read the time
-    // of issue from their beginning.
+    // Machines with slow clocks verify server certificates. Gateways verify the others, and read the time
+    // of issue from `not_before`.
     let begins = match purpose {
         IssuerPurpose::Replicas => signer.facts.not_before,
         IssuerPurpose::Listeners => {

@@ -41,7 +41,7 @@ impl Ca {
     pub fn prepare(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             Some((RootStage::Retiring, _)) => Err(CaError::Order(
-                "the root of the last rotation is still trusted: end that by `causeway ca rotate retire` first",
+                "the old root of the last rotation is still trusted: run `causeway ca rotate retire` first",
             )),
             Some(_) => Ok((self, RotationStep::Standing)),
             None => {
@@ -58,7 +58,7 @@ impl Ca {
     pub fn activate(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             None => Err(CaError::Order(
-                "no root is prepared to take the place of the one that signs: `causeway ca rotate prepare` first",
+                "no new root is prepared: run `causeway ca rotate prepare` first",
             )),
             Some((RootStage::Prepared, next)) => {
                 let before = std::mem::replace(&mut self.active, next);
@@ -79,7 +79,7 @@ impl Ca {
                 Ok((self, RotationStep::Made))
             }
             Some(_) => Err(CaError::Order(
-                "the prepared root does not sign yet: `causeway ca rotate activate` first",
+                "the prepared root does not sign certificates yet: run `causeway ca rotate activate` first",
             )),
         }
     }

@@ -38,7 +38,7 @@ fn greedy_request() -> Vec<u8> {
 }
 
 #[test]
-fn trap_12_nothing_but_the_key_is_taken_from_a_request() {
+fn trap_12_only_the_key_is_taken_from_a_request() {
     let ca = ca();
     let key = VerifiedPublicKey::verify(&greedy_request()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
@@ -140,7 +140,7 @@ fn old_ca(age: Duration) -> Ca {
 }
 
 #[test]
-fn certificates_of_servers_begin_with_the_ca_whatever_signs() {
+fn server_certificates_begin_with_the_ca_for_every_signer() {
     let mut ca = old_ca(500 * DAY);
     let begins = Certificate::read(ca.root()).unwrap().not_before;
     let names = [HostName::parse("gw.example").unwrap()];
@@ -157,7 +157,7 @@ fn certificates_of_servers_begin_with_the_ca_whatever_signs() {
 }
 
 #[test]
-fn a_listeners_certificate_is_not_longer_valid_than_clients_take() {
+fn a_listener_certificate_stays_within_clients_maximum_validity() {
     let ca = old_ca(2000 * DAY);
     let listener = facts(&ca.mint_listener(&[], 7 * DAY).unwrap());
     let life = Duration::from_secs(listener.not_after - listener.not_before);
@@ -225,7 +225,7 @@ fn debug_does_not_show_the_key() {
 }
 
 #[test]
-fn a_root_from_before_purposes_were_kept_apart_signs_as_it_did() {
+fn a_root_without_purposes_signs_as_before() {
     let made = ca();
     let old = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
     let leaf = old.issue_client("ann", &[], DAY).unwrap();
@@ -248,7 +248,7 @@ fn intermediates_that_were_mixed_up_are_refused() {
 }
 
 #[test]
-fn the_steps_of_a_rotation_come_in_order_and_each_may_be_repeated() {
+fn rotation_steps_are_ordered_and_repeatable() {
     let first = ca();
     let old = first.fingerprint();
     let order = |refused: Result<(Ca, RotationStep), CaError>| match refused {

@@ -24,7 +24,7 @@ fn made(ca: &Ca, node: &str) -> (String, String) {
 }
 
 #[test]
-fn who_it_is_and_of_which_trust_domain_is_read_from_the_certificate() {
+fn identity_and_trust_domain_are_read_from_the_certificate() {
     let ca = ca();
     let shown = ca.issue_gateway(&[], LIFE).unwrap();
     let (_, of) = gateway(&shown.chain_pem(), shown.key_pem().expose()).unwrap();
@@ -38,7 +38,7 @@ fn who_it_is_and_of_which_trust_domain_is_read_from_the_certificate() {
     let said = |error: ExternalIdentityError| error.to_string();
     let wrong = said(gateway(&chain, &key).unwrap_err());
     assert!(
-        wrong.contains("of edge edge-1") && wrong.contains("/gateway"),
+        wrong.contains("for edge edge-1") && wrong.contains("/gateway"),
         "{wrong}"
     );
     let shown = (shown.chain_pem(), shown.key_pem());
@@ -55,7 +55,7 @@ fn who_it_is_and_of_which_trust_domain_is_read_from_the_certificate() {
 }
 
 #[test]
-fn whatever_hangs_below_a_root_that_is_named_counts_and_is_known_by_that_root() {
+fn certificates_below_a_named_root_are_accepted_by_that_root() {
     let (ca, other) = (ca(), self::ca());
     let below = roots(&ca.root_pem()).unwrap();
     let trust = TrustStore::given(&below, &domain()).unwrap();

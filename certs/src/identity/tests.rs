@@ -50,7 +50,7 @@ fn exactly_one_identity_or_none() {
 }
 
 #[test]
-fn what_is_not_of_this_trust_domain_is_unknown() {
+fn identities_of_other_trust_domains_are_unknown() {
     for uri in [
         "spiffe://other/gateway",
         "spiffe://td.example",
@@ -72,7 +72,7 @@ fn what_is_not_of_this_trust_domain_is_unknown() {
 }
 
 #[test]
-fn a_foreign_certificate_is_foreign_whatever_it_says() {
+fn a_foreign_certificate_is_foreign_for_every_content() {
     let claims = certificate(&["spiffe://td.example/edge/edge-1"], &["system:masters"]);
     assert_eq!(Identity::foreign(claims).kind(), "foreign");
 }

@@ -109,7 +109,7 @@ fn no_other_certificate_of_the_clusters_ca_is_an_edges() {
     let mut long = client(&KUBELET);
     long.not_after = (std::time::SystemTime::now() + Duration::from_hours(4)).into();
     let refused = cluster.node(&long).unwrap_err();
-    assert!(refused.to_string().contains("lives for"), "{refused}");
+    assert!(refused.to_string().contains("its lifetime is"), "{refused}");
     // Of another cluster, and of nobody.
     let other = Cluster::new(SignerProfile::Kubelet);
     let key = KeyPair::generate().unwrap();
@@ -141,7 +141,7 @@ fn of_two_organizations_or_names_neither_counts() {
 }
 
 #[test]
-fn a_request_for_one_of_these_signers_has_that_subject_and_nothing_else() {
+fn a_request_for_these_signers_has_only_the_expected_subject() {
     let key = PrivateKey::generate().unwrap();
     let node = |name: &str| NodeName::parse(name).unwrap();
     let der = |pem: &str| {

@@ -9,7 +9,7 @@ fn a_name_is_lower_cased() {
 }
 
 #[test]
-fn what_is_no_dns_name_is_refused() {
+fn invalid_dns_names_are_refused() {
     let long_label = "a".repeat(64);
     let long_name = vec!["a".repeat(63); 4].join(".");
     for bad in [
@@ -58,7 +58,7 @@ fn a_clients_name_needs_no_quoting() {
 }
 
 #[test]
-fn a_pattern_means_what_its_stars_leave_open() {
+fn a_pattern_matches_the_labels_of_its_stars() {
     let means = |pattern: &str, node: &str| {
         let node = NodeName::parse(node).unwrap();
         NodePattern::parse(pattern).unwrap().matches(&node)

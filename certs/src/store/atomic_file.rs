@@ -230,7 +230,7 @@ impl Dir {
                 .starts_with(NEW.as_bytes())
         });
         for entry in left {
-            // The next one tries again.
+            // The next write tries again.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -241,7 +241,7 @@ impl Dir {
         let file = open_lock(&path).map_err(failed("lock", &path))?;
         match file.try_lock() {
             Ok(()) => {
-                // By this time the process before sees that it has a successor. Without it that one keeps its ports longer.
+                // The previous process detects its successor by this time; without it, it keeps its ports longer.
                 let _ = file.set_modified(SystemTime::now());
                 Ok(Lock(file))
             }

@@ -66,7 +66,7 @@ impl Backup {
         if backup.version != VERSION {
             let found = backup.version;
             return Err(format!(
-                "it says version {found} and this program reads {VERSION}"
+                "it has version {found}, but this program reads version {VERSION}"
             ));
         }
         if let Some(other) = backup
@@ -74,10 +74,12 @@ impl Backup {
             .keys()
             .find(|name| !PARTS.contains(&name.as_str()))
         {
-            return Err(format!("{other} is nothing that a backup holds"));
+            return Err(format!(
+                "it contains {other}, which is not part of a backup"
+            ));
         }
         if backup.made_at > UnixTime::now().as_secs() + DAY {
-            return Err("it says that it was made in the future".to_owned());
+            return Err("its creation time is in the future; check the clock".to_owned());
         }
         backup.ca()?;
         backup.part::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
@@ -150,7 +152,7 @@ impl Store {
                 files.insert(name.to_owned(), text);
             }
         }
-        // A CA from before `ca.json` gets that form.
+        // A CA older than `ca.json` is converted to that format.
         if !files.contains_key(CA) {
             let text = serde_json::to_string_pretty(&CaFile::of(&ca));
             let text = text.map_err(|error| self.dir.corrupt(CA, error))?;
@@ -191,7 +193,7 @@ impl Store {
             return Ok(());
         }
         let _lock = self.dir.lock()?;
-        // Whoever held the lock may have done it.
+        // The previous holder of the lock may have done it.
         let Some(text) = self.dir.read(PENDING)? else {
             return Ok(());
         };
@@ -206,7 +208,7 @@ impl Store {
                 None => self.dir.remove(name)?,
             }
         }
-        // Its roots for people, and no key from before.
+        // Writes the root file for users, and removes old keys.
         if let Some(ca) = self.read_ca()? {
             self.settle(&ca)?;
         }

@@ -27,7 +27,7 @@ impl Store {
             return Ok(found);
         }
         let _lock = self.dir.lock()?;
-        // Whoever held the lock may have gone on.
+        // The previous holder of the lock may have finished.
         let found = self.read_ca()?;
         if let Some(ca) = &found {
             self.settle(ca)?;
@@ -52,7 +52,7 @@ impl Store {
             (Some(_), None) => Err(StoreError::Missing {
                 path: self.dir.path(CA),
             }),
-            // A key alone is what an interrupted `ca init` once left.
+            // Older versions left a key alone after an interrupted `ca init`.
             (None, _) => Ok(None),
         }
     }
@@ -67,7 +67,7 @@ impl Store {
                 });
             }
         }
-        // Whoever could resume under a CA before must not under this one.
+        // TLS sessions of the previous CA must not be resumed under this one.
         self.dir.remove(TICKETS)?;
         self.keep(ca)
     }
@@ -88,7 +88,7 @@ impl Store {
         let roots = before.fingerprints();
         let (ca, step) = change(before)?;
         if step == RotationStep::Made {
-            // Whoever could resume by a root that is gone must not any more: a thief of the one has the other.
+            // Sessions of a removed root must not be resumed: who stole the root may also have the ticket secret.
             let stay = ca.fingerprints();
             if !roots.iter().all(|root| stay.contains(root)) {
                 self.dir.remove(TICKETS)?;

@@ -72,7 +72,7 @@ impl Store {
             (Some(version), _) if version.trim() == VERSION => {}
             (Some(version), _) => {
                 let why = format!(
-                    "it says version '{}' and this program reads {VERSION}",
+                    "it has version '{}', but this program reads version {VERSION}",
                     version.trim().chars().take(20).collect::<String>()
                 );
                 return Err(dir.corrupt(VERSION_FILE, why));
@@ -81,7 +81,7 @@ impl Store {
                 let _lock = dir.lock()?;
                 dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
             }
-            // A CA that was copied from another gateway, as for several of them: of this version, or it cannot be read.
+            // The CA was copied from another gateway; reading it checks its version.
             (None, OpenMode::Existing) if dir.path(CA).exists() => {}
             (None, OpenMode::Existing) => {
                 return Err(StoreError::Missing {
@@ -104,8 +104,7 @@ impl Store {
     pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
         let _lock = self.dir.lock()?;
         if let Some(text) = self.dir.read(TICKETS)? {
-            let why =
-                "it is not 32 bytes in base64url; without the file, the next start makes another";
+            let why = "it is not 32 bytes in base64url; delete the file, and the next start creates a new one";
             return TicketSecret::parse(&text).ok_or_else(|| self.dir.corrupt(TICKETS, why));
         }
         let secret = TicketSecret::random();

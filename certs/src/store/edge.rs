@@ -60,7 +60,7 @@ impl Store {
         };
         self.dir.write_json(EDGE, &edge.to_file())?;
         match token {
-            // Last: a token that was spent for nothing is only refused once more.
+            // Last: after a crash before this write, the used token is only refused again.
             Some(id) => self.dir.write(JOINED_BY, &format!("{id}\n"))?,
             None => self.dir.remove(JOINED_BY)?,
         }

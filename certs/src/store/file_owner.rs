@@ -21,13 +21,13 @@ const ROOT: u32 = 0;
 pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
     match options.clone().create_new(true).mode(0o600).open(path) {
         Ok(file) => {
-            // Neither root's file in another's directory nor half a step towards it may stay.
+            // A file owned by root must not stay in another user's directory.
             chown_to_parent(&file, parent(path)).inspect_err(|_| drop(fs::remove_file(path)))?;
             Ok(file)
         }
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             if is_foreign_owner(parent(path))? {
-                // What its user put here may lead anywhere, or never answer.
+                // The user's file may be a symbolic link or a FIFO.
                 let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
                 return options.clone().custom_flags(flags).open(path);
             }
@@ -42,7 +42,7 @@ pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
     if file.metadata()?.uid() != ROOT || !is_foreign_owner(directory)? {
         return Ok(());
     }
-    // Whoever can put another directory in this one's place is not to be given a file that was made there.
+    // A user who could replace this directory must not become the owner of the file.
     let above = fs::metadata(fs::canonicalize(directory)?.parent().unwrap_or(directory))?;
     if above.uid() != ROOT || above.mode() & 0o022 != 0 && above.mode() & 0o1000 == 0 {
         return Ok(());
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn what_root_makes_in_another_users_directory_is_that_users() {
+    fn files_that_root_creates_belong_to_the_directory_owner() {
         let Some(folder) = of_another() else { return };
         let path = folder.path().join("new");
         open_private(&path, &writing()).unwrap();
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_keeps_its_owner_and_no_link_is_followed() {
+    fn existing_files_keep_their_owner_and_links_are_not_followed() {
         let Some(folder) = of_another() else { return };
         let (target, link) = (folder.path().join("target"), folder.path().join("link"));
         fs::write(&target, "").unwrap();

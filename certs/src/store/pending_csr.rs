@@ -132,7 +132,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn what_is_waited_for_outlives_the_process_and_is_nobody_elses_to_read() {
+    fn a_pending_request_survives_restart_and_is_private() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), OpenMode::Create).unwrap();
         assert_eq!(store.pending(Requested::Identity).unwrap(), None);

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_key_stays_until_it_is_forgotten_port_by_port_or_node_by_node() {
+    fn the_first_key_stays_until_forgotten_by_port_or_node() {
         let (_folder, store) = store();
         let (pins, node) = (store.pins(), name("edge-1"));
         let met = |port, key| (node.clone(), port, pin(key));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_changes_nothing_is_written_and_what_is_damaged_is_named() {
+    fn unchanged_pins_are_not_written_and_damaged_ones_are_named() {
         let (folder, store) = store();
         store.pins().retain(|_| true).unwrap();
         let file = folder.path().join(PINS);

@@ -110,7 +110,7 @@ impl Store {
         }
         let mut taken = ImportOutcome::Before;
         let files = shared.files();
-        // The CA comes last, without which nothing counts.
+        // The CA is written last, because the other files have no effect without it.
         for (name, text) in files
             .map_err(|error| self.dir.corrupt(CA, error))?
             .iter()
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shared_is_taken_up_through_a_rotation_and_nodes_stay() {
+    fn a_shared_ca_is_loaded_through_rotation_and_nodes_stay() {
         let folder = tempfile::tempdir().unwrap();
         let place = |name: &str| Store::open(folder.path().join(name), OpenMode::Create).unwrap();
         let (one, other) = (place("one"), place("other"));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_goes_on_with_what_is_shared_and_never_back() {
+    fn a_directory_follows_the_shared_ca_and_never_goes_back() {
         let folder = tempfile::tempdir().unwrap();
         let source = at(&folder.path().join("source"), &SharedCa::new(ca()));
         let turn = [Ca::prepare, Ca::activate, Ca::retire];
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_of_a_listener_ca_and_its_chain_are_taken_up_and_not_lost_again() {
+    fn a_listener_ca_request_and_its_chain_are_loaded_and_kept() {
         let folder = tempfile::tempdir().unwrap();
         let source = at(&folder.path().join("source"), &SharedCa::new(ca()));
         let import = |ca: Ca| {
@@ -276,14 +276,14 @@ mod tests {
             assert_eq!(whole(&store), before);
             assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Before);
         }
-        // Two requests that two gateways have made apart are kept by each.
+        // Two gateways with different pending requests keep their own.
         let apart = at(&folder.path().join("apart"), &all[0]);
         history(&apart, &[Ca::request_listener_ca]);
         assert_eq!(apart.take_up(&all[1]).unwrap(), ImportOutcome::Behind);
     }
 
     #[test]
-    fn another_ca_or_half_of_one_changes_nothing() {
+    fn a_different_or_incomplete_ca_changes_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
         store.take_up(&SharedCa::new(ca())).unwrap();

@@ -54,7 +54,7 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
 }
 
 #[test]
-fn the_secret_of_tickets_is_made_once_and_a_damaged_one_is_named() {
+fn the_ticket_secret_is_created_once_and_damage_is_named() {
     let (dir, store) = open();
     let made = store.ticket_secret().unwrap();
     let again = Store::open(dir.path().join("data"), OpenMode::Existing).unwrap();
@@ -103,7 +103,7 @@ fn an_edge_comes_back_with_the_gateways_it_learned() {
 }
 
 #[test]
-fn a_damaged_file_names_itself_and_stays() {
+fn a_damaged_file_is_named_and_kept() {
     let (dir, store) = open();
     store.save_ca(&ca()).unwrap();
     let data = dir.path().join("data");
@@ -166,7 +166,7 @@ fn a_key_of_another_ca_is_named() {
 }
 
 #[test]
-fn a_root_from_before_is_read_and_moves_into_the_one_file_when_it_is_rotated() {
+fn an_old_format_root_is_read_and_migrated_at_rotation() {
     let (dir, store) = open();
     let (data, old) = (dir.path().join("data"), ca());
     from_before(&data, &old);
@@ -217,7 +217,7 @@ fn the_roots_for_people_follow_the_ca() {
 }
 
 #[test]
-fn what_is_missing_or_of_another_version_is_refused() {
+fn missing_files_and_other_versions_are_refused() {
     let (dir, _store) = open();
     let nowhere = Store::open(dir.path().join("other"), OpenMode::Existing);
     assert!(matches!(nowhere, Err(StoreError::Missing { .. })));
@@ -239,7 +239,7 @@ fn a_directory_that_cannot_be_made_is_named() {
 }
 
 #[test]
-fn a_failed_write_names_the_file_and_leaves_nothing_behind() {
+fn a_failed_write_names_the_file_and_leaves_no_remains() {
     let (dir, store) = open();
     let data = dir.path().join("data");
     fs::create_dir_all(data.join("edge.json/x")).unwrap();
@@ -253,7 +253,7 @@ fn a_failed_write_names_the_file_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_a_killed_process_left_half_written_goes_with_the_next_write() {
+fn the_next_write_removes_partial_files_of_a_killed_process() {
     let (dir, store) = open();
     let left = dir.path().join("data/.new-abc123");
     fs::write(&left, "half").unwrap();
@@ -274,7 +274,7 @@ fn a_write_that_fails_leaves_the_old_file() {
 }
 
 #[test]
-fn who_could_resume_by_a_root_that_is_gone_cannot_any_more() {
+fn sessions_of_a_retired_root_cannot_be_resumed() {
     let (_dir, store) = open();
     store.save_ca(&ca()).unwrap();
     let before = store.ticket_secret().unwrap().text().clone();
@@ -292,7 +292,7 @@ fn who_could_resume_by_a_root_that_is_gone_cannot_any_more() {
 }
 
 #[test]
-fn a_renewal_brings_back_no_node_that_was_removed_and_changes_none_that_is_revoked() {
+fn a_renewal_restores_no_removed_node_and_changes_no_revocation() {
     let (_dir, store) = open();
     let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
@@ -363,7 +363,7 @@ fn runtime_facts_stay_in_the_directory() {
 }
 
 #[test]
-fn preparing_for_an_edge_leaves_nothing_behind_and_says_what_stands_in_the_way() {
+fn preparing_for_an_edge_leaves_no_files_and_names_the_obstacle() {
     let (dir, store) = open();
     let data = dir.path().join("data");
     store.prepare_edge().unwrap();
@@ -431,7 +431,7 @@ fn says(data: &Path) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn a_backup_makes_another_directory_the_same_and_overwrites_nothing() {
+fn a_backup_copies_the_directory_and_overwrites_no_file() {
     let (dir, store, made) = full();
     let path = dir.path().join("backup");
     store.backup().unwrap().save(&path).unwrap();
@@ -458,7 +458,7 @@ fn a_backup_makes_another_directory_the_same_and_overwrites_nothing() {
 }
 
 #[test]
-fn nothing_is_restored_where_somebody_lives_or_another_ca_is() {
+fn a_restore_into_a_used_directory_or_another_ca_is_refused() {
     let (_dir, store, _) = full();
     let backup = store.backup().unwrap();
     let claim = store.claim().unwrap();
@@ -499,7 +499,7 @@ fn a_backup_that_is_damaged_anywhere_is_not_read() {
 }
 
 #[test]
-fn a_restore_that_was_cut_short_is_finished_by_whoever_comes_next() {
+fn the_next_process_finishes_an_interrupted_restore() {
     let (dir, store, made) = full();
     let backup = serde_json::to_string(&store.backup().unwrap()).unwrap();
     let (wanted, data) = (says(&dir.path().join("data")), dir.path().join("other"));
@@ -571,7 +571,7 @@ fn revocations_are_replaced_together_and_records_stay() {
 }
 
 #[test]
-fn who_released_a_claim_sees_that_another_process_has_claimed_the_directory() {
+fn a_released_claim_detects_a_claim_by_another_process() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path(), OpenMode::Create).unwrap();
     let released = store.claim().unwrap().release();

@@ -34,26 +34,26 @@ pub enum TokenRejected {
         when: u64,
     },
     /// The maximum number of nodes has joined with it.
-    #[error("the join token was already used at {}; make a new one", date(*when))]
+    #[error("the join token was already used at {}; create a new one", date(*when))]
     Used {
         /// Time when it was spent.
         when: u64,
     },
     /// The operator has revoked it.
-    #[error("the join token was revoked at {}; make a new one", date(*when))]
+    #[error("the join token was revoked at {}; create a new one", date(*when))]
     Revoked {
         /// Time of the revocation.
         when: u64,
     },
     /// The edge requests the identity of another node.
-    #[error("the join token is for node {bound_to}, not for this one")]
+    #[error("the join token is for node {bound_to}, not for this node")]
     OtherNode {
         /// Nodes for which it was made.
         bound_to: NodePattern,
     },
     /// A pattern is for new nodes: the holder of such a token must not become a node that exists already.
     #[error(
-        "node {node} has joined before, and the join token is for new nodes of {bound_to}; make one for this very node"
+        "node {node} has joined before, but the join token is only for new nodes of {bound_to}; create a token for exactly this node"
     )]
     NotNew {
         /// The node.
@@ -63,7 +63,7 @@ pub enum TokenRejected {
     },
     /// The token is of another gateway's CA.
     #[error(
-        "the join token is of another CA than this gateway's, or of a root that was retired; make a new one"
+        "the join token is of another CA than the CA of this gateway, or of a retired root; create a new one"
     )]
     UnexpectedCa,
     /// The file of tokens could not be read or written; the token is not spent.

@@ -51,7 +51,7 @@ fn sample() -> String {
 }
 
 #[test]
-fn a_token_reads_as_it_was_written() {
+fn a_written_token_parses_back() {
     let text = sample();
     let token = JoinToken::parse(&format!(" {text}\n")).unwrap();
     assert_eq!(token.text().expose(), text);
@@ -72,7 +72,7 @@ fn an_id_can_be_written_on_a_command_line() {
 }
 
 #[test]
-fn a_bad_token_says_what_is_wrong() {
+fn a_bad_token_names_its_fault() {
     let text = sample();
     let parts: Vec<_> = text.split('.').collect();
     let refused = |text: &str| JoinToken::parse(text).unwrap_err();
@@ -145,7 +145,7 @@ fn racing_creates_lose_no_token() {
 }
 
 #[test]
-fn each_refusal_has_its_word_and_spends_nothing() {
+fn each_refusal_has_its_reason_and_uses_up_no_token() {
     let world = World::new();
     let token = world.token();
     let other = NodeName::parse("edge-2").unwrap();

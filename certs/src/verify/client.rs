@@ -35,8 +35,8 @@ use crate::secret::Fingerprint;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
 #[error(
     "the gateway's CA is {presented}, the token expects {expected}: \
-     the CA's root was replaced since the token was made, the token is of another gateway, or the connection \
-     is intercepted; make a new token at this gateway: causeway token create --node NODE"
+     the CA root was replaced after the token was created, the token is of another gateway, or the connection \
+     is intercepted; create a new token at this gateway: causeway token create --node NODE"
 )]
 pub struct UnexpectedCa {
     /// The last certificate of the chain that the server presented.
@@ -54,7 +54,7 @@ impl UnexpectedCa {
 
 /// The certificate of the server does not name a gateway: the server is not a gateway's tunnel port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
-#[error("the server's certificate is not that of a gateway's tunnel port")]
+#[error("the server's certificate is not the certificate of a gateway's tunnel port")]
 pub struct NotAGateway;
 
 impl NotAGateway {
@@ -69,7 +69,7 @@ fn find<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Optio
     if let Some(found) = error.downcast_ref::<T>() {
         return Some(found);
     }
-    // Neither hands out the error inside as its `source`.
+    // Neither type returns its inner error as `source`.
     let inner: Option<&'a (dyn StdError + 'static)> =
         if let Some(error) = error.downcast_ref::<io::Error>() {
             error.get_ref().map(|inner| inner as _)
@@ -130,7 +130,7 @@ pub fn pinned_root(
 }
 
 fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, TrustError> {
-    // Who of ours has signed it is known where it is shown.
+    // The gateway knows our intermediates, so only the leaf is sent.
     let shown = if edge.given { usize::MAX } else { 1 };
     let own = edge.leaf.chain().iter().take(shown).cloned().collect();
     showing(RootSource::Root(edge.trust()?), (own, &edge.leaf), alpn)

@@ -194,7 +194,7 @@ impl ClientCertVerifier for ClientVerifier {
             (Some(Err(error)), None) => Err(error),
             (Some(Err(error)), Some(_)) if !is_anothers(&error) => Err(error),
             (_, Some(_)) if issuers.len() > MOST_BEHIND => {
-                let why = "more certificates stand behind the client's than any chain has";
+                let why = "the client sent too many intermediate certificates";
                 Err(Error::General(why.into()))
             }
             (_, Some(foreign)) => foreign.verify_client_cert(leaf, issuers, now),
@@ -249,7 +249,7 @@ mod tests {
 
     /// A verified certificate passes even if its signers would refuse it now; nothing else passes.
     #[test]
-    fn a_certificate_is_verified_once_and_each_for_itself() {
+    fn each_certificate_is_verified_once() {
         let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let (ours, other) = (ca(), ca());
         let leaf = |name| {
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_client_no_more_certificates_are_looked_at_than_a_chain_has() {
+    fn client_certificates_are_read_up_to_the_chain_limit() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let leaf = ca
             .issue_client("ann", &[], Duration::from_hours(1))
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_seen_lately_is_kept_and_memory_is_bounded() {
+    fn recently_verified_issuers_are_cached_and_memory_is_bounded() {
         let seen = SignatureCache::default();
         let now = UnixTime::since_unix_epoch(Duration::from_secs(50));
         let digest = |number: u64| {
@@ -305,7 +305,7 @@ mod tests {
         let most = u64::try_from(GENERATION).unwrap();
         for number in 0..5 * most {
             seen.keep(digest(number), 0..=100, 3);
-            // Comes all the time, and so is never forgotten.
+            // Used all the time, so it is never evicted.
             assert_eq!(seen.by(&digest(0), now), Some(3));
         }
         assert!(seen.by(&digest(1), now).is_none());

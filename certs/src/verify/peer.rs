@@ -67,19 +67,19 @@ pub enum PeerRejected {
         not_after: u64,
     },
     /// The certificate is not valid yet: one of the two clocks is wrong.
-    #[error("the certificate is not valid before {}; check the clocks", date(*not_before))]
+    #[error("the certificate is not valid before {}; check the clocks of both machines", date(*not_before))]
     NotYetValid {
         /// First second of the certificate.
         not_before: u64,
     },
     /// The extended key usage does not permit this.
-    #[error("the certificate's purpose does not permit to come as {wanted}")]
+    #[error("the certificate's purpose does not permit use as {wanted}")]
     WrongPurpose {
         /// Role of the peer.
         wanted: Purpose,
     },
     /// The certificate is genuine, but of another kind.
-    #[error("a certificate of kind {found} cannot come as {wanted}")]
+    #[error("a certificate of kind {found} cannot be used as {wanted}")]
     Kind {
         /// Role of the peer.
         wanted: Purpose,
@@ -87,7 +87,9 @@ pub enum PeerRejected {
         found: &'static str,
     },
     /// The signature is genuine, but its issuer signs for another purpose.
-    #[error("what signs {found} cannot have made a certificate to come as {wanted}")]
+    #[error(
+        "the issuer of certificates for {found} cannot issue a certificate for use as {wanted}"
+    )]
     WrongIssuer {
         /// Role of the peer.
         wanted: Purpose,
@@ -96,7 +98,7 @@ pub enum PeerRejected {
     },
     /// A cluster's CA has signed the certificate, but not for a node.
     #[error(
-        "the certificate is that of \"{found}\"; of the cluster's CA only exactly \"{wanted}\" without further names is an edge's"
+        "the certificate has the subject \"{found}\"; an edge's certificate of the cluster's CA must have exactly the subject \"{wanted}\" and no other names"
     )]
     Subject {
         /// Subject of the certificate.
@@ -182,7 +184,7 @@ pub fn verify_peer(
         root = signer.root;
         identity
     } else if signed.by_a_foreign_root(trust)? {
-        // Where one CA makes the certificates of edges and of clients, an edge's is no client's.
+        // If one CA issues the certificates of edges and clients, an edge's must not be used as a client's.
         if let Some(found) = Identity::machine(&facts, &trust.domain) {
             let wanted = purpose;
             return Err(PeerRejected::Kind { wanted, found });
@@ -276,7 +278,7 @@ impl ChainInProgress<'_> {
                 let signer = path.intermediate_certificates().next();
                 let facts = signer.map(|signer| Certificate::read(&signer.der()));
                 let purpose = match facts.transpose().map_err(unreadable)? {
-                    // A root that signs leaves itself.
+                    // The root signed the leaf directly.
                     None => None,
                     Some(facts) => Some(
                         issuer_purpose(&facts, &trust.domain).ok_or(PeerRejected::UnknownIssuer)?,

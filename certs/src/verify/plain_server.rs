@@ -65,7 +65,7 @@ mod tests {
     use rcgen::{CertificateParams, KeyPair};
 
     #[test]
-    fn it_is_for_the_names_and_addresses_that_it_has_and_for_no_other() {
+    fn a_certificate_is_valid_only_for_its_names_and_addresses() {
         let names = ["kubernetes.default.svc", "*.example.com", "127.0.0.1"];
         let params = CertificateParams::new(names.map(str::to_owned)).unwrap();
         let key = KeyPair::generate().unwrap();

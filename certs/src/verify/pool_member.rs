@@ -42,10 +42,10 @@ pub enum PoolMemberRejected {
     #[error(transparent)]
     Peer(#[from] PeerRejected),
     /// The peer is not a member of this pool.
-    #[error("{0} is no member of this node's pool")]
+    #[error("{0} is not a member of this node's pool")]
     NoMember(Identity),
     /// The peer is another member than the one that was dialled.
-    #[error("node {found} answers where {meant} was expected")]
+    #[error("node {found} responds at the address of node {meant}")]
     Another {
         /// Node that the certificate names.
         found: NodeName,
@@ -94,8 +94,8 @@ impl PoolMemberTls {
         chain: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<NodeName, PoolMemberRejected> {
-        // A clock that is behind a member's certificate is wrong: our CA issues none for a later time. Nodes without a
-        // battery-backed clock still find their neighbours.
+        // Our CA issues no certificates for the future, so a clock before `not_before` is wrong. Nodes without a
+        // battery-backed clock can still reach their pool members.
         let facts = chain.first().map(Certificate::read);
         let begins = facts.and_then(Result::ok).unwrap_or_default().not_before;
         let now = now.max(UnixTime::since_unix_epoch(Duration::from_secs(begins)));
@@ -134,7 +134,7 @@ impl PoolMemberTls {
         now: UnixTime,
     ) -> Result<NodeName, Error> {
         if issuers.len() > super::issuers::MOST_BEHIND {
-            let why = "more certificates stand behind the member's than any chain has";
+            let why = "the pool member sent too many intermediate certificates";
             return Err(Error::General(why.into()));
         }
         let chain: Vec<_> = [leaf].into_iter().chain(issuers).cloned().collect();
@@ -180,8 +180,8 @@ impl ServerCertVerifier for PoolMemberTls {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        // Neither end speaks it.
-        Err(Error::General("members of a site speak TLS 1.3".into()))
+        // Neither side uses TLS 1.2.
+        Err(Error::General("pool members use TLS 1.3 only".into()))
     }
 
     fn verify_tls13_signature(
@@ -210,7 +210,7 @@ impl ClientCertVerifier for PoolMemberTls {
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        // A member has one certificate to show.
+        // A member has only one certificate.
         &[]
     }
 
@@ -220,8 +220,8 @@ impl ClientCertVerifier for PoolMemberTls {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        // Neither end speaks it.
-        Err(Error::General("members of a site speak TLS 1.3".into()))
+        // Neither side uses TLS 1.2.
+        Err(Error::General("pool members use TLS 1.3 only".into()))
     }
 
     fn verify_tls13_signature(

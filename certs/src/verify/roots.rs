@@ -21,7 +21,7 @@ pub enum TrustError {
     #[error("the certificate is not for {0}: {1}")]
     Name(IpAddr, String),
     /// Certificates are required, but no root is trusted to issue one.
-    #[error("a client certificate is required but no CA is trusted to issue one")]
+    #[error("a client certificate is required, but no CA for client certificates is configured")]
     NobodyTrusted,
     /// rustls refused.
     #[error(transparent)]

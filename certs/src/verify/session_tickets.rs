@@ -89,7 +89,7 @@ impl SharedTicketer {
         let (nonce, sealed) = rest.split_at_checked(NONCE_LEN)?;
         let number: [u8; NUMBER] = number.try_into().ok()?;
         let period = u64::from_be_bytes(number);
-        // One ahead: replicas' clocks differ.
+        // One period ahead is accepted, because the replicas' clocks differ.
         if period > now + 1 || now.saturating_sub(period) > LIFE {
             return None;
         }
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ticket_opens_for_every_holder_of_the_secret_and_for_no_other() {
+    fn a_ticket_opens_only_for_holders_of_the_secret() {
         let secret = TicketSecret::random();
         let copied = TicketSecret::parse(&format!("{}\n", secret.text())).unwrap();
         let ticket = SharedTicketer::new(&secret).encrypt(b"session").unwrap();
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_lives_for_a_week_and_clients_are_told_so() {
+    fn a_ticket_is_valid_for_a_week_and_clients_get_that_lifetime() {
         let tickets = SharedTicketer::new(&TicketSecret::random());
         assert_eq!(tickets.lifetime(), 604_800);
         let ticket = tickets.seal(b"session", 100).unwrap();
@@ -165,14 +165,14 @@ mod tests {
         ] {
             assert_eq!(tickets.open(&ticket, now).is_some(), opens, "{now}");
         }
-        // The number is sealed with it: an old ticket is not made young.
+        // The number is authenticated, so an old ticket cannot be made newer.
         let mut younger = ticket.clone();
         younger[NUMBER - 1] += 1;
         assert_eq!(tickets.open(&younger, 101), None);
     }
 
     #[test]
-    fn what_is_no_ticket_opens_nothing() {
+    fn malformed_tickets_are_refused() {
         let tickets = SharedTicketer::new(&TicketSecret::random());
         let ticket = tickets.encrypt(b"session").unwrap();
         for length in 0..ticket.len() {

@@ -258,7 +258,7 @@ fn a_token_recognises_its_gateway_and_yields_the_root() {
 }
 
 #[test]
-fn a_token_of_another_ca_says_which_two_differ() {
+fn a_token_of_another_ca_names_both_fingerprints() {
     let (world, other) = (World::new(), World::new());
     let client = join_client(other.ca.fingerprint()).unwrap();
     let failed = dial(&client, &world.join(), "gw").unwrap_err();
@@ -277,7 +277,7 @@ fn a_token_of_another_ca_says_which_two_differ() {
 }
 
 #[test]
-fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
+fn a_listener_certificate_is_not_accepted_as_another_ca_gateway() {
     let world = World::new();
     let names = [crate::ListenerName::parse("gw").unwrap()];
     let listener = world.ca.mint_listener(&names, HOUR).unwrap();
@@ -293,7 +293,7 @@ fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
 }
 
 #[test]
-fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
+fn a_foreign_leaf_followed_by_our_root_is_refused() {
     let (world, stranger) = (World::new(), World::new());
     let leaf = stranger.gateway();
     let key = leaf.key_pem();
@@ -407,7 +407,7 @@ fn crossing(world: &World) -> Arc<ClientConfig> {
 }
 
 #[test]
-fn a_session_made_without_a_certificate_does_not_resume_into_the_tunnel() {
+fn a_session_without_certificate_does_not_resume_in_the_tunnel() {
     let world = World::new();
     let join = world.leaky_join(Ticketer::new().unwrap());
     let client = crossing(&world);
@@ -420,7 +420,7 @@ fn a_session_made_without_a_certificate_does_not_resume_into_the_tunnel() {
 }
 
 #[test]
-fn nothing_resumes_where_certificates_are_given() {
+fn sessions_do_not_resume_with_certificates_from_files() {
     let world = World::new();
     let client = control_client(&world.edge()).unwrap();
     let join = world.join();
@@ -436,7 +436,7 @@ fn nothing_resumes_where_certificates_are_given() {
 }
 
 #[test]
-fn a_session_resumes_at_a_gateway_that_shares_the_secret_and_at_no_other() {
+fn a_session_resumes_only_at_a_gateway_that_shares_the_secret() {
     let world = World::new();
     for (tickets, kind) in [
         (world.tickets.clone(), HandshakeKind::Resumed),
@@ -454,7 +454,7 @@ fn a_session_resumes_at_a_gateway_that_shares_the_secret_and_at_no_other() {
 }
 
 #[test]
-fn even_with_shared_ticket_keys_the_check_refuses_a_session_without_a_certificate() {
+fn shared_ticket_keys_do_not_resume_without_a_certificate() {
     let world = World::new();
     let (client, tunnel) = (crossing(&world), world.tunnel());
     dial(&client, &world.leaky_join(tunnel.ticketer.clone()), "gw").unwrap();
@@ -529,7 +529,7 @@ fn an_edge_is_no_client_and_a_client_no_edge() {
         .check(edge.chain(), Purpose::Client)
         .unwrap_err()
         .to_string();
-    assert_eq!(text, "a certificate of kind edge cannot come as client");
+    assert_eq!(text, "a certificate of kind edge cannot be used as client");
 }
 
 #[test]
@@ -565,7 +565,7 @@ fn a_foreign_ca_cannot_mint_an_edge() {
 }
 
 #[test]
-fn a_listener_that_does_not_trust_our_ca_takes_no_clients_of_it() {
+fn a_listener_without_our_ca_refuses_its_clients() {
     let (world, other) = (World::new(), World::new());
     let listener = ListenerClientTrust {
         client_roots: vec![other.ca.root().clone()],
@@ -611,7 +611,7 @@ fn our_root_among_a_listeners_foreign_ones_is_still_ours() {
 }
 
 #[test]
-fn a_listener_without_trust_asks_for_no_certificate_and_cannot_require_one() {
+fn a_listener_without_client_ca_neither_asks_nor_requires() {
     let world = World::new();
     let leaf = world
         .ca
@@ -683,7 +683,7 @@ fn params(uris: &[&str], usages: &[ExtendedKeyUsagePurpose]) -> CertificateParam
 }
 
 #[test]
-fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
+fn certificates_without_purpose_or_with_two_ids_are_refused() {
     let world = World::new();
     let (_, issuer) = signer(&world.ca, IssuerPurpose::Edges);
     let check = |uris: &[&str], usages: &[ExtendedKeyUsagePurpose]| {
@@ -706,7 +706,7 @@ fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
 }
 
 #[test]
-fn what_signs_for_one_purpose_signs_for_no_other() {
+fn an_issuer_of_one_purpose_signs_for_no_other() {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     let world = World::new();
     let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
@@ -775,7 +775,7 @@ fn an_intermediate_makes_no_further_ones() {
 }
 
 #[test]
-fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
+fn a_root_without_purposes_is_trusted_for_all_kinds() {
     let made = World::new().ca;
     let ca = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
     let world = World::with(ca);
@@ -820,8 +820,7 @@ fn rotated(kept_apart: bool) -> [Ca; 4] {
 }
 
 #[test]
-fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_until_one_is_retired()
-{
+fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
     for kept_apart in [true, false] {
         let worlds = rotated(kept_apart).map(World::with);
         let [old, prepared, active, retired] = &worlds;

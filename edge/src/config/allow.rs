@@ -18,16 +18,16 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Allow {
-    /// Networks, addresses and host names that may be dialled.
+    /// Networks, addresses and host names to which the edge may connect.
     pub hosts: Vec<AllowedHost>,
-    /// Whether upgrades (websocket, SPDY) are served.
+    /// Whether upgrades (websocket, SPDY) are allowed.
     pub upgrades: bool,
 }
 
 impl Default for Allow {
     fn default() -> Self {
         Self {
-            // The node's own services only: a gateway is no way into the site's network.
+            // Only services of the node itself: by default a gateway cannot reach the site's network.
             hosts: vec![
                 AllowedHost::Net(IpNet::V4(Ipv4Net::new_assert(
                     Ipv4Addr::new(127, 0, 0, 0),
@@ -85,7 +85,7 @@ impl FromStr for AllowedHost {
         let digits = text.chars().all(|c| c.is_ascii_digit() || c == '.');
         if digits || !text.chars().all(letters) {
             return Err(format!(
-                "\"{text}\" is neither a network, an address nor a host name; write 10.0.0.0/8, \
+                "\"{text}\" is not a network, an address or a host name; write 10.0.0.0/8, \
                  192.168.1.7 or printer.local, without a port"
             ));
         }
@@ -130,23 +130,23 @@ impl schemars::JsonSchema for AllowedHost {
     }
 }
 
-/// One of the node's ports, and where it leads.
+/// Port of the node and its upstream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Port {
-    /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
+    /// `host:port` of the upstream; 127.0.0.1 and the same port if absent.
     pub target: Option<String>,
     /// Protocol of the upstream: `http`, `h2c` (HTTP/2 in the clear, as gRPC servers use it), `https` or `tcp` (bytes only).
     pub scheme: Protocol,
-    /// PEM file of the CAs that may have signed the upstream's certificate (`https`).
+    /// PEM file of the CAs that may issue the upstream's certificate (`https`).
     pub ca: Option<PathBuf>,
-    /// Name that the upstream's certificate must have (`https`); the target's host if absent.
+    /// Name that the upstream's certificate must contain (`https`); the host of `target` if absent.
     pub server_name: Option<String>,
-    /// PEM file of the client certificate shown to the upstream (`https`).
+    /// PEM file of the client certificate that the edge presents to the upstream (`https`).
     pub certificate: Option<PathBuf>,
     /// PEM file of its key.
     pub key: Option<PathBuf>,
-    /// Whether the upstream's certificate is verified (`https`). `false` accepts any.
+    /// Whether the edge verifies the upstream's certificate (`https`). `false` accepts any certificate.
     pub verify: bool,
 }
 
@@ -159,7 +159,7 @@ impl Default for Port {
             server_name: None,
             certificate: None,
             key: None,
-            // Never silently unverified.
+            // Skipping verification must be explicit.
             verify: true,
         }
     }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_leads_to_itself_on_loopback_unless_told_otherwise() {
+    fn a_port_maps_to_itself_on_loopback_by_default() {
         assert_eq!(Port::default().target(9100), "127.0.0.1:9100");
         let port = Port {
             target: Some("[::1]:80".into()),

@@ -23,27 +23,27 @@ pub struct ApiCache {
     /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is set. It has no authentication, so it must be on loopback.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// Certificate of this listener, for programs that read by `https://` there.
+    /// Certificate of this listener, for programs that read with `https://`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<ServerCertificate>,
-    /// Resources that are cached: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve them.
+    /// Resources that are cached: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). The gateway must have them in its `api_cache.resources`.
     pub resources: Vec<String>,
-    /// Listener for the members of this node's pool. Without it this node serves none of them, and never leads.
+    /// Listener for the members of this node's pool. Without it, this node does not serve pool members and never becomes the leader.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub members: Option<MemberListener>,
-    /// Listener for `YurtHub`s of this node's pool, which read Services, Endpoints and `EndpointSlice`s as from a `YurtHub` that leads them; disabled if absent.
+    /// Listener for `YurtHub`s of this node's pool, which read Services, Endpoints and `EndpointSlice`s from it as from a leader `YurtHub`; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yurthub: Option<YurtHubListener>,
     /// Maximum size of each resource on the disk, compressed, in the data directory.
     #[serde(with = "ByteSize")]
     pub save: usize,
-    /// Maximum time until a change is on the disk.
+    /// Maximum time until a change is written to disk.
     #[serde(with = "DurationStr")]
     pub save_every: Duration,
-    /// Maximum memory for answers that are cached as they were sent.
+    /// Maximum memory for cached encoded responses.
     #[serde(with = "ByteSize")]
     pub cache: usize,
-    /// Most memory for changes of each resource, by which a watch goes on where it was.
+    /// Maximum memory for recent changes of each resource, from which a watch can resume.
     #[serde(with = "ByteSize")]
     pub event_buffer: usize,
 }
@@ -51,7 +51,7 @@ pub struct ApiCache {
 impl Default for ApiCache {
     fn default() -> Self {
         Self {
-            // Beside the admin listener and YurtHub's ports, of which it is none.
+            // Differs from the admin listener's port and YurtHub's ports.
             listen: SocketAddr::from(([127, 0, 0, 1], 10270)),
             tls: None,
             resources: GroupVersionResource::defaults()
@@ -62,9 +62,9 @@ impl Default for ApiCache {
             yurthub: None,
             // Tens of thousands of slices, compressed.
             save: 64 << 20,
-            // A power cut costs this much, which the next list brings back; flash wears by each write.
+            // A power failure loses at most this much, and the next list restores it; each write wears flash storage.
             save_every: Duration::from_secs(5),
-            // Half of what a reader costs where it is 16 MiB; what it holds more is no answer sooner.
+            // With 16 MiB this was half of the memory of an API cache; a larger value did not make responses faster.
             cache: 4 << 20,
             event_buffer: 4 << 20,
         }
@@ -72,7 +72,7 @@ impl Default for ApiCache {
 }
 
 impl ApiCache {
-    /// The files that it names.
+    /// Returns the files that this configuration names.
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         let shown = self.tls.iter().flat_map(ServerCertificate::files);
         shown.chain(self.yurthub.iter().flat_map(YurtHubListener::files))
@@ -119,7 +119,7 @@ impl ApiCache {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ServerCertificate {
-    /// PEM file of the certificate and the intermediates behind it, for the names and addresses by which programs on this node read (`127.0.0.1`, `localhost`, or what leads there).
+    /// PEM file of the certificate and its intermediates, for the names and addresses that programs on this node use (`127.0.0.1`, `localhost`, or names that resolve to them).
     pub certificate: PathBuf,
     /// PEM file of its key.
     pub key: PathBuf,
@@ -135,10 +135,10 @@ impl ServerCertificate {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MemberListener {
-    /// Address at which members of the pool read, over TLS with the nodes' own certificates.
+    /// Address at which pool members read, over TLS with the certificates of their nodes.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// `host:port` by which members of the pool reach it, announced to them by the gateway.
+    /// Addresses (`host:port`) at which pool members reach this listener. The gateway announces them.
     pub addresses: Vec<String>,
 }
 
@@ -146,10 +146,10 @@ pub struct MemberListener {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct YurtHubListener {
-    /// Address at which `YurtHub`s read, over TLS. They learn its IP, and use the port that they listen on themselves (`--multiplexer-port`), 10269. If this node's own `YurtHub` occupies that port, use another address.
+    /// Address at which `YurtHub`s read, over TLS. `YurtHub`s learn the IP of this address, and connect to their own port number (`--multiplexer-port`), 10269 by default. If this node's own `YurtHub` uses that port, choose another address.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
-    /// PEM file of the certificate that `YurtHub`s are shown, for that IP, issued by their cluster's CA.
+    /// PEM file of the certificate for that IP, issued by the CA of the `YurtHub`s' cluster.
     pub certificate: PathBuf,
     /// PEM file of its key.
     pub key: PathBuf,
@@ -166,7 +166,7 @@ impl YurtHubListener {
         let ip = self.listen.ip().to_canonical();
         if ip.is_unspecified() || ip.is_loopback() {
             let message = format!(
-                "{} is no address by which other nodes reach this one, and hubs are told it; write IP:{}",
+                "{} is not an address at which other nodes can reach this node, and YurtHubs learn this address; write IP:{}",
                 self.listen,
                 self.listen.port()
             );
@@ -184,14 +184,14 @@ impl Config {
         self.listeners_of(api_cache, faults);
         if !api_cache.listen.ip().to_canonical().is_loopback() {
             let message = format!(
-                "{} is not loopback, and this endpoint knows no clients: anyone who reaches it reads; write 127.0.0.1:{}",
+                "{} is not a loopback address, and this listener has no authentication; write 127.0.0.1:{}",
                 api_cache.listen,
                 api_cache.listen.port()
             );
             faults.add("api_cache.listen", message);
         }
         if api_cache.resources.is_empty() {
-            let message = "names nothing to read; name some, or remove the key for those that kube-proxy and CoreDNS read";
+            let message = "is an empty list; name at least one resource, or remove the key to cache the resources that kube-proxy and CoreDNS read";
             faults.add("api_cache.resources", message);
         }
         for (index, text) in api_cache.resources.iter().enumerate() {
@@ -212,13 +212,13 @@ impl Config {
         if let Some(hubs) = &api_cache.yurthub {
             hubs.check(faults);
             if api_cache.of_hubs().is_empty() {
-                let message = "hubs read Services, Endpoints and EndpointSlices, and api_cache.resources names none of them; add v1/services there";
+                let message = "YurtHubs read Services, Endpoints and EndpointSlices, but api_cache.resources contains none of them; add v1/services there";
                 faults.add("api_cache.yurthub", message);
             }
         }
     }
 
-    /// Listeners that are in each other's way.
+    /// Reports listeners with conflicting addresses.
     fn listeners_of(&self, api_cache: &ApiCache, faults: &mut ConfigErrors) {
         let mut listeners = ListenAddrs::default();
         let all = [
@@ -230,12 +230,12 @@ impl Config {
             ("api_cache.listen", "the API cache", Some(api_cache.listen)),
             (
                 "api_cache.members.listen",
-                "the API cache's site",
+                "the API cache's listener for pool members",
                 api_cache.members.as_ref().map(|site| site.listen),
             ),
             (
                 "api_cache.yurthub.listen",
-                "the API cache's hubs",
+                "the API cache's listener for YurtHubs",
                 api_cache.yurthub.as_ref().map(|hubs| hubs.listen),
             ),
         ];
@@ -249,16 +249,17 @@ impl Config {
     fn site(&self, site: &MemberListener, faults: &mut ConfigErrors) {
         let path = "api_cache.members.addresses";
         if self.identity.is_some() {
-            let message = "neighbours know each other by certificates of Causeway's own CA, and this node's are another system's (identity); remove one of the two";
+            let message = "pool members authenticate each other with certificates of Causeway's own CA, but an external CA issues this node's certificate (identity); remove one of the two keys";
             faults.add("api_cache.members", message);
         }
         if site.addresses.is_empty() {
-            let message = "names no address by which neighbours reach this node; write [HOST:PORT]";
+            let message = "is an empty list; write the addresses at which pool members reach this node: [HOST:PORT]";
             faults.add(path, message);
         }
         if site.addresses.len() > MOST_ADDRESSES {
-            let message =
-                format!("must be at most {MOST_ADDRESSES}: neighbours try one after the other");
+            let message = format!(
+                "must have at most {MOST_ADDRESSES} entries, because pool members try them one after the other"
+            );
             faults.add(path, message);
         }
         for (index, text) in site.addresses.iter().enumerate() {
@@ -285,40 +286,40 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_by_default_is_what_kube_proxy_and_coredns_read() {
+    fn default_resources_are_those_of_kube_proxy_and_coredns() {
         assert_eq!(faults(&json!({})), Vec::<String>::new());
         let names = ApiCache::default().resources;
         assert!(names.iter().any(|name| name == "v1/services"), "{names:?}");
     }
 
     #[test]
-    fn an_endpoint_off_loopback_and_listeners_in_each_others_way_are_faults() {
+    fn a_non_loopback_endpoint_or_listener_conflict_is_a_fault() {
         let site = |listen: &str| json!({ "members": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
         let hubs = |listen: &str| json!({ "yurthub": { "listen": listen, "certificate": "c", "key": "k", "ca": "a" } });
         for (api_cache, part) in [
             (
                 json!({ "listen": "10.0.0.5:10270" }),
-                "anyone who reaches it reads",
+                "this listener has no authentication",
             ),
             (
                 json!({ "listen": "0.0.0.0:10270" }),
-                "anyone who reaches it reads",
+                "this listener has no authentication",
             ),
             (
                 json!({ "listen": "127.0.0.1:10266" }),
                 "overlaps with the admin listener",
             ),
             (site("0.0.0.0:10270"), "overlaps with the API cache"),
-            (hubs("0.0.0.0:10269"), "hubs are told it"),
-            (hubs("127.0.0.1:10269"), "hubs are told it"),
+            (hubs("0.0.0.0:10269"), "YurtHubs learn this address"),
+            (hubs("127.0.0.1:10269"), "YurtHubs learn this address"),
             (
                 json!({
                     "resources": ["v1/pods"],
                     "yurthub": { "listen": "10.1.0.5:10269", "certificate": "c", "key": "k", "ca": "a" },
                 }),
-                "names none of them",
+                "contains none of them",
             ),
-            (json!({ "resources": [] }), "names nothing to read"),
+            (json!({ "resources": [] }), "is an empty list"),
             (
                 json!({ "resources": ["services"] }),
                 "api_cache.resources[0]",
@@ -326,7 +327,7 @@ mod tests {
             (json!({ "event_buffer": 0 }), "api_cache.event_buffer"),
             (
                 json!({ "members": { "listen": "10.1.0.5:10271", "addresses": [] } }),
-                "no address",
+                "is an empty list; write the addresses",
             ),
             (
                 json!({ "members": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5"] } }),
@@ -344,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_whose_certificate_another_system_makes_has_no_neighbours() {
+    fn a_node_with_an_external_certificate_has_no_neighbours() {
         let config = json!({
             "identity": { "chain": "a", "key": "b", "ca": "c" },
             "api_cache": { "members": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] } },

@@ -24,7 +24,7 @@ impl FromStr for PortRange {
         match (port(first), port(last)) {
             (Some(first), Some(last)) if first <= last => Ok(Self(first..=last)),
             _ => Err(format!(
-                "\"{text}\" is neither a port nor a range of them; write 9100 or 9000-9999, of 1 to 65535"
+                "\"{text}\" is not a port or a range of ports; write 9100 or 9000-9999; ports are 1 to 65535"
             )),
         }
     }
@@ -71,7 +71,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_port_or_a_range_reads_as_it_was_written() {
+    fn a_written_port_or_range_parses_back() {
         for (text, inside, outside) in [
             ("9100", 9100, 9101),
             ("9000-9999", 9999, 8999),
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_of_a_cluster_takes_what_is_listed_unless_its_owner_says_which() {
+    fn a_cluster_node_serves_listed_ports_within_its_owners_limits() {
         let of = |config| AnnouncedPortPolicy::of(&serde_json::from_value(config).unwrap());
         for (config, takes) in [
             (json!({}), [false; 3]),

@@ -28,7 +28,7 @@ impl Validate for Config {
         if self.join.is_some() && self.join_file.is_some() {
             faults.add(
                 "join_file",
-                "join says a token already; keep one of the two",
+                "join already contains a token; keep one of the two keys",
             );
         }
         let token = [
@@ -39,7 +39,7 @@ impl Validate for Config {
             if given && self.identity.is_some() {
                 faults.add(
                     key,
-                    "identity says who this node is already; keep one of the two",
+                    "identity already configures this node's certificate; keep one of the two keys",
                 );
             }
         }
@@ -54,10 +54,7 @@ impl Validate for Config {
         for (number, port) in &self.ports {
             let path = format!("ports.{number}");
             if *number == 0 {
-                faults.add(
-                    path.as_str(),
-                    "0 is no node port; ports run from 1 to 65535",
-                );
+                faults.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
                 continue;
             }
             PortValidator {
@@ -111,7 +108,7 @@ impl Config {
         ];
         for (key, given) in others {
             if given {
-                let message = "the cluster (kubernetes) says who this node is; keep one of the two";
+                let message = "the cluster (kubernetes) already provides this node's certificate; keep one of the two keys";
                 faults.add(key, message);
             }
         }
@@ -119,7 +116,7 @@ impl Config {
         if !cluster.signer.contains('/') || clusters && SignerProfile::of(&cluster.signer).is_none()
         {
             let message = format!(
-                "\"{}\" is no signer that a gateway can be; write it as the gateway's kubernetes.certificates.signer, such as causeway.io/edge or kubernetes.io/kube-apiserver-client",
+                "\"{}\" is not a signer that this edge can use; write the same value as the gateway's kubernetes.certificates.signer, such as causeway.io/edge or kubernetes.io/kube-apiserver-client",
                 cluster.signer
             );
             faults.add("kubernetes.signer", message);
@@ -174,8 +171,9 @@ impl Config {
             ],
         );
         if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
-            let detail =
-                format!("must be at most {MOST_TUNNELS}: a gateway takes no more of one edge");
+            let detail = format!(
+                "must be at most {MOST_TUNNELS}, because a gateway accepts no more tunnels of one edge"
+            );
             faults.add("tunnels.max", detail);
         }
     }
@@ -207,7 +205,9 @@ impl PortValidator<'_> {
         match host_port(&target).map(|(host, _)| host.parse::<IpAddr>()) {
             Err(message) => self.add("target", message),
             Ok(Ok(address)) if !allow.permits(address) => {
-                let message = format!("{address} may not be dialled; add it to allow.hosts");
+                let message = format!(
+                    "`allow` does not permit connections to {address}; add it to allow.hosts"
+                );
                 self.faults
                     .add_against(format!("{}.target", self.path), "allow.hosts", message);
             }
@@ -220,18 +220,24 @@ impl PortValidator<'_> {
         match (&port.ca, port.verify) {
             (None, true) => self.faults.add(
                 self.path.as_str(),
-                "https needs \"ca\", the file of the CA that signed the app's certificate; to accept any \
-                 certificate say verify: false",
+                "https needs \"ca\", the file of the CA that issued the app's certificate; to accept any \
+                 certificate, write verify: false",
             ),
             (Some(_), false) => {
-                self.add("verify", "false accepts any certificate, yet \"ca\" names who signs; remove one of them");
+                self.add("verify", "false accepts any certificate, so \"ca\" has no effect; remove one of the two keys");
             }
             _ => {}
         }
         match (&port.certificate, &port.key) {
-            (Some(_), None) => self.add("certificate", "needs \"key\", the file of its key"),
+            (Some(_), None) => self.add(
+                "certificate",
+                "needs \"key\", the file of the certificate's private key",
+            ),
             (None, Some(_)) => {
-                self.add("key", "needs \"certificate\", the file of its certificate");
+                self.add(
+                    "key",
+                    "needs \"certificate\", the file of the key's certificate",
+                );
             }
             _ => {}
         }
@@ -250,7 +256,7 @@ impl PortValidator<'_> {
     fn without_tls(&mut self) {
         let port = self.port;
         let message = format!(
-            "is for scheme https, and this port has {}; set scheme: https or remove this key",
+            "requires scheme https, but this port has scheme {}; set scheme: https or remove this key",
             port.scheme.as_str()
         );
         for (key, given) in [
@@ -269,13 +275,15 @@ impl PortValidator<'_> {
 
 /// The text is never repeated: it may hold a password.
 fn proxy_address(proxy: &Secret) -> Result<(), String> {
-    let form = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if it wants them";
+    let form = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if the proxy requires authentication";
     let (scheme, rest) = proxy
         .expose()
         .split_once("://")
-        .ok_or_else(|| format!("no scheme; {form}"))?;
+        .ok_or_else(|| format!("the scheme is missing; {form}"))?;
     if !matches!(scheme, "http" | "socks5" | "socks5h") {
-        return Err(format!("a proxy by \"{scheme}\" is not supported; {form}"));
+        return Err(format!(
+            "the proxy scheme \"{scheme}\" is not supported; {form}"
+        ));
     }
     let address = rest.rsplit_once('@').map_or(rest, |(_, address)| address);
     host_port(address.trim_end_matches('/'))
@@ -336,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_off_the_allow_list_is_found_before_it_is_dialled() {
+    fn a_target_off_the_allow_list_is_refused_before_the_dial() {
         let config = json!({ "ports": { "80": { "target": "10.0.0.7:80" } } });
         one_fault(config, "ports.80.target", "allow.hosts");
         let config = json!({
@@ -352,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_is_in_place_of_a_token_and_of_files_and_its_signer_is_a_gateways() {
+    fn a_cluster_excludes_token_and_files_and_needs_a_valid_signer() {
         assert_eq!(faults(json!({ "kubernetes": {} })), Vec::<String>::new());
         for (more, key) in [
             (json!({ "join": "x" }), "join"),

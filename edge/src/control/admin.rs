@@ -89,18 +89,18 @@ pub(crate) async fn run(
     let places = router.clone().layer(middleware::from_fn(keep_place));
     let places = places.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
-        // Its answers are short: nothing is lost when it ends at once.
+        // Responses are short, so nothing is lost if the listener stops at once.
         served = async { axum::serve(listener, places).await } => {
-            debug!(?served, "the admin listener ended");
+            debug!(?served, "the admin listener stopped");
         }
-        // Nobody but the owner of the data directory and root connects here: its connections need no bound.
+        // Only the owner of the data directory and root can connect, so no connection limit is needed.
         served = async {
             match socket {
                 Some(socket) => axum::serve(socket, router).await,
                 None => pending().await,
             }
         } => {
-            debug!(?served, "the socket for commands ended");
+            debug!(?served, "the command socket stopped");
         }
         () = stop.cancelled() => {}
     }

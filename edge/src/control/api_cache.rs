@@ -105,7 +105,7 @@ impl ApiCacheConfig {
         listeners: ApiCacheListeners,
     ) -> io::Result<Self> {
         let mut resources: Vec<GroupVersionResource> = Vec::new();
-        // What does not read is a fault of the configuration.
+        // Validation of the configuration reports unparsable resources.
         for resource in config.resources.iter().filter_map(|text| text.parse().ok()) {
             if !resources.contains(&resource) {
                 resources.push(resource);
@@ -221,11 +221,11 @@ impl ApiCacheConfig {
             hubs,
             ..
         } = self;
-        // Nobody is answered before what is known is there.
+        // Requests are served only after the saved data has been loaded.
         keep.load().await;
         if let Ok(address) = endpoint.listener.local_addr() {
             let tls = endpoint.shown.is_some();
-            info!(%address, tls, resources = ?config.resources, "programs on this node can read");
+            info!(%address, tls, resources = ?config.resources, "the API cache is ready for programs on this node");
         }
         let closing = |router| http_server::announcing_close(router, stop.clone());
         let router = closing(local_server::serve_options(pool.clone(), None, None));

@@ -85,12 +85,12 @@ impl ConnectError {
 
     /// The gateway sent the tunnel away.
     pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
-        let what = format!("the gateway sent this edge away ({}): {detail}", why.word());
+        let what = format!("the gateway dismissed this edge ({}): {detail}", why.word());
         let kind = match why {
             GoAway::Superseded | GoAway::Unwelcome => RetryClass::Unwelcome(retry_after),
             GoAway::Malformed | GoAway::Full => RetryClass::Refused(Some(retry_after)),
         };
-        // Of two processes with one identity the gateway accepts both: that is no fault of the identity.
+        // The gateway accepts two processes with one identity, so this is not an identity error.
         let refusal = (why == GoAway::Unwelcome).then_some(IdentityRefusal::NotAccepted);
         Self {
             kind,
@@ -139,7 +139,7 @@ impl ConnectError {
                 ..Self::tls(error)
             },
             None => Self::silent(format!(
-                "{gateway} broke off the TLS handshake ({error}): no gateway runs behind it, or it is not a gateway's \
+                "{gateway} closed the connection during the TLS handshake ({error}): no gateway runs behind it, or it is not a gateway's \
                  tunnel port, which is 10262 by default"
             )),
         }
@@ -148,7 +148,7 @@ impl ConnectError {
     /// A TLS handshake with `gateway` took too long.
     pub(crate) fn slow_handshake(gateway: &str) -> Self {
         Self::silent(format!(
-            "{gateway} did not finish TLS in time: the network or the gateway is slow, or it is not a gateway's tunnel \
+            "{gateway} did not complete TLS in time: the network or the gateway is slow, or it is not a gateway's tunnel \
              port, which is 10262 by default"
         ))
     }
@@ -157,19 +157,19 @@ impl ConnectError {
     pub(crate) fn tls(error: &TlsError) -> Self {
         match error {
             TlsError::InvalidCertificate(why) if is_about_time(why) => Self::refused(format!(
-                "the gateway's certificate does not hold at this machine's time, {}; is its clock right? ({error})",
+                "the gateway's certificate is not valid at this machine's time, {}; check the clock ({error})",
                 humantime::format_rfc3339_seconds(SystemTime::now()),
             )),
             TlsError::InvalidCertificate(_) => Self {
                 refusal: Some(IdentityRefusal::UnknownCa),
                 ..Self::refused(format!(
-                    "the gateway's certificate is of no CA that this node trusts ({error}): the gateway has another \
+                    "no CA that this node trusts issued the gateway's certificate ({error}): the gateway has another \
                      CA now, or another server answers at its address"
                 ))
             },
             TlsError::AlertReceived(alert) if is_about_certificate(*alert) => {
                 Self::not_accepted(format!(
-                    "the gateway does not accept this node's certificate ({alert:?}): revoked, expired, or of another \
+                    "the gateway does not accept this node's certificate ({alert:?}): it is revoked, expired, or of another \
                      gateway's CA"
                 ))
             }
@@ -181,14 +181,14 @@ impl ConnectError {
     pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
         match self.kind {
             // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
-            // waits. It costs nobody anything, for nobody answers.
+            // waits. Such attempts cost no peer anything, because no peer responds.
             RetryClass::Silent(waited) => {
                 let delay = backoff.silent(random);
                 let least = LEAST.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
                 delay.saturating_sub(waited).max(least.min(delay))
             }
             RetryClass::Refused(asked) => backoff.refused(asked, random),
-            // Those who were sent away together do not come back together.
+            // Jitter for edges that were dismissed at the same time.
             RetryClass::Unwelcome(asked) => {
                 let spread = asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
                 backoff.most(random).max(spread)
@@ -303,7 +303,7 @@ fn is_about_certificate(alert: Alert) -> bool {
             | Alert::CertificateExpired
             | Alert::CertificateUnknown
             | Alert::UnknownCA
-            // What a signature by a CA of the same name, but with another key, comes to.
+            // Error of a signature by a CA with the same name but another key.
             | Alert::DecryptError
             | Alert::AccessDenied
             | Alert::CertificateRequired
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_that_nobody_answered_has_waited_already() {
+    fn an_unanswered_attempt_needs_no_further_delay() {
         let delay = |waited, random| {
             let mut backoff = backoff();
             for _ in 0..8 {
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_certificate_backs_off_at_the_maximum_and_a_wrong_clock_is_named() {
+    fn unknown_certificates_back_off_fully_and_clock_is_named() {
         let alert = io::Error::other(TlsError::AlertReceived(Alert::UnknownCA));
         let trouble = ConnectError::handshake("gw:10262", &alert);
         assert_eq!(trouble.delay(&mut backoff(), 1.0), Duration::from_mins(1));
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alert_before_the_gateway_has_authenticated_itself_is_no_refusal_of_the_identity() {
+    fn an_alert_from_an_unauthenticated_gateway_is_no_refusal() {
         let alert = TlsError::AlertReceived(Alert::CertificateRevoked);
         let refusal = ConnectError::tls(&alert).identity_refusal();
         assert_eq!(refusal, Some(IdentityRefusal::NotAccepted));

@@ -96,7 +96,7 @@ pub(crate) async fn join(
             Ok(identity) => {
                 info!(
                     node = identity.node.as_str(),
-                    "joined by the cluster's word"
+                    "joined with a certificate of the cluster"
                 );
                 return identity;
             }
@@ -115,7 +115,7 @@ pub(crate) async fn submit_and_wait(
     (config, store): (&Config, &Store),
     tell: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, ConnectError> {
-    // Nobody is asked for what cannot be kept.
+    // No certificate is requested if it could not be stored.
     on_disk(store, Store::prepare_edge).await?;
     let roots = cluster.roots().await?;
     let domain = EdgeIdentity::domain_of(&roots);
@@ -136,12 +136,12 @@ pub(crate) async fn submit_and_wait(
     };
     cluster.ask(&pending.name, &request.map_err(own)?).await?;
     let made = answered(cluster, &pending, (config, tell)).await;
-    // Whatever it is: another request is for another key.
+    // In every case: the next request uses another key.
     on_disk(store, |store| store.forget_pending(Requested::Identity)).await?;
     let chain = made?;
-    // They may be others by now.
+    // The roots may have changed meanwhile.
     let roots = cluster.roots().await?;
-    let unusable = |error: &dyn Display| unsound(&"the answer", error);
+    let unusable = |error: &dyn Display| unsound(&"the certificate of the cluster", error);
     let identity = if subject.is_some() {
         let shown = LeafCertificate::load(&chain, key.key_pem().expose());
         let shown = shown.map_err(|error| unusable(&error))?;
@@ -205,9 +205,9 @@ async fn exchange_certificate(
             Ok(granted) => break granted,
             Err(EnrolRequestError::Trouble(trouble)) => trouble,
             Err(EnrolRequestError::Answer(why)) => {
-                return Err(unsound(&"the gateway's answer", &why));
+                return Err(unsound(&"the gateway's response", &why));
             }
-            // The cluster's certificate stays as good as it was: what is wrong is with the node.
+            // The refusal concerns the node; the cluster's certificate remains valid.
             Err(EnrolRequestError::Refused { reason, detail }) => {
                 let why = format!("the gateway refuses this node ({reason}): {detail}");
                 ConnectError::unwelcome(why)
@@ -222,7 +222,7 @@ async fn exchange_certificate(
         sleep(delay).await;
     };
     let identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem());
-    let mut identity = identity.map_err(|error| unsound(&"the gateway's answer", &error))?;
+    let mut identity = identity.map_err(|error| unsound(&"the gateway's response", &error))?;
     identity.gateways = granted.gateways;
     Ok(identity)
 }
@@ -248,7 +248,7 @@ async fn answered(
             return Err(trouble);
         }
         let delay = trouble.delay(&mut backoff, rand::random());
-        // The first look is a moment after the question.
+        // The first delay is short, so it is not logged.
         if delay > Duration::from_secs(1) {
             warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
         }

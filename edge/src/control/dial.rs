@@ -140,12 +140,12 @@ impl GatewayConnector {
                 Ok(dialled) => {
                     if let Some(trouble) = worst {
                         let what = trouble.what();
-                        info!(%gateway, what, "a gateway before this one could not be used");
+                        info!(%gateway, what, "connected to this gateway after others could not be used");
                     }
                     return Ok(dialled);
                 }
                 Err(trouble) => {
-                    debug!(%gateway, trouble = trouble.what(), "gateway not reached");
+                    debug!(%gateway, trouble = trouble.what(), "cannot connect to gateway");
                     worst = Some(trouble.or_worse(worst));
                 }
             }
@@ -156,7 +156,7 @@ impl GatewayConnector {
                 Err(trouble) => worst = Some(trouble.or_worse(worst)),
             }
         }
-        Err(worst.unwrap_or_else(|| ConnectError::silent("no gateway is known")))
+        Err(worst.unwrap_or_else(|| ConnectError::silent("no gateway is configured")))
     }
 
     /// The gateway at this place.
@@ -198,7 +198,7 @@ impl GatewayConnector {
         places.retain(|place| Some(place) != avoid);
         let is_v6 = |place: &GatewayAddr| place.address.is_some_and(|address| address.is_ipv6());
         let mut places = alternating(places, is_v6);
-        // A place at which something answers that is no gateway is followed by the next one.
+        // If a server that is not a gateway responds, the next address is tried.
         loop {
             let connect =
                 |place: GatewayAddr| async move { self.connect(&place, host, port).await };
@@ -213,7 +213,7 @@ impl GatewayConnector {
             }
         }
         Err(worst.unwrap_or_else(|| {
-            ConnectError::silent(format!("{gateway} leads to no other address"))
+            ConnectError::silent(format!("{gateway} resolves to no other address"))
         }))
     }
 
@@ -243,7 +243,7 @@ impl GatewayConnector {
                 "could not resolve {host}: {error}"
             ))),
             Err(_) => Err(ConnectError::silent(format!(
-                "{host} was not resolved in time"
+                "timeout while resolving {host}"
             ))),
         }
     }
@@ -272,10 +272,10 @@ impl GatewayConnector {
         host: &str,
     ) -> Result<GatewayConnection, ConnectError> {
         tune_tunnel(&tcp);
-        // The zone of an address is a matter of this machine (RFC 6874).
+        // The zone of an address is local to this machine (RFC 6874).
         let host = host.split_once('%').map_or(host, |(address, _)| address);
         let name = ServerName::try_from(host.to_owned())
-            .map_err(|_| ConnectError::silent(format!("{host} is no host name")))?;
+            .map_err(|_| ConnectError::silent(format!("{host} is not a host name")))?;
         let began = Instant::now();
         let connector = TlsConnector::from(self.tls.load_full());
         match timeout(
@@ -327,7 +327,7 @@ impl GatewayConnector {
             );
         let target: Uri = format!("https://{}", Target::new(host, port))
             .parse()
-            .map_err(|_| ConnectError::silent(format!("{host} is no host")))?;
+            .map_err(|_| ConnectError::silent(format!("{host} is not a host")))?;
         let uri = proxy.uri().clone();
         let asking = async {
             if uri
@@ -355,7 +355,7 @@ impl GatewayConnector {
         };
         match timeout(bound + self.timeouts.tls, asking).await {
             Ok(connected) => connected.map(TokioIo::into_inner),
-            Err(_) => Err(ConnectError::silent("the proxy did not answer in time")),
+            Err(_) => Err(ConnectError::silent("the proxy did not respond in time")),
         }
     }
 }
@@ -364,7 +364,7 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     let mut cause = Some(error);
     while let Some(each) = cause {
         if let Some(error) = each.downcast_ref::<io::Error>() {
-            return ConnectError::silent(format!("the proxy could not be used: {error}"));
+            return ConnectError::silent(format!("cannot use the proxy: {error}"));
         }
         cause = each.source();
     }
@@ -372,9 +372,7 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     // The types of these errors are private to the library.
     let denied = ["proxy authorization required", "credentials not accepted"];
     if denied.iter().any(|denied| what.ends_with(denied)) {
-        return ConnectError::unwelcome(format!(
-            "{what}; `proxy` has to name its user and password"
-        ));
+        return ConnectError::unwelcome(format!("{what}; set the user and password in `proxy`"));
     }
     ConnectError::refused(what)
 }
@@ -429,7 +427,7 @@ async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
             () = next => {}
         }
     }
-    // First among those that are left, for they were.
+    // They were first before, so they are first among the remaining ones.
     for place in begun.into_iter().rev() {
         places.push_front(place);
     }
@@ -468,7 +466,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[test]
-    fn no_proxy_names_everything_or_domains_networks_and_single_ports() {
+    fn no_proxy_matches_all_or_domains_networks_and_ports() {
         for (exempt, host, port, direct) in [
             ("*", "gw.example", 10262, true),
             ("*", "10.0.0.1", 10262, true),
@@ -501,7 +499,7 @@ mod tests {
 
     /// `silent` takes the packets of an attempt and never answers.
     #[tokio::test(start_paused = true)]
-    async fn an_address_that_does_not_answer_delays_the_next_by_a_quarter_of_a_second() {
+    async fn a_silent_address_delays_the_next_by_250_milliseconds() {
         let began = Instant::now();
         let connect = async |place| match place {
             "silent" => pending().await,
@@ -533,7 +531,7 @@ mod tests {
                 assert!(tcp.read(&mut [0; 1024]).await.unwrap() > 0);
                 tcp.write_all(answer).await.unwrap();
             }
-            // Until the dialler closes.
+            // Until the edge closes the connection.
             while tcp.read(&mut [0; 1024]).await.unwrap_or(0) > 0 {}
         };
         let config = Config {
@@ -553,9 +551,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_proxy_that_wants_another_password_is_asked_as_rarely_as_can_be() {
+    async fn a_proxy_that_rejects_the_password_is_retried_most_rarely() {
         let http: &[&[u8]] = &[b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n"];
-        // RFC 1929: by user and password, and refused.
+        // RFC 1929: authentication with user and password, refused.
         let socks: &[&[u8]] = &[&[5, 2], &[1, 1]];
         let busy: &[&[u8]] = &[b"HTTP/1.1 502 Bad Gateway\r\n\r\n"];
         for (scheme, answers, word) in [

@@ -30,13 +30,13 @@ pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
 #[derive(Debug, thiserror::Error)]
 pub enum EnrolError {
     /// The gateway does not know the token.
-    #[error("the gateway does not know this join token: {0}")]
+    #[error("the join token is unknown to the gateway: {0}")]
     Unknown(String),
     /// The token's time is over.
     #[error("the join token has expired: {0}")]
     Expired(String),
     /// The token was used before.
-    #[error("the join token was used already: {0}")]
+    #[error("the join token was already used: {0}")]
     Used(String),
     /// The token was taken back.
     #[error("the join token was revoked: {0}")]
@@ -48,7 +48,7 @@ pub enum EnrolError {
     #[error("the join token is for new nodes only: {0}")]
     NotNew(String),
     /// The token is for several nodes, and this one did not say which it is.
-    #[error("the join token is for several nodes: {0}; name this one by --node NAME")]
+    #[error("the join token is for several nodes: {0}; set the name of this node with --node NAME")]
     Unnamed(String),
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
@@ -60,7 +60,7 @@ pub enum EnrolError {
     #[error("the gateway refused to enrol this node: {0}")]
     Refused(String),
     /// The gateway's answer makes no identity.
-    #[error("the gateway's answer is not a certificate for this node: {0}")]
+    #[error("the gateway's response is not a certificate for this node: {0}")]
     Answer(String),
     /// Key or request could not be made.
     #[error(transparent)]
@@ -110,7 +110,7 @@ pub(crate) async fn join(
             Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) if unknown < UNKNOWN_TRIES => {
                 unknown += 1;
                 ConnectError::refused(format!(
-                    "{error}; another gateway behind the same address may know it"
+                    "{error}; another gateway behind the same address may know the token"
                 ))
             }
             Err(NotJoined::Refused(error)) => return Err(error),
@@ -174,11 +174,11 @@ impl JoinRequest {
                 done => return done,
             }
         }
-        // A gateway that does not answer may know the token.
+        // An unreachable gateway may know the token, so its error has precedence.
         Err(match (trouble, unknown) {
             (None, Some(unknown)) => NotJoined::Refused(unknown),
             (Some(trouble), _) => NotJoined::Trouble(trouble),
-            (None, None) => NotJoined::Trouble(ConnectError::silent("no gateway is known")),
+            (None, None) => NotJoined::Trouble(ConnectError::silent("no gateway is configured")),
         })
     }
 
@@ -208,7 +208,7 @@ fn identity(
 ) -> Result<EdgeIdentity, EnrolError> {
     let mut identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem())
         .map_err(|error| EnrolError::Answer(error.to_string()))?;
-    // The token was shown only to whoever hangs on the root that it names; while that is being replaced there are two.
+    // The token was sent only to a server below the root in the token; during a rotation there are two roots.
     let roots = identity.fingerprints();
     if let (false, Some(presented)) = (roots.contains(&root), roots.first()) {
         return Err(UnexpectedCa {
@@ -241,11 +241,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_refusal_of_a_token_is_final_and_says_which() {
+    fn each_token_refusal_is_final_and_specific() {
         for (reason, words) in [
-            ("token_unknown", "does not know"),
+            ("token_unknown", "is unknown to the gateway"),
             ("token_expired", "expired"),
-            ("token_used", "used already"),
+            ("token_used", "already used"),
             ("token_revoked", "revoked"),
             ("token_other_node", "another node"),
             ("token_not_new", "new nodes"),

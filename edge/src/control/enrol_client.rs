@@ -114,7 +114,7 @@ impl EnrolRequest {
         let connection = dialler.dial(gateways, None).await;
         let connection = connection.map_err(EnrolRequestError::Trouble)?;
         let answered = timeout(ANSWER, post(connection, path, text.into())).await;
-        let silent = || ConnectError::silent("the gateway did not answer the request in time");
+        let silent = || ConnectError::silent("the gateway did not respond to the request in time");
         let answered = answered.unwrap_or_else(|_| Err(silent()));
         let (status, body) = answered.map_err(EnrolRequestError::Trouble)?;
         read(status, &body)
@@ -160,7 +160,9 @@ fn broke_off(error: &(dyn Error + 'static)) -> ConnectError {
         }
         cause = each.source();
     }
-    ConnectError::silent(format!("the gateway did not answer the request: {error}"))
+    ConnectError::silent(format!(
+        "the gateway did not respond to the request: {error}"
+    ))
 }
 
 /// Parses the gateway's answer.

@@ -17,7 +17,7 @@ pub(crate) async fn run(limits: Limits, pressure: Arc<MemoryBudget>, metrics: Ar
     let bounds = Bounds {
         memory: limits.stalled,
         tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
-        // The gateway gives up readers that take nothing for long: it knows which streams are sessions.
+        // The gateway handles idle readers, because only it knows which streams are sessions.
         patience: None,
     };
     let (mut streams, mut said) = (0, None::<Instant>);
@@ -29,7 +29,7 @@ pub(crate) async fn run(limits: Limits, pressure: Arc<MemoryBudget>, metrics: Ar
             warn!(
                 reason = shortage.word(),
                 streams,
-                "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory)"
+                "streams were reset, because their buffered bytes were not read (limits.stalled, limits.tcp_memory)"
             );
             streams = 0;
         }

@@ -23,7 +23,7 @@ pub(crate) async fn run(
     held: IdentityStore,
     mut made: watch::Receiver<Option<EdgeIdentity>>,
 ) {
-    // What came before anybody listened.
+    // Handles a certificate that arrived before this task started.
     made.mark_changed();
     loop {
         let schedule = RenewalSchedule::given(&held.identity());
@@ -43,7 +43,7 @@ pub(crate) async fn run(
             .metrics
             .renewal(taken_up.as_ref().map_or("failed", |()| "given"));
         if let Err(why) = taken_up {
-            warn!(why, "this node's new certificate is not taken up");
+            warn!(why, "this node's new certificate cannot be used");
         }
     }
 }
@@ -65,7 +65,7 @@ async fn take_up(
     changed.await.map_err(|error| error.to_string())?;
     links.dialler.identify(tls);
     links.anew.send_replace(());
-    info!("this node has another certificate, or believes other CAs");
+    info!("this node's certificate or trusted CAs were replaced");
     Ok(())
 }
 
@@ -76,14 +76,16 @@ async fn nobody_renews(links: &TunnelContext, schedule: &RenewalSchedule) {
         let ends = humantime::format_rfc3339_seconds(schedule.not_after);
         let left = schedule.not_after.duration_since(SystemTime::now());
         let what = if left.is_ok() {
-            format!("this node's certificate ends at {ends}")
+            format!("this node's certificate expires at {ends}")
         } else {
-            format!("this node's certificate ended at {ends}, unless this machine's clock is wrong")
+            format!(
+                "this node's certificate expired at {ends}, unless this machine's clock is wrong"
+            )
         };
         let what = format!(
-            "{what}, and no other was taken up: either nobody has made one (identity), or the last reload was refused"
+            "{what}, and it has not been replaced: either the external CA has not issued a new one (identity), or the last reload was rejected"
         );
-        // It is said again at its end.
+        // The warning is repeated at expiry.
         let again = left.map_or(AGAIN, |left| AGAIN.min(left + Duration::from_secs(1)));
         warn!(what);
         links.state.not_renewed(&what, false, again);

@@ -84,12 +84,12 @@ impl GatewayList {
             }
             told.clone_from(&sound);
         }
-        info!(gateways = ?sound, "the gateway told its addresses");
+        info!(gateways = ?sound, "the gateway announced its addresses");
         self.state.gateways(self.all());
         self.changed.send_replace(());
         let kept = self.held.change(|identity| identity.gateways = sound).await;
         if let Err(error) = kept {
-            warn!(%error, "the gateway's addresses could not be stored; they are known until the next restart");
+            warn!(%error, "cannot save the gateway's addresses; they are lost at the next restart");
         }
     }
 }

@@ -85,7 +85,7 @@ impl Listener for LimitedListener {
         loop {
             let (tcp, from) = Listener::accept(&mut self.listener).await;
             set_keepalive(&tcp);
-            // A client without a place is closed at once, so that it tries again instead of waiting.
+            // Above the limit a client is closed at once, so that it retries instead of waiting.
             let Ok(place) = self.limit.admit(from.ip()) else {
                 continue;
             };
@@ -282,7 +282,7 @@ pub(super) async fn check_host(own: Arc<AllowedHosts>, request: Request, next: N
     if authority.or(host).is_none_or(|host| own.is(host)) {
         return next.run(request).await;
     }
-    let said = "the Host is neither localhost nor this node nor this listener's address or certificate's name\n";
+    let said = "the Host header must be localhost, this node, this listener's address or a name in its certificate\n";
     (StatusCode::MISDIRECTED_REQUEST, said).into_response()
 }
 
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_addresses_of_the_certificate_that_is_shown_are_this_machines_as_well() {
+    fn names_and_addresses_of_the_served_certificate_are_local() {
         let key = rcgen::KeyPair::generate().unwrap();
         let names = ["kubernetes.default.svc", "10.96.0.1"].map(str::to_owned);
         let made = rcgen::CertificateParams::new(names).unwrap();
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_that_sends_nothing_gives_its_place_to_another() {
+    async fn a_connection_that_sends_no_request_yields_its_slot() {
         let places = ConnectionLimit::new("test", 1, drop);
         let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
         let (near, _far) = duplex(64);
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_a_connection_whose_request_is_answered_keeps_its_place() {
+    async fn only_a_connection_with_an_answered_request_keeps_its_slot() {
         let first = stream::iter([Ok::<_, Infallible>("one")]);
         let watch = move || async move { Body::from_stream(first.chain(stream::pending())) };
         let router = Router::new()

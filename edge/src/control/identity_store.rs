@@ -79,7 +79,7 @@ impl IdentityStore {
             let _changing = locked(&held.0.changing);
             let mut next = held.identity();
             change(&mut next);
-            // Of an identity that another system keeps only the gateways are kept here.
+            // For a certificate of an external CA only the gateways are stored here.
             let is_kept = !next.given || next.gateways != held.identity().gateways;
             if is_kept && !held.0.released.load(Relaxed) {
                 held.0.store.save_edge(&next)?;

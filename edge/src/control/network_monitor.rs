@@ -35,10 +35,10 @@ async fn heard(socket: &TokioSocket) -> bool {
     let mut glance = [0; GLANCE];
     match socket.recv(&mut &mut glance[..]).await {
         Ok(()) => true,
-        // More changed than the kernel has kept for us (ENOBUFS).
+        // The kernel's buffer overflowed (ENOBUFS), so there were changes.
         Err(error) if error.raw_os_error() == Some(NO_BUFFERS) => true,
         Err(error) => {
-            debug!(%error, "changes of the network are not heard any more");
+            debug!(%error, "the network is no longer monitored for changes");
             false
         }
     }
@@ -55,7 +55,7 @@ impl NetworkMonitor {
         let socket = match listening() {
             Ok(socket) => socket,
             Err(error) => {
-                debug!(%error, "netlink is not to be had; changes of the network are not heard");
+                debug!(%error, "netlink is not available; the network is not monitored for changes");
                 return Self(changes);
             }
         };

@@ -39,9 +39,9 @@ enum TokenUnusable {
 impl fmt::Display for TokenUnusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::JoinedBy => "the configured join token has brought this identity and is used up",
+            Self::JoinedBy => "the configured join token was already used for this identity",
             Self::OtherServer => {
-                "the configured join token is of the CA that this node trusts already, and the gateway is of another: \
+                "the configured join token is of the CA that this node already trusts, but the gateway has another CA: \
                  another server answers at its address, or the token is older than the gateway's CA"
             }
         })
@@ -129,8 +129,8 @@ impl<'a> Rejoin<'a> {
     async fn by_token(&mut self, reason: RejoinReason) -> Result<(), RejoinError> {
         let old = self.held.identity();
         let command = format!(
-            "to replace this node's identity, make a token with `causeway token create --node {}` at the gateway and give \
-             it to this edge by --join or join_file",
+            "to replace this node's identity, create a token with `causeway token create --node {}` at the gateway and give \
+             it to this edge with --join or join_file",
             old.node
         );
         let unusable = |why: &dyn fmt::Display| RejoinError::Unusable(format!("{why}; {command}"));
@@ -145,7 +145,7 @@ impl<'a> Rejoin<'a> {
             Ok(new) if new.node == old.node => return self.replace(new, Some(token.id)).await,
             Ok(new) => {
                 return Err(unusable(&format_args!(
-                    "the answer is for node {}",
+                    "the gateway issued a certificate for node {}",
                     new.node
                 )));
             }
@@ -161,7 +161,7 @@ impl<'a> Rejoin<'a> {
             self.refused = Some((token.id, error.to_string()));
         }
         Err(match error {
-            // No token helps a node that is revoked.
+            // A revoked node cannot join with any token.
             EnrolError::NodeRevoked(_) => RejoinError::Unusable(error.to_string()),
             EnrolError::OtherNode(_) => unusable(&format_args!(
                 "{error}; to give this node another name, start it with --node"
@@ -180,9 +180,9 @@ impl<'a> Rejoin<'a> {
         let store = self.held.store().clone();
         let read = spawn_blocking(move || {
             let token = source.read().map_err(|error| error.to_string())?;
-            // Nothing is spent for an identity that cannot be kept.
+            // The token is not spent if the identity could not be stored.
             store.prepare_edge().map_err(|error| error.to_string())?;
-            // A record that cannot be read costs a refusal by the gateway.
+            // If the record is unreadable, the gateway refuses a used token.
             Ok((token, store.joined_by().ok().flatten()))
         });
         let read: Result<_, String> = read.await.map_err(|error| error.to_string())?;
@@ -206,8 +206,8 @@ impl<'a> Rejoin<'a> {
         if reason == RejoinReason::Refused(IdentityRefusal::UnknownCa) {
             let roots = cluster.roots().await.map_err(ConnectError::from)?;
             if old.trusts_all(&roots) {
-                let why = "the gateway is of another CA than the one that the cluster publishes (kubernetes.name), which \
-                           this node trusts already: another server answers at its address, or the gateway has not \
+                let why = "the gateway has another CA than the one that the cluster publishes (kubernetes.name), which \
+                           this node already trusts: another server answers at its address, or the gateway has not \
                            published its CA";
                 return Err(RejoinError::Unusable(why.to_owned()));
             }
@@ -218,7 +218,7 @@ impl<'a> Rejoin<'a> {
         let new = asked.await?;
         if new.node != old.node {
             let why = format!(
-                "the cluster says that this node is {}: restart this edge, which then joins by that name",
+                "the cluster names this node {}: restart this edge to join with that name",
                 new.node
             );
             return Err(RejoinError::Unusable(why));
@@ -244,7 +244,7 @@ impl<'a> Rejoin<'a> {
             ?roots,
             token = by,
             kept,
-            "this node's identity is replaced; the one before is kept"
+            "this node's identity is replaced; the old identity is kept as a copy"
         );
         self.links.state.identity_hint(None);
         self.links.gateways.learn(gateways).await;

@@ -23,7 +23,7 @@ pub enum TokenReadError {
     /// The file cannot be read.
     #[error(
         "cannot read the join token in {path} (join_file): {source}; \
-         `causeway token create --node NAME` makes one"
+         create one with `causeway token create --node NODE`"
     )]
     File {
         /// The file.

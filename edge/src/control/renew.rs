@@ -54,7 +54,7 @@ pub(crate) async fn run(
     let mut refusals = links.rejoin.refusals.subscribe();
     let mut rejoin = Rejoin::new(&links, &held);
     if links.rejoin.asked && !rejoined(&mut rejoin, links.backoff()).await {
-        info!("--rejoin: going on with the identity that this node has");
+        info!("--rejoin failed: keeping the current identity of this node");
     }
     loop {
         tokio::select! {
@@ -77,7 +77,7 @@ pub(crate) async fn run(
             not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
             "this node's certificate is renewed"
         );
-        // Whoever asked before the new certificate was there has it now.
+        // Requests from before this renewal are fulfilled.
         asked.mark_unchanged();
         sleep(APART).await;
     }
@@ -99,7 +99,7 @@ async fn rejoined(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
 /// Returns once gateways have refused the identity.
 async fn refused(refusals: &mut watch::Receiver<Option<IdentityRefusal>>) -> IdentityRefusal {
     loop {
-        // The sender lives as long as the tunnels.
+        // The sender lives at least as long as the tunnels.
         let _ = refusals.changed().await;
         if let Some(refusal) = *refusals.borrow_and_update() {
             return refusal;
@@ -109,7 +109,7 @@ async fn refused(refusals: &mut watch::Receiver<Option<IdentityRefusal>>) -> Ide
 
 /// Returns at some moment within the time in which a gateway wants a new certificate to be had.
 async fn asked_for(asked: &mut watch::Receiver<Duration>) {
-    // The sender lives as long as the tunnels.
+    // The sender lives at least as long as the tunnels.
     let _ = asked.changed().await;
     let within = *asked.borrow_and_update();
     sleep(within.min(LOOK).mul_f64(rand::random())).await;
@@ -133,7 +133,7 @@ async fn until_renewed(
             return;
         };
         let trouble = match links.cluster {
-            // What has ended is asked of the cluster.
+            // After expiry the cluster issues a new certificate.
             Some(_) => trouble,
             None => schedule.weigh(trouble, SystemTime::now()),
         };
@@ -158,7 +158,7 @@ async fn renew(
 ) -> Result<(), ConnectError> {
     let old = held.identity();
     let asked = match &links.cluster {
-        // No gateway renews what has ended.
+        // Gateways do not renew expired certificates.
         Some(cluster) if dates(&old).1 < SystemTime::now() => {
             let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
             csr_bootstrap::submit_and_wait(&**cluster, (&links.config, held.store()), &tell).await
@@ -178,7 +178,7 @@ async fn renew(
         }
     };
     let tls = tunnel_client(&new).map_err(local)?;
-    // Told by a gateway that hangs on a root which was known before.
+    // The gateway's own certificate was verified with a root trusted before.
     let (leaf, roots) = (new.leaf, new.roots);
     held.change(|identity| (identity.leaf, identity.roots) = (leaf, roots))
         .await
@@ -196,7 +196,9 @@ async fn ask(links: &TunnelContext, old: &EdgeIdentity) -> Result<EdgeIdentity, 
     let gateways = links.gateways.all();
     let asked = asking.ask(&dialler, &gateways, "/v1/renew").await;
     let unsound = |why: &dyn Display| {
-        ConnectError::unwelcome(format!("the gateway's answer is no certificate: {why}"))
+        ConnectError::unwelcome(format!(
+            "the gateway's response is not a certificate: {why}"
+        ))
     };
     let granted = asked.map_err(|failed| match failed {
         EnrolRequestError::Trouble(trouble) => trouble,
@@ -210,7 +212,7 @@ async fn ask(links: &TunnelContext, old: &EdgeIdentity) -> Result<EdgeIdentity, 
     if new.node != old.node {
         return Err(unsound(&format_args!("it is for node {}", new.node)));
     }
-    // What takes a root's place is trusted beside it first.
+    // A rotation trusts the new root in addition to the old one first.
     if !new.roots.iter().any(|root| old.roots.contains(root)) {
         return Err(unsound(&"it is of another CA"));
     }

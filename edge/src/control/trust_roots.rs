@@ -10,7 +10,10 @@ use tracing::{info, warn};
 /// Takes up these roots; returns those that are believed now.
 pub(super) async fn update_roots(links: &TunnelContext, pem: &str) -> Vec<String> {
     if let Err(why) = take_up(links, pem).await {
-        warn!(why, "the roots that the gateway told are not taken up");
+        warn!(
+            why,
+            "the CA roots announced by the gateway were not installed"
+        );
     }
     roots_from_message(&links.held)
 }
@@ -24,7 +27,7 @@ pub(super) fn roots_from_message(held: &IdentityStore) -> Vec<String> {
 async fn take_up(links: &TunnelContext, pem: &str) -> Result<(), String> {
     let before = links.held.identity();
     if before.given {
-        return Err("another system says which they are (identity.ca)".to_owned());
+        return Err("the trusted CAs are configured (identity.ca)".to_owned());
     }
     let roots = before.read_roots(pem).map_err(|error| error.to_string())?;
     if roots == before.roots {
@@ -36,6 +39,6 @@ async fn take_up(links: &TunnelContext, pem: &str) -> Result<(), String> {
     links
         .dialler
         .identify(tunnel_client(&now).map_err(|error| error.to_string())?);
-    info!(roots = ?now.fingerprints(), "believing other roots from now on");
+    info!(roots = ?now.fingerprints(), "trusted CA roots were replaced");
     Ok(())
 }

@@ -40,22 +40,21 @@ impl ApiCacheMetrics {
             changes: Counter::default(),
         };
         let registry = &mut reading.registry;
-        let role =
-            "Whether this edge is pending (has not read everything yet), follows or leads its pool";
+        let role = "Role of this edge in its pool: pending (has not read all objects yet), follower or leader";
         registry.register("reader_role", role, reading.role.clone());
-        let ready = "Whether all that is read is there and in touch with its source";
+        let ready = "Whether all resources have been read and are connected to their source";
         registry.register("reader_ready", ready, reading.ready.clone());
         registry.register_with_unit(
             "reader_lost_timestamp",
-            "Since when something that is read has not been in touch with its source, in Unix time; 0 while all is",
+            "Time since which a resource has been disconnected from its source, in Unix time; 0 if all are connected",
             Unit::Seconds,
             reading.lost.clone(),
         );
-        let objects = "Objects that are known, by resource";
+        let objects = "Cached objects, by resource";
         registry.register("reader_objects", objects, reading.objects.clone());
-        let watchers = "Watches that are open here, by resource";
+        let watchers = "Open watches of clients, by resource";
         registry.register("reader_watchers", watchers, reading.watchers.clone());
-        let changes = "Changes of who is read from";
+        let changes = "Changes of the source that the API cache reads from";
         registry.register("reader_changes", changes, reading.changes.clone());
         reading
     }

@@ -60,7 +60,7 @@ impl Content {
             return Poll::Ready(None);
         };
         let Some(mut chunk) = ready!(stream.poll_data(cx)).transpose()? else {
-            let what = "the stream ended within the request's body";
+            let what = "the stream ended in the middle of the request body";
             return Poll::Ready(Some(Err(StreamError::Nonsense(what))));
         };
         let most = usize::try_from(self.left).unwrap_or(usize::MAX);
@@ -69,7 +69,7 @@ impl Content {
         if self.left == 0
             && let (Some(stream), Some(session)) = (self.stream.take(), self.session.take())
         {
-            // An upgrade that was given up needs no session.
+            // The receiver is gone if the upgrade was aborted.
             let _ = session.send((stream, behind));
         }
         Poll::Ready(Some(Ok(Frame::data(chunk))))

@@ -49,7 +49,7 @@ pub(super) async fn dial(
                 }
                 return Ok((tcp, *address));
             }
-            // No address of this node any more: what loopback has said counts.
+            // Not an address of this node any more, so the error of loopback counts.
             Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
             Ok(Err(error)) => {
                 let refusal = if not_here(&error) && policy.only_here(app, address.ip()) {
@@ -57,12 +57,12 @@ pub(super) async fn dial(
                 } else {
                     RejectCode::of_dial(&error, address.ip())
                 };
-                // An address that is out of reach says less than one that answered, such as loopback's of the other family.
+                // An unreachable address is less informative than one that responded, such as loopback of the other family.
                 if refused.is_none() || refusal != RejectCode::TargetUnreachable {
                     refused = Some(failed(app, refusal, &error));
                 }
             }
-            Err(_) => refused = Some(slow(app, "did not take the connection in time")),
+            Err(_) => refused = Some(slow(app, "did not accept the connection in time")),
         }
     }
     Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
@@ -105,7 +105,7 @@ async fn connect(policy: &Policy, app: &Upstream, address: SocketAddr) -> io::Re
         IpAddr::V4(_) => TcpSocket::new_v4()?,
         IpAddr::V6(_) => TcpSocket::new_v6()?,
     };
-    // Without it each port that a connection has left rests for a minute.
+    // Without SO_REUSEADDR each used local port is blocked for a minute (TIME_WAIT).
     socket.set_reuseaddr(true)?;
     socket.bind(SocketAddr::new(ip, 0))?;
     socket.connect(address).await
@@ -124,7 +124,7 @@ async fn resolve(app: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, R
     match timeout_at(deadline, causeway_rt::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
-            // A resolver that can open no file may say that there is no such name.
+            // A resolver without file descriptors may report an unknown name.
             let lack = TcpSocket::new_v4().err().filter(is_exhaustion);
             let (refusal, error) = match lack {
                 Some(lack) => (RejectCode::Exhausted, lack),
@@ -137,10 +137,7 @@ async fn resolve(app: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, R
             Err(refusal.because(detail))
         }
         Err(_) => {
-            let detail = format!(
-                "{} has a name that was not resolved in time",
-                app.sentence()
-            );
+            let detail = format!("timeout while resolving the name of {}", app.sentence());
             Err(RejectCode::ResolveTimeout.because(detail))
         }
     }
@@ -224,8 +221,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_own_address_is_dialled_from_itself_and_never_where_it_is_somebody_elses() {
-        // Not 127.0.0.1, and so an address like any other of this machine.
+    async fn own_addresses_are_dialled_and_foreign_ones_never() {
+        // Not 127.0.0.1, so it counts as an ordinary address of this machine.
         let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
         let port = app.local_addr().unwrap().port();
         let tcp = dialled(port, "127.0.0.2").await.unwrap();
@@ -234,7 +231,7 @@ mod tests {
             tcp.local_addr().unwrap().ip(),
             tcp.peer_addr().unwrap().ip()
         );
-        // Nobody's (RFC 5737): what loopback says is what counts.
+        // A documentation address (RFC 5737): the error of loopback counts.
         let refused = dialled(port, "192.0.2.1").await.unwrap_err();
         assert_eq!(refused.refusal, RejectCode::TargetRefused);
         let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");

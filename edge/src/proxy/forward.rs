@@ -144,7 +144,7 @@ async fn open(
         way.metrics.connection(true);
         return Ok((ConnectionInUse::Http1(Box::new(line)), true));
     }
-    // Allocated: most requests find a connection that is kept.
+    // Boxed, because most requests find an idle connection.
     let connection = Box::pin(app.connect(way, Alpn::Http1, deadline)).await?;
     way.metrics.connection(false);
     Ok((begin(way, app, connection, None).await?, false))
@@ -157,8 +157,7 @@ async fn open_alone(
     rest: TargetOverflow,
 ) -> Result<ConnectionInUse, RequestError> {
     if app.scheme == Protocol::H2c {
-        let detail =
-            "the target of the request is too long for HTTP/2, which its port is configured for";
+        let detail = "the request target is too long for HTTP/2, which is configured for this port";
         return Err(RejectCode::Malformed.because(detail).into());
     }
     let deadline = dial::deadline(way.timeouts.dial);
@@ -225,10 +224,7 @@ fn answered(
 ) -> Result<UpstreamResponse, RequestError> {
     let (head, incoming) = ended_head(app, answer)?;
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
-        return Err(broken(
-            app,
-            "switched protocols, which nobody had asked for",
-        ));
+        return Err(broken(app, "switched protocols without a request to do so"));
     }
     let body = match asking {
         ConnectionInUse::Http1(line) => ResponseBody::http1(app, line, incoming),
@@ -265,7 +261,7 @@ pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
         return RequestError::Client;
     }
     let bounds = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
-    broken(app, &describe(error, "before it had answered", bounds))
+    broken(app, &describe(error, "before it sent a response", bounds))
 }
 
 fn caused_by_client(error: &hyper::Error) -> bool {

@@ -175,7 +175,7 @@ impl PooledConnection {
         let mut answer = pin!(self.sender.try_send_request(request));
         let driven = &mut self.driven;
         poll_fn(|cx| {
-            // How it ended reaches `answer` too.
+            // `answer` receives the error as well.
             let _ = driven.drive(cx);
             driven.feed(cx, |cx| answer.as_mut().poll(cx))
         })
@@ -199,7 +199,7 @@ impl PooledConnection {
             .driven
             .feed(cx, |cx| Pin::new(&mut *incoming).poll_frame(cx))
         {
-            // Never the clean end that the engine makes of a body whose connection failed.
+            // hyper reports a clean end for a body whose connection failed; the error is returned instead.
             Poll::Ready(None) => Poll::Ready(ended.err().map(Err)),
             polled => polled,
         }

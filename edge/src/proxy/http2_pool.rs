@@ -73,7 +73,7 @@ impl UpstreamStreamPermit {
         &mut self,
         mut request: Request<RequestBody>,
     ) -> Result<Response<Incoming>, SendError> {
-        // The app may answer before it has read the body, which goes on being sent.
+        // The upstream may respond before it has read the body, which is still being sent.
         request.body_mut().hold(self.place.clone());
         self.sender.try_send_request(request).await
     }
@@ -90,21 +90,26 @@ pub(super) async fn begin(
     let (sender, connection) =
         http2::Builder::new(TaskExecutor::new(tasks.clone(), || info_span!("app")))
             .initial_stream_window_size(STREAM_WINDOW)
-            // As much as a tunnel carries; the engine's own limit is 16 KiB.
+            // The same limit as in a tunnel; hyper's default is 16 KiB.
             .max_header_list_size(MOST_HEAD)
             .initial_connection_window_size(CONNECTION_WINDOW)
             .handshake(TokioIo::new(heard))
             .await
             .map_err(|error| forward::map_error(app, &error))?;
     tasks.spawn(info_span!("app"), async move {
-        // How it ended reaches each of its streams.
+        // Each stream receives the error.
         let _ = connection.await;
     });
-    // An app's SETTINGS are the first that it says (RFC 9113 §3.4).
+    // SETTINGS is the first frame of a server (RFC 9113 §3.4).
     match timeout_at(deadline, allowed.wait_for(Option::is_some)).await {
         Ok(Ok(_)) => {}
-        Ok(Err(_)) => return Err(broken(app, "ended the connection or does not speak HTTP/2")),
-        Err(_) => return Err(dial::slow(app, "did not begin HTTP/2 in time").into()),
+        Ok(Err(_)) => {
+            return Err(broken(
+                app,
+                "closed the connection or does not support HTTP/2",
+            ));
+        }
+        Err(_) => return Err(dial::slow(app, "did not start HTTP/2 in time").into()),
     }
     let number = shared.next();
     let stream = shared.add(number, Http2Sender(sender, address), allowed);

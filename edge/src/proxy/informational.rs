@@ -76,7 +76,7 @@ impl PendingResponse {
         let large = headers::size(fields) > MOST_FIELDS;
         if !large {
             head.headers_mut().clone_from(fields);
-            // Its framing says nothing, and a length would be taken for the answer's.
+            // An interim response has no body, and its length would be mistaken for the final response's.
             head.headers_mut().remove(CONTENT_LENGTH);
             headers::strip_hop_by_hop(head.headers_mut());
             headers::strip_private(head.headers_mut());
@@ -134,7 +134,7 @@ impl InformationalQueue {
 
     /// Waits for the next. `None`: there have been too many.
     pub(super) async fn next(&self) -> Option<Response<()>> {
-        // Most streams have none, and need no timer.
+        // Most streams have no interim responses and need no timer.
         let mut pause = pin!(None);
         poll_fn(|cx| {
             self.0.waker.register(cx.waker());
@@ -189,13 +189,13 @@ mod tests {
         assert!(gone >= PAUSE && gone < 2 * PAUSE, "{gone:?}");
         assert!(interim.next().now_or_never().is_none());
         interim.0.came(HINTS, &hint(100));
-        // An answer came.
+        // The final response arrived.
         assert!(interim.pop().is_none());
         assert_eq!(number(&interim.next().await.unwrap()), "100");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_continue_passes_whatever_else_there_was_and_large_hints_do_not() {
+    async fn a_continue_passes_after_other_hints_and_large_hints_do_not() {
         let interim = InformationalQueue::default();
         let mut large = hint(0);
         large.insert("x-large", "x".repeat(MOST_FIELDS).parse().unwrap());
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn hints_without_end_are_told_even_if_none_passes() {
+    async fn endless_hints_are_reported_even_if_none_passes() {
         let interim = InformationalQueue::default();
         for sent in 0..=MOST_INTERIMS {
             interim.0.came(HINTS, &hint(sent));

@@ -88,7 +88,7 @@ impl Policy {
             id: UpstreamKey::Port(port),
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
-            // Whoever lists it does not know where this node's apps listen.
+            // The gateway that lists the port does not know where the node's apps listen.
             also: also.clone(),
             scheme,
             tls: None,
@@ -120,10 +120,10 @@ impl Policy {
         };
         match kind {
             StreamKind::Upgrade(_) if !self.allow.upgrades => {
-                Err(self.refuse("does not serve upgrades"))
+                Err(self.refuse("does not allow upgrades"))
             }
             StreamKind::Upgrade(_) | StreamKind::Request if app.scheme == Protocol::Tcp => {
-                Err(self.refuse(&format!("serves {target} as tcp only, by CONNECT")))
+                Err(self.refuse(&format!("serves {target} as tcp only, with CONNECT")))
             }
             _ => Ok(app),
         }
@@ -135,8 +135,8 @@ impl Policy {
         let named = self.allow.permits_name(&app.target.host);
         let local = ip.is_loopback() || ip.is_unspecified();
         let permitted = match app.id {
-            // A name that leads back to this machine is no way around the list of ports: whoever answers for the
-            // name would open all of them. `localhost` is said on purpose.
+            // A name that resolves to this machine must not bypass the list of ports: a hostile DNS server
+            // could open all of them. `localhost` is allowed if configured explicitly.
             UpstreamKey::Other(_) if local => {
                 named && app.target.host.eq_ignore_ascii_case("localhost")
             }
@@ -168,7 +168,7 @@ impl Policy {
     /// The refusal of a target none of whose addresses may be dialled.
     pub(crate) fn forbidden(&self, target: &Target) -> Rejected {
         self.refuse(&format!(
-            "does not allow {target}; see allow.hosts and ports on the node"
+            "does not allow {target}; see the keys allow.hosts and ports of the edge"
         ))
     }
 
@@ -209,7 +209,7 @@ impl Policy {
             tls: None,
         };
         match ip {
-            // What a name leads to is checked when it is resolved.
+            // The addresses of a name are checked after resolution.
             Some(ip) if self.check(&app, SocketAddr::new(ip, target.port)).is_none() => {
                 Err(self.forbidden(target))
             }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_ports_named_are_served_and_each_leads_where_its_configuration_says() {
+    fn only_named_ports_are_served_at_their_configured_targets() {
         let policy = policy(json!({
             "ports": { "9100": { "target": "127.0.0.1:45123" }, "80": {} },
             "addresses": ["10.0.0.5"],
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_lists_what_the_owner_lets_it_and_no_more() {
+    fn a_gateway_lists_only_ports_that_the_owner_allows() {
         let policy = policy(json!({
             "ports": { "9100": { "target": "127.0.0.1:45123" } },
             "listed_ports": ["9000-9999", "10250"],
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listed_port_is_looked_for_at_the_nodes_own_addresses_that_may_be_dialled() {
+    fn a_listed_port_is_dialled_at_allowed_own_addresses() {
         let with = |hosts: &[&str]| {
             let policy = policy(json!({
                 "listed_ports": ["9100"], "addresses": ["10.0.0.5"], "allow": { "hosts": hosts },
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_of_a_cluster_serves_what_is_listed_on_loopback_and_its_own_addresses_by_default() {
+    fn a_cluster_node_serves_listed_ports_on_its_own_addresses() {
         let listing = |more: serde_json::Value, ports: &[u16], own: LocalNode| {
             let mut config = json!({ "kubernetes": {}, "addresses": ["10.0.0.5"] });
             let all = config.as_object_mut().unwrap();
@@ -340,7 +340,7 @@ mod tests {
             let address = address.parse().unwrap();
             assert_eq!(with.check(&app, address), may.then_some(address));
         }
-        // Nobody gets to the same addresses but by what is listed.
+        // The same addresses can only be reached through listed ports.
         let other = with.decide(&"192.168.1.7:22".parse().unwrap(), &StreamKind::Tcp);
         assert_eq!(other.unwrap_err().refusal, RejectCode::Policy);
         for (more, serves) in [
@@ -351,12 +351,12 @@ mod tests {
             let with = listing(more, &[9051, 22], at("192.168.1.7"));
             assert_eq!(with.ports(), serves);
         }
-        // Whoever may not dial loopback may not dial the node.
+        // If loopback is not allowed, the node's own addresses are not allowed.
         let hosts = json!({ "allow": { "hosts": ["192.168.9.0/24"] } });
         let with = listing(hosts, &[9051], at("192.168.1.7"));
         let own = "192.168.1.7:9051".parse().unwrap();
         assert_eq!(with.check(&app, own), None);
-        // What dials from loopback has a gateway beside it, and no further address by that.
+        // A gateway on the same host is dialled from loopback, which adds no address.
         let with = listing(nothing, &[9051], at("127.0.0.1"));
         let app = with
             .decide(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn the_edges_own_admin_listener_is_opened_by_no_default_and_no_range() {
+    fn defaults_and_ranges_never_open_the_edges_admin_listener() {
         let serves = |config: serde_json::Value| {
             let with = policy(config).listing(&listed(&[10265, 10266]), &at("10.0.0.5"));
             with.ports()
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_gateway_lists_is_a_port_of_this_node_and_bytes_where_it_is_listed_twice() {
+    fn a_listed_port_is_local_and_plain_bytes_if_listed_twice() {
         let all: Vec<u16> = (0..=u16::MAX).collect();
         let twice = AnnouncedPorts {
             http: all,
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_named_by_its_address_is_itself() {
+    fn a_node_can_be_named_by_its_address() {
         let config = serde_json::from_value(json!({ "ports": { "9100": {} } })).unwrap();
         let policy = Policy::new("10.0.0.5", &config).unwrap();
         assert_eq!(decide(&policy, "10.0.0.5:9100").unwrap(), "127.0.0.1:9100");
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn other_hosts_need_the_allow_list_and_mapped_addresses_are_what_they_map() {
+    fn other_hosts_need_the_allow_list_and_mapped_addresses_unmap() {
         let policy = policy(json!({ "allow": { "hosts": ["192.168.1.0/24", "printer.local"] } }));
         for target in ["192.168.1.7:554", "[::ffff:192.168.1.7]:554"] {
             assert!(decide(&policy, target).is_ok(), "{target}");
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tcp_port_serves_bytes_only_and_upgrades_can_be_switched_off() {
+    fn a_tcp_port_serves_bytes_only_and_upgrades_can_be_disabled() {
         let policy = policy(json!({
             "ports": { "22": { "scheme": "tcp" }, "80": {} },
             "allow": { "upgrades": false, "hosts": ["127.0.0.0/8"] },

@@ -278,9 +278,9 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
 }
 
 #[tokio::test]
-async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
+async fn a_get_answered_by_garbage_or_a_reset_is_not_retried() {
     for (says, words) in [
-        (&b"not HTTP at all\r\n\r\n"[..], "what is not HTTP"),
+        (&b"not HTTP at all\r\n\r\n"[..], "that is not HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Le", "closed the connection"),
         (b"HTTP/1.1 103 Early Hints\r\n\r\n", "closed the connection"),
         (b"", "broke the connection"),
@@ -314,7 +314,7 @@ async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
 }
 
 #[tokio::test]
-async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes_at_once() {
+async fn a_body_without_length_is_chunked_and_an_early_answer_passes() {
     let (world, app) = World::with_app().await;
     let mut opened = world
         .open(get("/"), StreamKind::Request, "edge-1:80", false)
@@ -335,7 +335,7 @@ async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes
 }
 
 #[tokio::test]
-async fn an_upload_that_the_app_reads_on_after_its_answer_is_cut_by_silence_alone() {
+async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let target = app.local_addr().unwrap().to_string();
     let idle = Duration::from_secs(2);
@@ -456,7 +456,7 @@ async fn a_client_that_goes_away_ends_the_apps_request_at_once() {
 }
 
 #[tokio::test]
-async fn an_app_that_breaks_off_resets_the_stream_and_never_ends_it_cleanly() {
+async fn an_aborting_upstream_resets_the_stream_without_a_clean_end() {
     for head in [
         "Content-Length: 100\r\n\r\nok",
         "Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
@@ -488,7 +488,7 @@ async fn an_app_that_breaks_off_resets_the_stream_and_never_ends_it_cleanly() {
 }
 
 #[tokio::test]
-async fn a_reset_ends_an_answer_that_ends_with_its_connection_as_a_reset() {
+async fn a_reset_ends_a_close_delimited_answer_as_a_reset() {
     let (world, app) = World::with_app().await;
     let serving = async {
         let mut app = accept(&app).await;
@@ -511,15 +511,15 @@ async fn a_reset_ends_an_answer_that_ends_with_its_connection_as_a_reset() {
 }
 
 #[tokio::test]
-async fn an_app_that_speaks_nonsense_or_says_nothing_is_target_broken() {
+async fn a_malformed_or_empty_answer_is_target_broken() {
     let tls = b"\x15\x03\x01\x00\x02\x02\x46";
     for (says, words) in [
-        (&b"SSH-2.0-OpenSSH_9.9\r\n"[..], "what is not HTTP"),
-        (tls, "what is not HTTP"),
+        (&b"SSH-2.0-OpenSSH_9.9\r\n"[..], "that is not HTTP"),
+        (tls, "that is not HTTP"),
         (b"", "closed the connection"),
         (
             b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
-            "nobody had asked",
+            "without a request to do so",
         ),
     ] {
         let (world, app) = World::with_app().await;
@@ -539,7 +539,7 @@ async fn an_app_that_speaks_nonsense_or_says_nothing_is_target_broken() {
 }
 
 #[tokio::test]
-async fn a_refused_port_says_which_target_whatever_the_stream_is_for() {
+async fn a_refused_port_names_its_target_for_every_stream_kind() {
     let free = TcpListener::bind("127.0.0.1:0")
         .await
         .unwrap()
@@ -627,7 +627,7 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
 }
 
 #[tokio::test]
-async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() {
+async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
     let (world, app) = World::with_app().await;
     let mut head = get("/exec");
     *head.method_mut() = http::Method::POST;
@@ -640,7 +640,7 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     let refused = world.tunnel.open(head.clone(), &ask, &target, false).await;
     let refused = refused.unwrap_err().to_string();
     assert!(
-        refused.contains("takes no upgrades with a body"),
+        refused.contains("does not support upgrades with a body"),
         "{refused}"
     );
     world.tunnel.allow_upgrade_bodies(true);
@@ -735,7 +735,7 @@ async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
 }
 
 #[tokio::test]
-async fn an_upgrade_that_nobody_answers_times_out() {
+async fn an_unanswered_upgrade_times_out() {
     let (world, app) = World::with_app().await;
     let asking = world
         .open(
@@ -786,7 +786,7 @@ async fn a_reset_of_a_session_reaches_the_other_side_as_a_reset() {
 }
 
 #[tokio::test]
-async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certificate() {
+async fn upstream_tls_verifies_the_named_ca_and_offers_a_certificate() {
     let ca = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let other = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let hour = Duration::from_hours(1);
@@ -937,8 +937,7 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
 }
 
 #[tokio::test]
-async fn a_stream_is_judged_by_the_address_that_it_is_connected_to_and_not_by_others_of_its_target()
-{
+async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
     // A port of the node that is looked for on loopback first, and then at the node's other address.
     let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
     let port = app.local_addr().unwrap().port();

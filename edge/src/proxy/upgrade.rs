@@ -41,7 +41,7 @@ pub(super) async fn ask(
     (interim, connected): (&InformationalQueue, &Connected),
 ) -> Result<UpstreamResponse, RequestError> {
     let (mut request, session) = prepare(head, app, token, body)
-        .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
+        .ok_or_else(|| broken(app, "cannot be requested with this upgrade protocol"))?;
     interim.listen(&mut request);
     let deadline = dial::deadline(way.timeouts.dial);
     let connection = app.connect(way, Alpn::Http1, deadline).await?;
@@ -92,14 +92,14 @@ async fn switched(
     session: Session,
 ) -> Result<UpstreamResponse, RequestError> {
     let token = answer.headers().get(UPGRADE).cloned();
-    let token = token.ok_or_else(|| broken(app, "switched protocols without saying to which"))?;
+    let token = token.ok_or_else(|| broken(app, "switched protocols without an Upgrade header"))?;
     let (mut head, _) = forward::ended_head(app, answer)?;
     *head.status_mut() = StatusCode::OK;
     head.headers_mut().insert(wire::SWITCHED, token);
     let bytes = line.into_bytes().await;
     let bytes = bytes.map_err(|error| forward::map_error(app, &error))?;
     let (early, mut connection) =
-        bytes.ok_or_else(|| broken(app, "closed the connection behind its 101"))?;
+        bytes.ok_or_else(|| broken(app, "closed the connection after its 101 response"))?;
     let stream = match session {
         Session::Whole(stream) => stream,
         Session::Behind(mut behind) => {
@@ -107,7 +107,7 @@ async fn switched(
                 .try_recv()
                 .map_err(|_| broken(app, "switched protocols before it had read the request"))?;
             let written = connection.write_all(&first).await;
-            written.map_err(|_| broken(app, "closed the connection behind its 101"))?;
+            written.map_err(|_| broken(app, "closed the connection after its 101 response"))?;
             stream
         }
     };

@@ -92,7 +92,7 @@ impl Upstream {
                 let detail = format!("{} failed TLS with {}: {why}", self.node, self.target);
                 Err(RejectCode::TargetBroken.because(detail))
             }
-            Err(_) => Err(dial::slow(self, "did not finish TLS in time")),
+            Err(_) => Err(dial::slow(self, "did not complete TLS in time")),
         }
     }
 }

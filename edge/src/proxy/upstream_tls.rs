@@ -18,13 +18,13 @@ use std::{
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The target of a port is none.
-    #[error("ports.{0}.target: \"{1}\" is not host:port")]
+    #[error("ports.{0}.target: \"{1}\" is not HOST:PORT")]
     Target(u16, String),
     /// A port of scheme https names no CA and does not say `verify: false`.
     #[error("ports.{0}: https needs \"ca\", or verify: false to accept any certificate")]
     Unverified(u16),
     /// The configured name of the upstream's certificate is not a valid name.
-    #[error("ports.{0}.server_name: \"{1}\" is not a name")]
+    #[error("ports.{0}.server_name: \"{1}\" is not a host name")]
     Name(u16, String),
     /// A file cannot be read or holds nothing of use.
     #[error("{path}: {why}")]

@@ -34,7 +34,7 @@ pub(super) async fn load_or_join(
         (Some(identity), _) => return Ok(identity),
     };
     if let Some((certificate, configured)) = &other {
-        warn!(%certificate, configured, "this node has another name than its identity says: joining by the new name");
+        warn!(%certificate, configured, "the configured node name differs from the name in the identity: joining with the new name");
     }
     let joined = stop.run_until_cancelled(join(config, store, (cluster, tell)));
     let joined = joined.await.ok_or(Error::Stopped)?;
@@ -58,7 +58,7 @@ fn end_of(identity: &EdgeIdentity) -> SystemTime {
 pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
     let end = end_of(identity);
     let now = SystemTime::now();
-    // Of what another system makes, it is told as long as that lasts.
+    // Certificates of an external CA have their own repeated warning.
     if now > end && !identity.given {
         warn!(
             expired = %humantime::format_rfc3339_seconds(end),
@@ -82,7 +82,7 @@ async fn join(
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
-    // A token is good once: it is not given for an identity that cannot be kept.
+    // A token is used once, so it is not sent if the identity could not be stored.
     store.prepare_edge()?;
     let identity = if let Some(token) = &token {
         enrol::join(token, config, tell).await?
@@ -92,7 +92,7 @@ async fn join(
     };
     let id = token.as_ref().map(|token| token.id.as_str());
     if let Some(kept) = store.replace_edge(&identity, id)? {
-        info!(kept = %kept.display(), "the identity that this node had before is kept");
+        info!(kept = %kept.display(), "the old identity of this node is kept as a copy");
     }
     Ok(identity)
 }

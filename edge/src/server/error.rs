@@ -14,16 +14,18 @@ pub enum Error {
     #[error("no identity in {0}; join with a token of `causeway token create`")]
     NoIdentity(String),
     /// The configuration names a cluster, and the program that runs this edge does not support one.
-    #[error("kubernetes: nothing here knows how to ask a cluster; join with a token instead")]
+    #[error(
+        "kubernetes: this program cannot request certificates from a cluster; join with a token instead"
+    )]
     NoCluster,
     /// Neither configuration nor an earlier hello names a gateway.
-    #[error("no gateway is known; name one as HOST:PORT")]
+    #[error("no gateway is configured; give one as HOST:PORT with `gateways` or --gateway")]
     NoGateway,
     /// The identity is another node's than the configured one, and no other could be had.
     #[error(
-        "the certificate is for node {certificate}, the configuration says {configured}: a token of \
-         `causeway token create --node {configured}` at the gateway, given here by --join or join_file, makes it \
-         {configured} ({why})"
+        "the certificate is for node {certificate}, but the configuration names {configured}: to join as \
+         {configured}, create a token with `causeway token create --node {configured}` at the gateway and give it to this edge \
+         with --join or join_file ({why})"
     )]
     OtherNode {
         /// The configured name.
@@ -59,7 +61,7 @@ pub enum Error {
     Enrol(#[from] EnrolError),
     /// The stored identity is damaged.
     #[error(
-        "{0}; `causeway edge leave` keeps that file aside, and this edge then joins with a token of \
+        "{0}; `causeway edge leave` moves that file away, and this edge then joins with a token of \
          `causeway token create`"
     )]
     DamagedIdentity(StoreError),
@@ -96,9 +98,9 @@ impl Error {
             | Self::NoGateway
             | Self::OtherNode { .. }
             | Self::Token(_) => true,
-            // A portal or a wrong address may stand where a gateway is expected; that passes.
+            // Other errors may pass: a captive portal or another server may respond instead of a gateway.
             Self::Enrol(error) => error.is_of_token(),
-            // Whoever makes the certificate may come to it later.
+            // The external CA may issue the certificate later.
             Self::Identity { .. }
             | Self::Reader { .. }
             | Self::DamagedIdentity(_)

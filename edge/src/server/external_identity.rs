@@ -26,7 +26,7 @@ pub(super) fn load(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     let (chain, key) = (text(&files.chain)?, text(&files.key)?);
     let identity = EdgeIdentity::given(&text(&files.ca)?, &chain, &key);
     let identity = identity.map_err(|error| fault(files, &error))?;
-    // Whatever cannot be dialled with is not taken up.
+    // Rejects an identity that cannot be used for tunnels.
     tunnel_client(&identity)?;
     Ok(identity)
 }
@@ -78,7 +78,7 @@ impl ApiCacheTls {
     /// Says what is wrong as an edge begins, and when the certificates end.
     pub(super) fn report(&self, metrics: &Metrics) {
         for fault in &self.faults {
-            warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
+            warn!(error = %fault, "this listener refuses all clients until the error is corrected; the files are watched");
         }
         metrics.listeners_end(&self.leaves);
         if !self.faults.is_empty() {
@@ -161,7 +161,7 @@ impl CertificateFiles {
 
     fn warn_of_end(&self, leaf: &LeafCertificate, path: &Path) {
         if leaf.not_after() < UnixTime::now() {
-            warn!(key = self.0, path = %path.display(), "the certificate has ended: whoever looks at it reads nothing here until it is another");
+            warn!(key = self.0, path = %path.display(), "the certificate has expired: clients that verify it cannot read until it is replaced");
         }
     }
 }
@@ -172,7 +172,9 @@ pub(super) fn check_node_name(
     configured: &str,
     certificate: &str,
 ) -> Error {
-    let why = format!("it is for node {certificate}, the configuration says {configured}");
+    let why = format!(
+        "the certificate is for node {certificate}, but the configuration names {configured}"
+    );
     fault(files, &why)
 }
 

@@ -63,7 +63,7 @@ pub(super) fn listing(reloader: &Reloader) -> AnnouncedPortsFn {
 pub(super) async fn sweep(now: CurrentProxy) {
     let mut each = interval(SWEEP);
     each.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // Streams may keep the way that they began on for long.
+    // Long streams keep the proxy with which they started.
     let mut ways: Vec<Weak<Proxy>> = Vec::new();
     loop {
         each.tick().await;
@@ -134,7 +134,7 @@ impl PolicyInputs {
 impl Reloadable {
     /// Takes this up, for each stream that begins from now on. Returns the node's ports that are served then.
     fn allow(&self, change: impl FnOnce(&mut PolicyInputs)) -> Vec<u16> {
-        // Whoever changes something else meanwhile must find what this has changed.
+        // The lock makes concurrent changes see each other.
         let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut allowed);
         let own = LocalNode {
@@ -162,12 +162,12 @@ impl Reloadable {
             let most = AnnouncedPorts::MOST;
             warn!(
                 count,
-                most, "a gateway listed more ports than it may; those before stay"
+                most, "a gateway listed more ports than allowed; keeping the previous list"
             );
             return;
         }
         let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        // Gateways may be dialled from several addresses of this node, and each tells the list.
+        // The edge may connect to gateways from several addresses of this node, and each gateway sends the list.
         let from = from.filter(|from| !allowed.from.contains(from));
         let same = allowed.listed == listed && from.is_none();
         drop(allowed);
@@ -220,7 +220,7 @@ impl Reloader {
     /// # Errors
     /// If anything is missing or malformed; everything is as it was then.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, Error> {
-        // Whether this is a cluster's node waits for the next start, and so does what follows from it.
+        // `kubernetes` and everything derived from it change only at the next start.
         let began = self.0.began.kubernetes.clone();
         let as_began = Config {
             kubernetes: began,
@@ -230,7 +230,7 @@ impl Reloader {
             policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
             token: TokenSource::of(config),
-            // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
+            // An invalid listener certificate is reported and keeps its old value; the rest of the reload continues.
             faces: ApiCacheTls::read(&listening(&self.0.began, config), &self.0.leaves.load()),
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
@@ -251,7 +251,7 @@ impl Reloader {
             return Ok(Some(next));
         }
         let why = format!(
-            "it is for node {} of trust domain {}, and this edge is {node} of {domain} until its next start",
+            "the certificate is for node {} of trust domain {}, but this edge stays {node} of {domain} until a restart",
             next.node, next.trust_domain
         );
         Err(external_identity::fault(files, &why))
@@ -290,7 +290,10 @@ impl PendingReload<'_> {
         edge.leaves.store(Arc::new(leaves));
         let left: Vec<String> = faces.faults.iter().map(Error::to_string).collect();
         for fault in &left {
-            warn!(fault, "what a listener shows stays as it was");
+            warn!(
+                fault,
+                "cannot replace a listener's certificate; the previous one stays in use"
+            );
         }
         let mut replaced = CancellationToken::new();
         let ports = edge.allow(|allowed| {
@@ -361,17 +364,17 @@ fn non_reloadable(config: &Config) -> Option<ApiCache> {
 impl fmt::Display for ReloadSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.ports.is_empty() {
-            f.write_str("serves no port")?;
+            f.write_str("serves no ports")?;
         } else {
             let ports: Vec<_> = self.ports.iter().map(u16::to_string).collect();
             write!(f, "serves {}", ports.join(", "))?;
         }
         if !self.at_restart.is_empty() {
             let keys = self.at_restart.join(", ");
-            write!(f, "; waits for the next start: {keys}")?;
+            write!(f, "; takes effect at the next start: {keys}")?;
         }
         for fault in &self.left {
-            write!(f, "; stays as it was: {fault}")?;
+            write!(f, "; not changed: {fault}")?;
         }
         Ok(())
     }
@@ -455,8 +458,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whether_a_node_is_of_a_cluster_waits_for_the_next_start_and_what_its_owner_narrows_does_not()
-     {
+    async fn cluster_membership_needs_a_restart_and_narrowing_does_not() {
         let edge = began(json!({ "kubernetes": {} }));
         assert_eq!(serves(&edge), [9051]);
         for (said, ports) in [
@@ -481,8 +483,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn files_of_the_readers_listeners_are_read_anew_and_what_is_faulty_there_keeps_nothing_waiting()
-     {
+    async fn api_cache_files_reload_and_faults_block_no_other_change() {
         let api_cache = |key: &str, listen: &str| json!({ "kubernetes": {}, "api_cache": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
         let edge = began(api_cache("/nowhere/k.pem", "127.0.0.1:10270"));
         for (said, waits) in [
@@ -502,7 +503,7 @@ mod tests {
             let done = edge.prepare(&config(narrowed)).unwrap().apply();
             assert_eq!((&done.ports, &done.at_restart), (&vec![], &waits), "{said}");
             assert_eq!(
-                done.to_string().contains("stays as it was: api_cache.tls"),
+                done.to_string().contains("not changed: api_cache.tls"),
                 faulty,
                 "{done}"
             );
@@ -510,7 +511,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_list_that_is_longer_than_it_may_be_leaves_the_one_before() {
+    async fn an_oversized_list_keeps_the_previous_list() {
         let edge = began(json!({ "kubernetes": {} }));
         let all: Vec<u16> = (1..=u16::MAX).collect();
         let most = u16::try_from(AnnouncedPorts::MOST).unwrap();
@@ -525,7 +526,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_from_which_one_gateway_was_dialled_stays_when_another_lists_the_same() {
+    async fn a_dialled_gateway_address_stays_while_any_gateway_lists_it() {
         let edge = began(json!({ "kubernetes": {} }));
         let known = || edge.parts().allowed.lock().unwrap().from.clone();
         let (one, two) = ("192.168.1.7".parse().unwrap(), "10.0.0.5".parse().unwrap());

@@ -34,7 +34,7 @@ pub(super) struct ApiCacheStatusSlot(OnceLock<StatusFn>);
 
 impl ApiCacheStatusSlot {
     pub(super) fn begin(&self, says: StatusFn) {
-        // An edge begins to read once.
+        // The API cache starts only once.
         let _ = self.0.set(says);
     }
 

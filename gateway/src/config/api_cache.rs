@@ -66,7 +66,7 @@ impl Default for ApiCache {
     fn default() -> Self {
         let resources = GroupVersionResource::defaults();
         Self {
-            // What kube-proxy and CoreDNS read, and what OpenYurt serves in a pool.
+            // The resources that kube-proxy and CoreDNS read, and that OpenYurt serves in a pool.
             resources: resources.iter().map(ToString::to_string).collect(),
             allow: None,
             // 20,000 edges in pools of 10 have 2,000 leaders. The rest is for the 9 others of each of 688 pools, a third,
@@ -138,7 +138,7 @@ impl ApiCache {
             );
         }
         if self.resources.is_empty() {
-            let message = "is empty, so there is nothing to read; name a resource, or remove the key for the usual ones";
+            let message = "is empty; list at least one resource, or remove the key to use the default resources";
             faults.add("api_cache.resources", message);
         }
         let mut earlier = Vec::new();
@@ -157,11 +157,11 @@ impl ApiCache {
         }
         match (&self.manifests, of_a_cluster) {
             (None, false) => {
-                let message = "nothing says what there is to read; add the section \"kubernetes\", or name a directory as \"manifests\"";
+                let message = "has no source to read from; add the section \"kubernetes\", or set \"manifests\" to a directory";
                 faults.add("api_cache", message);
             }
             (Some(_), true) => {
-                let message = "the cluster of \"kubernetes\" says what there is; remove this key";
+                let message = "the objects are read from the cluster of the section \"kubernetes\"; remove this key";
                 faults.add("api_cache.manifests", message);
             }
             _ => {}
@@ -179,14 +179,14 @@ impl AccessRule {
         for (key, list) in lists {
             let list = list.as_ref();
             if list.is_some_and(Vec::is_empty) {
-                let message = "is empty, which would match nothing; name at least one, or remove the key for any";
+                let message = "is empty and would match nothing; list at least one value, or remove the key to match any value";
                 faults.add(format!("{path}.{key}"), message);
             }
             let blank = |text: &String| text.is_empty() || text.contains(char::is_whitespace);
             if let Some(index) = list.and_then(|list| list.iter().position(blank)) {
                 faults.add(
                     format!("{path}.{key}[{index}]"),
-                    "is empty or has a blank in it",
+                    "is empty or contains a space",
                 );
             }
         }
@@ -194,7 +194,7 @@ impl AccessRule {
             let known = text.parse::<GroupVersionResource>().ok();
             if !known.is_some_and(|known| kept.contains(&known)) {
                 let message = format!(
-                    "\"{text}\" is none of api_cache.resources; add it there, or remove it here"
+                    "\"{text}\" is not listed in api_cache.resources; add it there, or remove it here"
                 );
                 faults.add(format!("{path}.resources[{index}]"), message);
             }
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_for_a_pool_holds_and_without_rules_everything_is_read() {
+    fn the_first_rule_of_a_pool_applies_and_no_rules_allow_all() {
         let mut api_cache = ApiCache::default();
         assert_eq!(api_cache.right(None), AccessLevel::Everything);
         assert!(api_cache.grant(AccessLevel::Everything).is_none());
@@ -280,7 +280,7 @@ mod tests {
         ]);
         assert_eq!(api_cache.right(Some("north-1")), AccessLevel::By(0));
         assert_eq!(api_cache.right(Some("west")), AccessLevel::By(1));
-        // What has no pool is of no pool, whatever its name.
+        // An object without a pool belongs to no pool, even if its name suggests one.
         assert_eq!(api_cache.right(None), AccessLevel::Nothing);
         let grant = api_cache.grant(AccessLevel::By(0)).unwrap();
         assert_eq!(grant.resources, parsed(&["v1/services".to_owned()]));

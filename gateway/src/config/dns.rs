@@ -39,7 +39,7 @@ impl Default for Dns {
             listen: SocketAddr::from(([127, 0, 0, 1], 10253)),
             zones: Vec::new(),
             addresses: Vec::new(),
-            // A node that moves behind a tunnel, or out of there, is found where it is within this time.
+            // If a node moves behind a tunnel or away from one, clients resolve its new address within this time.
             ttl: Duration::from_secs(1),
         }
     }
@@ -48,15 +48,14 @@ impl Default for Dns {
 impl Dns {
     pub(super) fn validate(&self, listeners: &[IpAddr], faults: &mut ConfigErrors) {
         if self.zones.is_empty() {
-            let nothing =
-                "no name would be answered; give a zone, such as [nodes.example.internal]";
+            let nothing = "is empty, so no name would be answered; set a zone, such as [nodes.example.internal]";
             faults.add("dns.zones", nothing);
         }
         check_zones("dns.zones", &self.zones, faults);
         check_addresses("dns.addresses", &self.addresses, faults);
         if self.addresses.is_empty() && listeners.is_empty() {
-            let message = "what the name of an edge's node means is not known, since listeners listen on all addresses; \
-                           give those at which clients reach them";
+            let message = "the addresses for edge node names are not known, because the listeners listen on all addresses; \
+                           list the addresses at which clients reach the listeners";
             faults.add("dns.addresses", message);
         }
         if self.ttl.subsec_nanos() != 0 || self.ttl > MAX_TTL {
@@ -75,8 +74,9 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
             ("", _) if zone == "." => {}
             (_, Err(error)) => faults.add(&path, error.to_string()),
             (name, Ok(_)) if name.len() > MAX_ZONE => {
-                let message =
-                    format!("is longer than {MAX_ZONE} characters, and leaves no room for names");
+                let message = format!(
+                    "is longer than {MAX_ZONE} characters and leaves no room for node names"
+                );
                 faults.add(&path, message);
             }
             (_, Ok(_)) => {}
@@ -92,7 +92,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
 pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut ConfigErrors) {
     for (index, address) in addresses.iter().enumerate() {
         if address.is_unspecified() || address.is_multicast() {
-            let message = format!("{address} is no address that a client can reach");
+            let message = format!("{address} is not an address that a client can reach");
             faults.add(format!("{key}[{index}]"), message);
         }
     }

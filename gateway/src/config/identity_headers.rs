@@ -135,7 +135,7 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
     }
     if EXTENSIONS.starts_with(&fold(prefix)) {
         return Err(format!(
-            "\"{prefix}\" would remove every field without a standard; write a longer prefix, such as X-Remote-"
+            "\"{prefix}\" would remove every non-standard field; write a longer prefix, such as X-Remote-"
         ));
     }
     Ok(())
@@ -147,11 +147,12 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
 /// The fault of the name, if there is one.
 pub(crate) fn field(name: &str) -> Result<HeaderName, String> {
     let parsed = HeaderName::from_bytes(name.as_bytes());
-    let parsed =
-        parsed.map_err(|_| format!("\"{name}\" is no name of a field; write X-Remote-User"))?;
+    let parsed = parsed.map_err(|_| {
+        format!("\"{name}\" is not a valid field name; write a name such as X-Remote-User")
+    })?;
     if is_taken(parsed.as_str()) || parsed.as_str().starts_with(PRIVATE_PREFIX) {
         return Err(format!(
-            "\"{name}\" says something else already; write a name of its own, such as X-Remote-User"
+            "\"{name}\" is a standard field with another meaning; write another name, such as X-Remote-User"
         ));
     }
     Ok(parsed)
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_field_that_means_something_else_already_tells_nobody_who_calls() {
+    fn a_field_with_another_meaning_cannot_carry_client_identity() {
         assert_eq!(field("X-Remote-User").unwrap(), "x-remote-user");
         for bad in ["Host", "AUTHORIZATION", "te", "Causeway-Target", "a b", ""] {
             assert!(field(bad).is_err(), "{bad}");
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_family_is_the_names_up_to_their_last_hyphen_or_as_configured() {
+    fn a_header_family_ends_at_the_last_hyphen_or_as_configured() {
         let families = |user: &str, groups: &str, prefixes: Option<&[&str]>| {
             let owned =
                 |prefixes: &[&str]| prefixes.iter().map(|each| (*each).to_owned()).collect();
@@ -189,7 +190,7 @@ mod tests {
             families("Remote_User", "X-WEBAUTH-ROLE", None),
             ["remote-", "x-webauth-"]
         );
-        // Nothing but the names themselves: these stems are not of a family.
+        // Only the exact names: these prefixes do not form a family.
         assert!(families("X-User", "Groups", None).is_empty());
         assert_eq!(
             families("X-User", "Groups", Some(&["X-Auth_"])),

@@ -123,26 +123,26 @@ impl FromStr for Jwks {
     fn from_str(text: &str) -> Result<Self, String> {
         let Some((scheme, _)) = text.split_once("://") else {
             return if text.is_empty() {
-                Err("names no keys; write a file or an https:// URL".to_owned())
+                Err("is empty; write a file or an https:// URL".to_owned())
             } else {
                 Ok(Self::File(text.into()))
             };
         };
         let refuse = |why: &str| Err(format!("\"{text}\" {why}"));
         let Ok(url) = text.parse::<Uri>() else {
-            return refuse("is no URL; write https://host/path");
+            return refuse("is not a valid URL; write https://host/path");
         };
         let authority = url.authority().map_or("", |authority| authority.as_str());
-        // Without the text: there is a password in it.
+        // The message leaves out the text because it contains a password.
         if authority.contains('@') {
-            return Err("a URL of keys has no user and no password".to_owned());
+            return Err("the URL of the keys must not contain a user or a password".to_owned());
         }
         match (scheme.to_ascii_lowercase().as_str(), url.host()) {
-            (_, None | Some("")) => refuse("names no host"),
+            (_, None | Some("")) => refuse("contains no host"),
             ("https", Some(_)) => Ok(Self::Url(url)),
             ("http", Some(host)) if is_loopback(host) => Ok(Self::Url(url)),
             ("http", Some(_)) => refuse(
-                "would bring keys in the clear, where anybody can change them; write https://",
+                "would fetch keys without encryption, so an attacker could change them; write https://",
             ),
             _ => refuse("is neither a file nor a URL; write https://host/path"),
         }
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_come_from_a_file_or_over_tls_and_in_the_clear_from_this_machine_only() {
+    fn keys_come_from_file_or_tls_and_plain_http_only_from_loopback() {
         for good in [
             "/etc/keys.json",
             "keys.json",
@@ -253,12 +253,12 @@ mod tests {
             assert_eq!(matches!(parsed, Jwks::File(_)), file, "{good}");
         }
         for (bad, says) in [
-            ("http://id.example.com/keys", "in the clear"),
-            ("http://127.0.0.1.example.com/", "in the clear"),
+            ("http://id.example.com/keys", "without encryption"),
+            ("http://127.0.0.1.example.com/", "without encryption"),
             ("ftp://id.example.com/keys", "neither a file nor a URL"),
             ("https:///keys", "URL"),
-            ("https://ann:secret@id.example.com/", "no password"),
-            ("", "names no keys"),
+            ("https://ann:secret@id.example.com/", "user or a password"),
+            ("", "is empty"),
         ] {
             let refused = bad.parse::<Jwks>().unwrap_err();
             assert!(refused.contains(says), "{bad}: {refused}");

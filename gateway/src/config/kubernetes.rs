@@ -83,13 +83,13 @@ impl Default for Kubernetes {
         };
         Self {
             kubeconfig: None,
-            // Ours, OpenYurt's and SuperEdge's: whoever comes from there has labelled them already.
+            // The labels of Causeway, OpenYurt and SuperEdge: users of these systems have labelled their nodes already.
             edge_labels: vec![
                 label("causeway.io/edge", "true"),
                 label("openyurt.io/is-edge-worker", "true"),
                 label("superedge.io/node-edge", "enable"),
             ],
-            // Who comes from OpenYurt has labelled them already.
+            // Users of OpenYurt have labelled their nodes already.
             pool_label: "apps.openyurt.io/nodepool".to_owned(),
             policy_labels: Vec::new(),
             address_networks: Vec::new(),
@@ -129,7 +129,7 @@ impl Config {
             let sound = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());
             if !sound {
                 let message = format!(
-                    "\"{key}\" is no key of a label; write it without a value, such as example.com/site"
+                    "\"{key}\" is not a valid label key; write the key without a value, such as example.com/site"
                 );
                 faults.add(format!("kubernetes.policy_labels[{index}]"), message);
             }
@@ -140,7 +140,7 @@ impl Config {
             .find(|listener| !listener.direct_networks.is_empty());
         if let Some(listener) = dialling.filter(|_| rules.address_networks.is_empty()) {
             let message = format!(
-                "is required where a listener dials itself (listener \"{}\", direct): a kubelet can write any address into its Node, a Service's too; name the networks in which nodes are",
+                "is required if a listener dials targets itself (listener \"{}\", direct): a kubelet can write any address into its Node, even the address of a Service; list the networks that contain the nodes",
                 listener.name
             );
             faults.add("kubernetes.address_networks", message);
@@ -182,7 +182,7 @@ impl TryFrom<String> for Label {
         };
         if key.is_empty() || !fits(key) || !value.as_deref().is_none_or(fits) {
             return Err(format!(
-                "\"{text}\" is no label; write KEY=VALUE or KEY, such as causeway.io/edge=true"
+                "\"{text}\" is not a valid label; write KEY=VALUE or KEY, such as causeway.io/edge=true"
             ));
         }
         Ok(Self {
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_policy_goes_by_labels_that_no_kubelet_can_write_and_by_listed_ones() {
+    fn the_policy_uses_protected_and_listed_labels_only() {
         let rules = Kubernetes {
             policy_labels: vec!["site".to_owned(), "example.com/tier".to_owned()],
             ..Kubernetes::default()
@@ -235,7 +235,7 @@ mod tests {
         }
         for text in ["", "=true", "edge==x", "ed ge=1", "edge=a,b"] {
             let fault = Label::try_from(text.to_owned()).unwrap_err();
-            assert!(fault.contains("is no label"), "{text}");
+            assert!(fault.contains("is not a valid label"), "{text}");
         }
     }
 }

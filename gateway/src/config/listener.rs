@@ -229,7 +229,7 @@ pub struct ClientAuth {
 impl Default for ClientAuth {
     fn default() -> Self {
         Self {
-            // The one CA that is always there: a listener without a word about clients is closed, not broken.
+            // The gateway's own CA always exists: a listener without client settings is closed, not broken.
             own_ca: true,
             client_ca: Vec::new(),
             revoked: Vec::new(),
@@ -263,7 +263,7 @@ impl TryFrom<String> for Serial {
         let hexadecimal = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
         if digits.is_empty() || !hexadecimal {
             return Err(format!(
-                "\"{text}\" is no serial number; write it in hexadecimal and in quotes, as `openssl x509 -serial` prints it"
+                "\"{text}\" is not a valid serial number; write it in hexadecimal and in quotes, as `openssl x509 -serial` prints it"
             ));
         }
         Ok(Self(digits.trim_start_matches('0').to_owned()))
@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_serial_number_is_the_same_however_it_is_written() {
+    fn serial_number_formats_are_equivalent() {
         for text in ["0AB1:02", "ab102", "00:0a:b1:02"] {
             let serial = Serial::try_from(text.to_owned()).unwrap();
             assert_eq!(serial.as_str(), "ab102", "{text}");

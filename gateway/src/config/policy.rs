@@ -160,7 +160,9 @@ impl FromStr for PortRange {
                 .filter(|range| !range.is_empty()),
         };
         range.map(Self).ok_or_else(|| {
-            format!("\"{text}\" is no port; write 10250, or \"30000-32767\", from 1 to 65535")
+            format!(
+                "\"{text}\" is not a valid port; write 10250, or \"30000-32767\", from 1 to 65535"
+            )
         })
     }
 }
@@ -225,7 +227,7 @@ impl Validate for Policy {
         let mut faults = ConfigErrors::default();
         if self.rules.len() > MAX_RULES {
             let message = format!(
-                "there are {} rules, and {MAX_RULES} is the most",
+                "there are {} rules, but at most {MAX_RULES} are allowed",
                 self.rules.len()
             );
             faults.add("rules", message);
@@ -261,10 +263,14 @@ impl RuleValidator<'_> {
 
     fn name(&mut self, name: &str, new: bool) {
         if name.trim().is_empty() || name.chars().any(char::is_control) {
-            self.add("name", "must be a word or some; remove the key for none");
+            self.add(
+                "name",
+                "must be one or more words; remove the key if the rule needs no name",
+            );
         } else if !new {
-            let message =
-                format!("the name \"{name}\" is taken by an earlier rule; each has its own");
+            let message = format!(
+                "the name \"{name}\" is used by an earlier rule; each rule needs its own name"
+            );
             self.add("name", message);
         }
     }
@@ -290,13 +296,13 @@ impl RuleValidator<'_> {
     fn who(&mut self, who: &Specified<Subjects>) {
         let Some(who) = &who.0 else { return };
         if *who == Subjects::default() {
-            self.add("who", "names nobody; give users, groups, spiffe or networks, or remove the key for everybody");
+            self.add("who", "is empty; set users, groups, spiffe or networks, or remove the key to match every client");
         }
         self.each("who.users", &who.users, |text| pattern(text));
         self.each("who.groups", &who.groups, |text| pattern(text));
         self.each("who.spiffe", &who.spiffe, |text| {
             let other = || {
-                format!("\"{text}\" is no SPIFFE id; write spiffe://example.org/ns/monitoring/*")
+                format!("\"{text}\" is not a SPIFFE ID; write spiffe://example.org/ns/monitoring/*")
             };
             pattern(text).or_else(|| (!text.starts_with("spiffe://")).then(other))
         });
@@ -315,7 +321,7 @@ impl RuleValidator<'_> {
         if *nodes == NodeSelector::default() {
             self.add(
                 "where",
-                "names no node; give nodes, pools, labels or direct, or remove the key for all",
+                "is empty; set nodes, pools, labels or direct, or remove the key to match all nodes",
             );
         }
         if let Some(direct) = &nodes.direct.0 {
@@ -327,12 +333,12 @@ impl RuleValidator<'_> {
                 ..NodeSelector::default()
             };
             if *nodes != others {
-                self.add("where.direct", "is about addresses at no node, so nodes, pools and labels beside it match nothing; write two rules");
+                self.add("where.direct", "matches only addresses that belong to no node, so nodes, pools and labels in the same rule match nothing; write two rules");
             }
         }
         self.each("where.nodes", &nodes.nodes, |text| {
             let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.*".contains(c);
-            let other = || format!("\"{text}\" can be no node; names have small letters, digits, '-' and '.', and * stands for any of them");
+            let other = || format!("\"{text}\" cannot be a node name; names have lower-case letters, digits, '-' and '.', and * matches any of them");
             pattern(text).or_else(|| (!text.chars().all(letter)).then(other))
         });
         self.each("where.pools", &nodes.pools, |text| pattern(text));
@@ -349,22 +355,22 @@ impl RuleValidator<'_> {
     fn what(&mut self, what: &Specified<RequestMatch>) {
         let Some(what) = &what.0 else { return };
         if *what == RequestMatch::default() {
-            self.add("what", "says nothing; give ports, methods, paths or streams, or remove the key for everything");
+            self.add("what", "is empty; set ports, methods, paths or streams, or remove the key to match everything");
         }
         self.each("what.ports", &what.ports, |_| None);
         self.each("what.methods", &what.methods, |text| {
             let letter = |b: u8| b.is_ascii_uppercase() || b"-_".contains(&b);
             let sound = !text.is_empty() && text.bytes().all(letter);
-            (!sound)
-                .then(|| format!("\"{text}\" is no method; write GET, POST and so on, in capitals"))
+            (!sound).then(|| {
+                format!("\"{text}\" is not a valid method; write GET, POST and so on, in capitals")
+            })
         });
         self.each("what.paths", &what.paths, |text| path(text));
         self.each("what.streams", &what.streams, |_| None);
     }
 }
 
-const EMPTY: &str =
-    "is empty, which would match nothing; name at least one, or remove the key for any";
+const EMPTY: &str = "is empty and would match nothing; list at least one value, or remove the key to match any value";
 
 /// Returns the fault of a pattern, if there is one.
 fn pattern(text: &str) -> Option<String> {
@@ -373,7 +379,7 @@ fn pattern(text: &str) -> Option<String> {
     }
     if text.trim() != text || text.chars().any(char::is_control) {
         return Some(format!(
-            "{text:?} has a blank at its end, or a character that no name has"
+            "{text:?} begins or ends with a space, or contains a character that is not allowed in a name"
         ));
     }
     None
@@ -381,8 +387,9 @@ fn pattern(text: &str) -> Option<String> {
 
 /// Returns the fault of a label's key or value, if there is one.
 pub fn label(text: &str) -> Option<String> {
-    let star =
-        || format!("\"{text}\" has a star, which stands for itself in a label; write the word");
+    let star = || {
+        format!("\"{text}\" contains *, which is not a wildcard in a label; write the whole word")
+    };
     pattern(text).or_else(|| text.contains('*').then(star))
 }
 
@@ -390,13 +397,13 @@ pub fn label(text: &str) -> Option<String> {
 fn path(text: &str) -> Option<String> {
     if canonical(text).as_deref() != Some(text) || text.contains(['*', '?', '#']) {
         return Some(format!(
-            "\"{text}\" is no path by which to decide; write /metrics, without *, ?, %, ; and dots between slashes: \
-             it stands for all that is below it too"
+            "\"{text}\" is not a valid path for a rule; write /metrics, without *, ?, %, ; and dots between slashes: \
+             it also matches all paths below it"
         ));
     }
     if text.len() > 1 && text.ends_with('/') {
         return Some(format!(
-            "write \"{}\": it stands for itself and for all that is below it",
+            "write \"{}\": it matches the path itself and all paths below it",
             text.trim_end_matches('/')
         ));
     }

@@ -67,7 +67,7 @@ impl Redirect {
         if self.listeners.is_empty() && self.ports.is_empty() && self.pods.is_none() {
             faults.add(
                 "redirect",
-                "redirects nothing; name listeners, or ports and a listener for each, or remove this key",
+                "redirects nothing; set listeners, or set ports with a listener for each, or remove this key",
             );
         }
         let mut taken = BTreeMap::new();
@@ -78,23 +78,28 @@ impl Redirect {
             };
             let Some(port) = listener.node_port() else {
                 let message = format!(
-                    "listener \"{name}\" stands for no node port; give it a \"port\", or name it in redirect.ports"
+                    "listener \"{name}\" has no node port; set its \"port\", or name it in redirect.ports"
                 );
                 faults.add(path, message);
                 continue;
             };
             if let Some(other) = taken.insert(port, name) {
-                let message = format!("node port {port} leads to listener \"{other}\" already");
+                let message =
+                    format!("node port {port} is already redirected to listener \"{other}\"");
                 faults.add(path, message);
             }
         }
         for (port, name) in &self.ports {
             let path = format!("redirect.ports.{port}");
             if *port == 0 {
-                faults.add(&path, "0 is no node port; ports run from 1 to 65535");
+                faults.add(
+                    &path,
+                    "0 is not a valid node port; use a port from 1 to 65535",
+                );
             }
             if let Some(other) = taken.get(port) {
-                let message = format!("node port {port} leads to listener \"{other}\" already");
+                let message =
+                    format!("node port {port} is already redirected to listener \"{other}\"");
                 faults.add(&path, message);
             }
             known(&path, name, listeners, faults);
@@ -118,7 +123,7 @@ impl Redirect {
             faults.add(path, message);
         }
         if networks.is_empty() {
-            let message = "no network of pods is believed; set kubernetes.pod_networks";
+            let message = "no pod network is trusted; set kubernetes.pod_networks";
             faults.add(path, message);
         }
     }
@@ -131,7 +136,7 @@ fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
     if !(begins && goes_on && table.len() <= MAX_TABLE) {
         let message = format!(
-            "{table:?} is no name of a table; begin with a letter, then letters, digits and _, {MAX_TABLE} in all"
+            "{table:?} is not a valid table name; use a letter, then letters, digits and _, at most {MAX_TABLE} characters in all"
         );
         faults.add(path, message);
     }
@@ -153,13 +158,13 @@ fn known<'a>(
     };
     if !listener.original_destination {
         let message = format!(
-            "listener \"{name}\" does not say original_destination: true, so it could not tell whom a connection was for"
+            "listener \"{name}\" does not have original_destination: true, so it cannot find the target of a redirected connection"
         );
         faults.add(path, message);
     }
     if !matches!(listener.listen, ListenAddr::Tcp(address) if reached(address)) {
         let message = format!(
-            "listener \"{name}\" is on {}, where nothing is led to; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
+            "listener \"{name}\" is on {}, which receives no redirected connections; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
             listener.listen
         );
         faults.add(path, message);

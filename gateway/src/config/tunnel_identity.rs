@@ -67,29 +67,29 @@ impl Config {
             faults.add(format!("tunnel.identity{key}"), message);
         };
         if identity.client_ca.is_empty() {
-            let message = "names nobody whose edges are let in; give a file of CA certificates";
+            let message = "is empty, so no edge would be admitted; set a file of CA certificates";
             fault(".client_ca", message.to_owned());
         }
         let files = [&identity.chain, &identity.key].map(Option::is_some);
         match (&identity.signer, files) {
             (None, [true, true]) | (Some(_), [false, false]) => {}
             (None, _) => {
-                let message = "needs the files chain and key, or a signer that is asked for them";
+                let message = "needs the files chain and key, or a signer that issues them";
                 fault("", message.to_owned());
             }
             (Some(_), _) => {
-                let message = "has a signer that makes chain and key; keep one of the two";
+                let message = "has a signer that issues chain and key; keep one of the two";
                 fault("", message.to_owned());
             }
         }
         match (&identity.signer, &identity.trust_domain) {
             (Some(_), None) => fault(
                 ".trust_domain",
-                "is missing: the certificate that is asked for names it".to_owned(),
+                "is required: the certificate that the signer issues contains it".to_owned(),
             ),
             (None, Some(_)) => fault(
                 ".trust_domain",
-                "is what the file chain says; it is for signer alone".to_owned(),
+                "is read from the file chain; this key is for signer alone".to_owned(),
             ),
             (Some(_), Some(domain)) => {
                 if let Err(error) = TrustDomain::parse(domain) {
@@ -102,16 +102,16 @@ impl Config {
             return;
         };
         if self.kubernetes.is_none() {
-            let message = "is asked of a cluster; add the section kubernetes";
+            let message = "needs a cluster that issues the certificate; add the section kubernetes";
             fault(".signer", message.to_owned());
         }
         let domain = signer.split_once('/').map(|(domain, _)| domain);
         if !domain.is_some_and(|domain| domain.contains('.')) {
-            let message = format!("\"{signer}\" is no name of a signer; write DOMAIN/NAME");
+            let message = format!("\"{signer}\" is not a valid signer name; write DOMAIN/NAME");
             fault(".signer", message);
         } else if signer.starts_with("kubernetes.io/") {
             let message = format!(
-                "\"{signer}\" makes no gateway's certificate: the cluster's own signers make them for the API server's clients and for kubelets"
+                "\"{signer}\" issues no certificates for gateways: the built-in signers of Kubernetes issue them for clients of the API server and for kubelets"
             );
             fault(".signer", message);
         }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_system_makes_is_in_files_or_asked_for() {
+    fn external_certificates_come_from_files_or_on_demand() {
         let asked =
             json!({ "signer": "example.com/gateways", "trust_domain": "td", "client_ca": ["c"] });
         assert_eq!(faults(&asked), "");
@@ -156,11 +156,11 @@ mod tests {
             (json!({ "signer": "gateways" }), "DOMAIN/NAME"),
             (
                 json!({ "signer": "kubernetes.io/kubelet-serving" }),
-                "no gateway's",
+                "no certificates for gateways",
             ),
-            (json!({ "trust_domain": null }), "is missing"),
+            (json!({ "trust_domain": null }), "is required"),
             (json!({ "trust_domain": "a/b" }), "trust_domain"),
-            (json!({ "client_ca": [] }), "names nobody"),
+            (json!({ "client_ca": [] }), "no edge would be admitted"),
         ] {
             let mut wrong = asked.clone();
             wrong

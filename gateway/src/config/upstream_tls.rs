@@ -40,7 +40,7 @@ impl Default for UpstreamTls {
             signer: None,
             user: "causeway-gateway".to_owned(),
             approve: false,
-            // Who is between the gateway and an app when that is first met is believed for good.
+            // An attacker between the gateway and an app at the first connection would be trusted permanently.
             pin: false,
             // Never silently unverified.
             verify: true,
@@ -52,28 +52,30 @@ impl UpstreamTls {
     fn validate_signer(&self, path: &str, has_cluster: bool, faults: &mut ConfigErrors) {
         let Some(signer) = &self.signer else {
             if self.approve {
-                let why = "is for a signer that is asked for the certificate; there is none";
+                let why = "is only for a signer that issues the certificate, and no signer is set";
                 faults.add(format!("{path}.approve"), why);
             }
             return;
         };
         let mut fault = |why: &str| faults.add(format!("{path}.signer"), why);
         if self.certificate.is_some() || self.key.is_some() {
-            fault("makes the certificate, yet there are files of one; keep one of the two");
+            fault(
+                "issues the certificate, but files of a certificate are set too; keep one of the two",
+            );
         }
         if !has_cluster {
-            fault("is asked of a cluster; add the section kubernetes");
+            fault("needs a cluster that issues the certificate; add the section kubernetes");
         }
         let domain = signer.split_once('/').map(|(domain, _)| domain);
         if !domain.is_some_and(|domain| domain.contains('.')) {
-            fault("is no name of a signer; write DOMAIN/NAME");
+            fault("is not a valid signer name; write DOMAIN/NAME");
         } else if signer == "kubernetes.io/kube-apiserver-client-kubelet" {
             fault(
-                "signs for nodes alone; write kubernetes.io/kube-apiserver-client, or a signer of your own",
+                "signs certificates only for nodes; write kubernetes.io/kube-apiserver-client, or a signer of your own",
             );
         }
         if self.user.is_empty() || self.user.starts_with("system:") {
-            let why = "is no user of a gateway's own; leave it out, or name one that is bound to system:kubelet-api-admin";
+            let why = "is not a user that a gateway may use; remove this key, or set a user that is bound to system:kubelet-api-admin";
             faults.add(format!("{path}.user"), why);
         }
     }
@@ -88,37 +90,37 @@ impl UpstreamTls {
         let path = format!("upstream_tls.{port}");
         self.validate_signer(&path, has_cluster, faults);
         if port == 0 {
-            let why = "0 is no node port; ports run from 1 to 65535";
+            let why = "0 is not a valid node port; use a port from 1 to 65535";
             faults.add(path.as_str(), why);
         }
         match (&self.ca, self.pin, self.verify) {
             (None, false, true) => faults.add(
                 path.as_str(),
-                "needs \"ca\", the file of the CA that signed the app's certificates; to believe the key that it has \
-                 when it is first met say pin: true, to accept any certificate verify: false",
+                "needs \"ca\", the file of the CA that signed the app's certificate; to trust the key that the app \
+                 shows first, set pin: true; to accept any certificate, set verify: false",
             ),
             (Some(_), _, false) => faults.add(
                 format!("{path}.verify"),
-                "false accepts any certificate, yet \"ca\" names who signs; remove one of them",
+                "false accepts any certificate, but \"ca\" requires its CA; remove one of them",
             ),
             (Some(_), true, true) => faults.add(
                 format!("{path}.pin"),
-                "true goes by the app's key alone, yet \"ca\" names who signs; remove one of them",
+                "true checks only the app's key, but \"ca\" requires a CA; remove one of them",
             ),
             (None, true, false) => faults.add(
                 format!("{path}.verify"),
-                "false accepts any certificate, yet \"pin\" wants the one key; remove one of them",
+                "false accepts any certificate, but \"pin\" requires one key; remove one of them",
             ),
             _ => {}
         }
         match (&self.certificate, &self.key) {
             (Some(_), None) => faults.add(
                 format!("{path}.certificate"),
-                "needs \"key\", the file of its key",
+                "needs \"key\", the file of the certificate's private key",
             ),
             (None, Some(_)) => faults.add(
                 format!("{path}.key"),
-                "needs \"certificate\", the file of its certificate",
+                "needs \"certificate\", the file of the key's certificate",
             ),
             _ => {}
         }

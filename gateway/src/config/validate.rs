@@ -34,7 +34,7 @@ impl Validate for Config {
             let path = format!("listeners[{index}]");
             if !names.insert(listener.name.as_str()) {
                 let message = format!(
-                    "the name \"{}\" is taken by an earlier listener; each has its own",
+                    "the name \"{}\" is used by an earlier listener; each listener needs its own name",
                     listener.name
                 );
                 faults.add(format!("{path}.name"), message);
@@ -137,7 +137,7 @@ impl Config {
         let replicas = tunnel.replicas;
         if replicas.is_some_and(|replicas| !(1..=wire::MOST_GATEWAYS).contains(&replicas)) {
             let message = format!(
-                "an edge has tunnels at 1 to {} gateways",
+                "must be from 1 to {}: the number of gateways to which each edge has tunnels",
                 wire::MOST_GATEWAYS
             );
             faults.add("tunnel.replicas", message);
@@ -167,7 +167,9 @@ impl Config {
             ("kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
         ] {
             if bytes > MAX_OVERFLOW_BYTES {
-                let message = format!("a target has {MAX_OVERFLOW_BYTES} bytes at most");
+                let message = format!(
+                    "must be at most {MAX_OVERFLOW_BYTES}, the maximum size of a request target in bytes"
+                );
                 faults.add(format!("limits.{key}"), message);
             }
         }
@@ -209,7 +211,8 @@ impl Config {
 }
 
 /// Fault of a key that changes request fields, on a listener that reads no requests.
-const NOT_READ: &str = "what passes through this listener is not looked into, so nothing can be added; remove this key";
+const NOT_READ: &str =
+    "this listener does not parse what it forwards, so it can add nothing; remove this key";
 
 /// Checks of one listener.
 struct ListenerValidator<'a> {
@@ -242,7 +245,7 @@ impl ListenerValidator<'_> {
     fn target(&mut self) {
         let listener = self.listener;
         if listener.name.is_empty() {
-            self.add("name", "is empty; name the listener, for logs and metrics");
+            self.add("name", "is empty; set a name for logs and metrics");
         }
         if let Some(node) = &listener.node
             && let Err(error) = NodeName::parse(node)
@@ -250,7 +253,10 @@ impl ListenerValidator<'_> {
             self.add("node", error.to_string());
         }
         if listener.port == Some(0) {
-            self.add("port", "0 is no node port; ports run from 1 to 65535");
+            self.add(
+                "port",
+                "0 is not a valid node port; use a port from 1 to 65535",
+            );
         }
         if listener.protocol == ListenerProtocol::Tcp && !listener.original_destination {
             for (key, absent) in [
@@ -259,7 +265,7 @@ impl ListenerValidator<'_> {
             ] {
                 if absent {
                     self.missing(format!(
-                        "a tcp listener needs \"{key}\": bytes do not say whom they are for"
+                        "a tcp listener needs \"{key}\", because a plain TCP connection does not name its target"
                     ));
                 }
             }
@@ -267,13 +273,13 @@ impl ListenerValidator<'_> {
         if listener.protocol != ListenerProtocol::Connect && !listener.direct_networks.is_empty() {
             self.add(
                 "direct",
-                "only a connect listener dials itself; remove this key",
+                "only a connect listener dials targets itself; remove this key",
             );
         }
         if listener.original_destination && matches!(listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "original_destination",
-                "a unix socket has none; remove this key or listen on IP:PORT",
+                "a Unix socket has no original destination; remove this key or listen on IP:PORT",
             );
         }
     }
@@ -285,7 +291,7 @@ impl ListenerValidator<'_> {
         if matches!(self.listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "proxy_protocol",
-                "clients of a unix socket have no address; remove this key",
+                "clients of a Unix socket have no IP address; remove this key",
             );
         }
     }
@@ -307,7 +313,7 @@ impl ListenerValidator<'_> {
         {
             self.add(
                 "trusted_proxies",
-                "clients of a unix socket have no address; remove this key",
+                "clients of a Unix socket have no IP address; remove this key",
             );
         }
     }
@@ -355,7 +361,7 @@ impl ListenerValidator<'_> {
             listener.client_auth.own_ca || !listener.client_auth.client_ca.is_empty();
         if !listener.has_tls() && !listener.client_auth.client_ca.is_empty() {
             let message = format!(
-                "{} is served without TLS, so nobody shows a certificate; use client_auth.tokens or client_auth.jwt",
+                "{} is served without TLS, so clients cannot show a certificate; use client_auth.tokens or client_auth.jwt",
                 self.place()
             );
             self.add("client_auth.client_ca", message);
@@ -363,7 +369,7 @@ impl ListenerValidator<'_> {
         if listener.protocol == ListenerProtocol::Tcp && listener.client_auth.tokens.is_some() {
             self.add(
                 "client_auth.tokens",
-                "plain bytes have no place for a token; use client_auth.client_ca",
+                "a plain TCP connection cannot carry a token; use client_auth.client_ca",
             );
         }
         let by_token = listener.client_auth.tokens.is_some()
@@ -382,8 +388,8 @@ impl ListenerValidator<'_> {
                 }
             };
             self.missing(format!(
-                "no client of listener \"{}\" can be known, so it would serve nobody; {remedy}, or say \
-                 anonymous: true to serve everybody",
+                "listener \"{}\" has no method to authenticate clients, so it would refuse all of them; {remedy}, or set \
+                 anonymous: true to serve every client",
                 listener.name
             ));
         }
@@ -396,19 +402,19 @@ impl ListenerValidator<'_> {
             ("anonymous_ports", !listener.anonymous_ports.is_empty()),
         ] {
             if given && !listener.anonymous {
-                self.add(key, "narrows anonymous: true, which this listener does not say; add that or remove this key");
+                self.add(key, "restricts anonymous: true, which this listener does not have; add anonymous: true or remove this key");
             }
         }
         if let Some(index) = listener.anonymous_ports.iter().position(|port| *port == 0) {
             self.add(
                 &format!("anonymous_ports[{index}]"),
-                "0 is no node port; ports run from 1 to 65535",
+                "0 is not a valid node port; use a port from 1 to 65535",
             );
         }
         if !listener.anonymous_from.is_empty() && matches!(listener.listen, ListenAddr::Unix(_)) {
             self.add(
                 "anonymous_from",
-                "clients of a unix socket have no address; remove this key",
+                "clients of a Unix socket have no IP address; remove this key",
             );
         }
     }

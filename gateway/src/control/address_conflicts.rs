@@ -43,21 +43,21 @@ fn report(known: &AddressConflicts, found: &AddressConflicts) {
     for (address, conflict) in new.clone().take(MAX_LINES) {
         let nodes = join_names(&conflict.nodes);
         if let Some(holder) = &conflict.holder {
-            tracing::warn!(%address, nodes, %holder, "several nodes claim this address: only its holder is reached by it, the others by name");
+            tracing::warn!(%address, nodes, %holder, "several nodes claim this address: the address leads only to its holder, use names for the other nodes");
         } else {
-            tracing::warn!(%address, nodes, "several nodes have this address: none of them is reached by it, only by name");
+            tracing::warn!(%address, nodes, "several nodes have this address: the address leads to none of them, use their names");
         }
     }
     let more = new.count().saturating_sub(MAX_LINES);
     if more > 0 {
         tracing::warn!(
             more,
-            "several nodes have one address; causeway status names them"
+            "several nodes have the same address; `causeway status` lists them"
         );
     }
     let over = known.keys().filter(|address| !found.contains_key(address));
     for address in over.take(MAX_LINES) {
-        tracing::info!(%address, "the address is no longer that of several nodes");
+        tracing::info!(%address, "only one node has this address now");
     }
 }
 

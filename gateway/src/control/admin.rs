@@ -114,7 +114,7 @@ async fn path_unknown() -> ProblemDetails {
     ProblemDetails::new(
         StatusCode::NOT_FOUND,
         "path_unknown",
-        "there is nothing at this path",
+        "this path does not exist",
     )
 }
 
@@ -125,7 +125,7 @@ fn bounded(router: Router) -> Router {
             StatusCode::GATEWAY_TIMEOUT,
             WITHIN,
         ))
-        // A 503 of `/readyz` is an answer, and asked for every few seconds.
+        // A 503 of `/readyz` is a normal answer, and probes request it every few seconds.
         .layer(TraceLayer::new_for_http().on_failure(DefaultOnFailure::new().level(Level::DEBUG)))
 }
 
@@ -141,7 +141,7 @@ async fn guard(address: IpAddr, request: Request, next: Next) -> Response {
     if ours {
         return next.run(request).await;
     }
-    let detail = "the Host is neither localhost nor the admin listener's address";
+    let detail = "the Host is neither localhost nor the address of the admin listener";
     ProblemDetails::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail).into_response()
 }
 
@@ -200,7 +200,7 @@ async fn certificates(
     State(app): State<AdminState>,
 ) -> Result<Json<Vec<CertificateInUse>>, ProblemDetails> {
     app.certificates.list().map(Json).ok_or_else(|| {
-        let detail = "a reload is under way; ask again";
+        let detail = "a reload is in progress; try again later";
         ProblemDetails::new(StatusCode::SERVICE_UNAVAILABLE, "reloading", detail)
     })
 }
@@ -219,7 +219,8 @@ struct ApiCacheSummary {
 
 async fn pool(State(app): State<AdminState>) -> Result<Json<ApiCacheSummary>, ProblemDetails> {
     let Some(reading) = &app.roll.reading else {
-        let detail = "edges read nothing here: the configuration has no api_cache";
+        let detail =
+            "this gateway serves no API objects to edges: the configuration has no api_cache";
         let unknown = ProblemDetails::new(StatusCode::NOT_FOUND, "path_unknown", detail);
         return Err(unknown);
     };
@@ -245,7 +246,7 @@ async fn refresh(
     fields: HeaderMap,
 ) -> Result<Json<Vec<NodeName>>, ProblemDetails> {
     if fields.contains_key(header::ORIGIN) {
-        let detail = "a page in a browser may not ask for this";
+        let detail = "requests from a browser page are not allowed here";
         return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
     let failed = |detail: String| {
@@ -254,7 +255,7 @@ async fn refresh(
     match app.roll.refreshed().await {
         Some(Ok(gone)) => Ok(Json(gone)),
         Some(Err(error)) => Err(failed(error.to_string())),
-        None => Err(failed("the gateway is ending".to_owned())),
+        None => Err(failed("the gateway is shutting down".to_owned())),
     }
 }
 
@@ -269,14 +270,14 @@ async fn take_up(
     fields: HeaderMap,
 ) -> Result<Json<RotationStatus>, ProblemDetails> {
     if fields.contains_key(header::ORIGIN) {
-        let detail = "a page in a browser may not ask for this";
+        let detail = "requests from a browser page are not allowed here";
         return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
     let CaReloadFn(take_up) = app.take_up.clone();
     let taken = spawn_blocking(move || take_up()).await;
     let taken = taken.unwrap_or_else(|failed| Err(failed.to_string()));
     taken.map_err(|error| {
-        let detail = format!("the CA of the data directory cannot be taken up: {error}");
+        let detail = format!("the CA in the data directory cannot be loaded: {error}");
         ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
     })?;
     Ok(rotation(State(app)).await)
@@ -289,7 +290,7 @@ async fn one(
     let node = NodeName::parse(&node).ok();
     let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, (&node, &led(&app))));
     found.map(Json).ok_or_else(|| {
-        let detail = "no node of this name is enrolled or connected here";
+        let detail = "no node with this name is enrolled at or connected to this gateway";
         ProblemDetails::new(StatusCode::NOT_FOUND, "node_unknown", detail)
     })
 }

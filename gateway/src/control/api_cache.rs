@@ -65,7 +65,7 @@ const BOUNDS: ServerLimits = ServerLimits {
     life: None,
     streams: 64,
     grace: Duration::from_secs(2),
-    // A reader that is unwelcome asks for nothing more.
+    // A refused reader sends no further requests.
     last_request: Duration::ZERO,
 };
 /// Period over which connections are closed when the gateway drains: a fleet that reconnects at once is a storm.
@@ -98,7 +98,7 @@ pub(super) struct AuthorizedEdge {
 /// Reason why an edge may not read here.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AccessDenied {
-    #[error("as many edges read at once as api_cache.connections allows")]
+    #[error("the number of API cache connections has reached api_cache.connections")]
     Full,
     #[error("{0}")]
     Unwelcome(String),
@@ -157,7 +157,7 @@ impl ApiCacheServer {
                 .or_else(|| also(node, &reading.certificate))
                 .or_else(|| {
                     let other = self.right(node) != reading.right;
-                    other.then(|| "what it may read has changed".to_owned())
+                    other.then(|| "the set of objects that it may read has changed".to_owned())
                 })
         });
     }
@@ -183,7 +183,7 @@ impl ApiCacheServer {
         let right = self.right(node);
         let shown = (certificate.clone(), right);
         let entered = self.readings.enter(node, shown, PER_NODE);
-        // Whoever was judged before this one had entered is judged here.
+        // Connections that were checked before this one was registered are checked here.
         let why =
             rejection_reason(&self.nodes, node, &certificate).or_else(|| judged(&certificate));
         if let Some(why) = why {
@@ -265,7 +265,7 @@ impl ConnectionState {
 
 /// Returns the answer for an edge to which no rule applies.
 fn forbidden() -> Response {
-    let message = "the gateway lets this node read nothing of the cluster: no rule of its api_cache.allow is for the node's pool";
+    let message = "the gateway does not let this node read from the cluster: no rule in its api_cache.allow matches the node's pool";
     let status = json!({
         "kind": "Status",
         "apiVersion": "v1",

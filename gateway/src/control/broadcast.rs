@@ -10,7 +10,7 @@ pub(crate) fn announce<L: IntoIterator<Item = GatewayMessage>>(
 ) {
     for (_, edge) in registry.all() {
         for line in lines(&edge) {
-            // One that does not take it is about to end, and hears it when it comes back.
+            // A tunnel that does not accept the message ends soon, and its edge receives the message when it reconnects.
             let _ = edge.admitted.control.try_send(Box::new(line));
         }
     }

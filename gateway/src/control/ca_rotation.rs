@@ -97,7 +97,7 @@ struct RootStatus {
 pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> RotationStatus {
     let ca = ca.get();
     let edges = registry.all();
-    // Certificates of another system are none of this CA's.
+    // Certificates of an external CA were not issued by this CA.
     let counts =
         |edge: &TunnelInfo| !edge.is_leaving() && edge.admitted.certificate.given.is_none();
     let current = || edges.iter().filter(|(_, edge)| counts(edge));

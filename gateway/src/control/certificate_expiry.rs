@@ -169,7 +169,7 @@ fn select_expiring<'a>(
         let has_ended = certificate.not_after < now;
         let last = warned.get(&key).copied();
         let pause = if has_ended && last.is_some_and(|last| last <= certificate.not_after) {
-            // It is said at once that it has expired.
+            // The expiry is logged immediately.
             0
         } else {
             REPEAT_AFTER
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_comes_thirty_days_before_the_end_once_a_day_and_at_the_end() {
+    fn warnings_begin_thirty_days_before_expiry_and_repeat_daily() {
         let mut warned = BTreeMap::new();
         let all = [certificate(365 * DAY, false)];
         let end = all[0].not_after;
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn short_lives_are_warned_of_in_their_last_quarter_and_own_ones_on_the_last_day() {
+    fn short_lifetimes_warn_in_the_last_quarter_own_ones_last_day() {
         let short = certificate(DAY, false);
         assert_eq!(short.ends_soon(short.not_after - DAY / 3), None);
         assert!(short.ends_soon(short.not_after - DAY / 5).is_some());

@@ -51,7 +51,7 @@ impl BoundSockets {
 
     fn once(address: SocketAddr) -> io::Result<Self> {
         let tcp = listener::BoundSocket::tcp(address)?;
-        // Where the system chooses the port it is the same for both.
+        // If the system chooses the port, UDP and TCP use the same one.
         let address = tcp.local_addr().unwrap_or(address);
         let domain = Domain::for_address(address);
         let udp = socket2::Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;

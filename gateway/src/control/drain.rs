@@ -149,13 +149,13 @@ pub async fn drain(
 ) {
     readiness.drains();
     metrics.drains();
-    // An edge that is away does not come back here.
+    // An edge that has disconnected does not reconnect to this gateway.
     registry.close();
     let begin = Instant::now();
     let end = begin + grace;
     let going = async {
         announce_drain(registry, grace, SPREAD.min(grace / 4)).await;
-        // Half of the time is for going elsewhere: open streams, which alone need the rest, go on meanwhile.
+        // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
         let half = begin + grace / 2;
         until(half, || {
             registry.all().iter().all(|(_, edge)| is_leaving(edge))
@@ -165,7 +165,7 @@ pub async fn drain(
     tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
     let end = serve_on(registry, end, grace).await;
     listeners.close.cancel();
-    // Some are in the system's queue, and in no count before this.
+    // Some connections are still in the kernel's queue and not counted before this.
     sleep(LOOK.min(grace / 4)).await;
     let late = end.min(Instant::now() + LATE.min(grace / 2));
     until(late, || (listeners.clients)() == 0).await;
@@ -179,7 +179,7 @@ pub async fn drain(
     let left = registry.all();
     let streams: usize = left.iter().map(|(_, edge)| edge.streams()).sum();
     if streams > 0 {
-        tracing::warn!(streams, "the drain time is over: open streams are ended");
+        tracing::warn!(streams, "the drain time is over: closing the open streams");
     }
     registry.end();
     for (_, edge) in left {
@@ -197,11 +197,11 @@ async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant
         return end;
     }
     for edge in tunnels() {
-        // What rests between two requests is no stream that lasts.
+        // An idle connection between two requests does not count as an open stream.
         edge.admitted.tunnel.leave();
     }
-    tracing::info!("edges have nowhere else to go: listeners stay open while streams last");
-    // Every tunnel is asked each time.
+    tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
+    // Every tunnel is checked each time.
     let lasts = || {
         let lasting = tunnels().filter(|edge| !edge.admitted.tunnel.load().turn_over());
         lasting.count() > 0
@@ -230,7 +230,7 @@ async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) 
     tracing::info!(
         tunnels = edges.len(),
         ?grace,
-        "draining: asking edges to connect elsewhere"
+        "draining: asking edges to connect to other gateways"
     );
     for (after, edge) in edges {
         sleep_until(begin + after).await;
@@ -238,7 +238,7 @@ async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) 
         let line = GatewayMessage::Drain {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
         };
-        // A tunnel whose control stream is gone or stuck is about to end by itself.
+        // A tunnel whose control stream is closed or stuck ends by itself soon.
         let _ = edge.admitted.control.try_send(Box::new(line));
     }
 }
@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_are_held_off_until_everything_is_there_that_is_waited_for() {
+    fn clients_wait_until_all_startup_conditions_are_met() {
         let readiness = Readiness::default();
         assert_eq!(readiness.held(), None);
         let (nodes, other) = (readiness.hold("no nodes yet"), readiness.hold("another"));

@@ -11,7 +11,7 @@ const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
 /// Time for which an edge stays away, likewise, that cannot be checked yet.
 const SOON: Duration = Duration::from_secs(10);
 /// Message to such an edge.
-const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
+const EARLY: &str = "this gateway does not know the nodes of the cluster yet, because the cluster's API has not answered; try again later";
 
 /// Returns the message that makes an edge retry soon, since it cannot be checked yet.
 pub(super) fn retry_later_message() -> GatewayMessage {
@@ -39,10 +39,10 @@ pub(super) fn rejection_reason(
 ) -> Option<String> {
     match nodes.get(node) {
         None if nodes.is_clusters_edge(node) == Some(false) => Some(format!(
-            "the cluster's Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels, and no token names it"
+            "the cluster's Node {node} is not an edge node: it has none of the labels in kubernetes.edge_labels, and no token names it"
         )),
         None if shown.given.is_some() => Some(format!(
-            "node {node} is not known at this gateway: `causeway node add {node}` there lets it in"
+            "node {node} is not registered at this gateway: run `causeway node add {node}` at the gateway to admit it"
         )),
         None => Some(format!(
             "node {node} is not enrolled at this gateway (or was removed); join again with a new token of `causeway token create --node {node}`"
@@ -54,9 +54,9 @@ pub(super) fn rejection_reason(
             let why = nodes.revoked(node);
             Some(why.unwrap_or_else(|| record_revoked(node, &reason)))
         }
-        // A machine that was stolen has the certificate of the one that took its place.
+        // A stolen machine has an old certificate of the node whose replacement has joined since.
         Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
-            "this certificate of node {node} is from before the node joined anew; join again with a new token of `causeway token create --node {node}`"
+            "this certificate of node {node} was issued before the node joined again; join again with a new token of `causeway token create --node {node}`"
         )),
         Some(_) => None,
     }
@@ -69,11 +69,12 @@ pub(super) fn untrusted_reason(
     shown: &EdgeCertificate,
 ) -> Option<String> {
     let why = if shown.given.is_some() {
-        "is not believed here any more (tunnel.identity.client_ca)".to_owned()
+        "is no longer trusted by this gateway (tunnel.identity.client_ca)".to_owned()
     } else {
         format!("was retired; join again with a new token of `causeway token create --node {node}`")
     };
-    (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
+    (!believed)
+        .then(|| format!("the certificate of node {node} was issued under a root that {why}"))
 }
 
 /// Converts a record of the disk to an entry of the table.

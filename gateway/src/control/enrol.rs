@@ -130,12 +130,12 @@ pub fn router(enrolment: Enrolment) -> Router {
 
 /// Returns the same routes for edges with certificates of an external CA: each request is refused with the reason.
 pub fn closed(metrics: Arc<Metrics>) -> Router {
-    // Read to its end, lest over HTTP/2 a reset of what was not read overtake the answer.
+    // The body is read to its end: over HTTP/2 a reset of an unread body could arrive before the answer.
     let refused = move |Extension(peer): Extension<Peer>, _: Bytes| async move {
         let problem = refuse(
             StatusCode::NOT_IMPLEMENTED,
             "certificates_given",
-            "this gateway makes no certificates: edges bring those of another system (identity)",
+            "this gateway issues no certificates: edges use certificates of an external CA (identity)",
         );
         report(&metrics, "enrol", &peer, Err(problem))
     };
@@ -219,7 +219,7 @@ impl HandlerState {
             let mut problem = refuse(
                 StatusCode::TOO_MANY_REQUESTS,
                 "too_many_attempts",
-                "too many wrong join tokens came from this address",
+                "too many invalid join tokens were sent from this address",
             );
             problem.retry_after = Some(wait);
             return Err(problem);
@@ -242,10 +242,10 @@ impl HandlerState {
             })?;
         let (desk, address, version) = (self.clone(), peer.address, join.version);
         let enrolled = spawn_blocking(move || {
-            // Of two that would be one new node, the second finds it joined.
+            // If two edges join as the same new node, the second finds that the node has joined.
             let _turn = desk.joining.lock().unwrap_or_else(PoisonError::into_inner);
             let (node, record) = desk.redeem(&token, node)?;
-            info!(%node, token = %token.id, ?version, "a join token is spent");
+            info!(%node, token = %token.id, ?version, "a join token was used");
             desk.issue(&key, node, record)
         });
         let enrolled = enrolled.await.map_err(|error| broken(&error))?;
@@ -266,7 +266,7 @@ impl HandlerState {
             return Err(refuse(
                 StatusCode::UNAUTHORIZED,
                 "certificate_missing",
-                "renewing needs the edge's certificate; without one, join with a token",
+                "renewal requires the edge's certificate; an edge without one must join with a token",
             ));
         };
         let key = key(&renew.csr)?;
@@ -374,10 +374,8 @@ fn revoked(why: String) -> ProblemDetails {
 
 fn unreadable(rejection: &JsonRejection) -> ProblemDetails {
     let detail: Cow<'static, str> = match rejection {
-        // Its words quote what was sent, which may be a token.
-        JsonRejection::JsonDataError(_) => {
-            "the body is not the JSON object that is expected here".into()
-        }
+        // The error text quotes the body, which may contain a token.
+        JsonRejection::JsonDataError(_) => "the body is not the expected JSON object".into(),
         other => other.body_text().into(),
     };
     refuse(rejection.status(), "request_malformed", detail)
@@ -389,7 +387,7 @@ fn broken(why: &dyn std::error::Error) -> ProblemDetails {
     let mut problem = refuse(
         StatusCode::INTERNAL_SERVER_ERROR,
         "gateway_failed",
-        "the gateway could not issue the certificate; its log says why",
+        "the gateway could not issue the certificate; see its log for the cause",
     );
     problem.retry_after = Some(10);
     problem

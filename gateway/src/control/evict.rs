@@ -28,7 +28,7 @@ pub(crate) async fn run(config: Config, pressure: Arc<MemoryBudget>, metrics: Ar
             tracing::warn!(
                 reason = shortage.word(),
                 streams,
-                "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory, timeouts.download)"
+                "streams were reset because their peers do not read the buffered bytes (limits.stalled, limits.tcp_memory, timeouts.download)"
             );
             streams = 0;
         }

@@ -113,7 +113,7 @@ pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, 
     let listener = match listener.attach() {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::error!(%error, "cannot serve: the system does not take the listener");
+            tracing::error!(%error, "cannot serve: the listener cannot be registered with the runtime");
             return;
         }
     };
@@ -165,7 +165,7 @@ pub(crate) async fn serve(
         async move {
             let mut answer = answer.await?;
             if !is_http2 && ending.is_due.load(Relaxed) {
-                // The engine then closes the connection (RFC 9112, section 9.6).
+                // hyper then closes the connection (RFC 9112, section 9.6).
                 let close = HeaderValue::from_static("close");
                 answer.headers_mut().insert(header::CONNECTION, close);
             }
@@ -186,7 +186,7 @@ pub(crate) async fn serve(
         }
     };
     if let Err(error) = ended {
-        tracing::debug!(error, "a control connection ended out of order");
+        tracing::debug!(error, "a control connection ended with an error");
     }
 }
 
@@ -321,7 +321,7 @@ mod tests {
             let first = String::from_utf8_lossy(&answer[..read]).to_lowercase();
             assert!(!first.contains("connection: close"), "{first}");
             stop.cancel();
-            // It rests, and asks once more.
+            // The connection is idle and sends one more request.
             sleep(SHORT.last_request / 2).await;
             client.write_all(head).await.unwrap();
             let mut last = String::new();

@@ -73,7 +73,7 @@ impl JwksFetchers {
     /// If the certificate of the URL's server could not be verified.
     pub fn keys(&self, jwt: &Jwt, ca: Option<&str>) -> Result<JwksCache, String> {
         let Jwks::Url(url) = &jwt.jwks else {
-            return Err("keys of a file are not fetched".to_owned());
+            return Err("keys in a file are not fetched".to_owned());
         };
         let place = JwksEndpoint {
             url: url.to_string(),
@@ -114,7 +114,7 @@ async fn once(source: &JwksSource, bound: Duration, metrics: &Metrics) -> Option
     metrics.jwks_fetched(fetched.is_ok());
     fetched
         .inspect_err(|error| {
-            tracing::warn!(url = %source, error, "the keys of an issuer of JWTs cannot be fetched; those before count until jwks_max_age");
+            tracing::warn!(url = %source, error, "the keys of a JWT issuer cannot be fetched; the previous keys stay valid until jwks_max_age");
         })
         .ok()
 }
@@ -137,7 +137,7 @@ where
             (PAUSE * failures).min(SLOWEST).min(refresh)
         };
         if writer.ended(fetched) {
-            tracing::info!("keys of an issuer of JWTs are new");
+            tracing::info!("the keys of a JWT issuer changed");
         }
         tokio::select! {
             () = sleep_until(began + next) => {}

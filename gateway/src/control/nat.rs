@@ -41,7 +41,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 pub enum NatError {
     /// The process lacks the capability.
     #[error(
-        "needs CAP_NET_ADMIN, to write rules of nftables (systemd: AmbientCapabilities=CAP_NET_ADMIN; containers: capabilities.add NET_ADMIN, and the host's network)"
+        "needs CAP_NET_ADMIN to write nftables rules (systemd: AmbientCapabilities=CAP_NET_ADMIN; containers: capabilities.add NET_ADMIN, and the host's network)"
     )]
     NotAllowed,
     /// The kernel does not support nftables.
@@ -49,12 +49,12 @@ pub enum NatError {
     Unsupported(io::Error),
     /// Another running process has a table of this name.
     #[error(
-        "another process that runs owns the nftables table inet {0}; end it, or give this one another name (redirect.table)"
+        "another running process owns the nftables table inet {0}; stop that process, or choose another table name (redirect.table)"
     )]
     Taken(String),
     /// The kernel refused the rules.
     #[error(
-        "the kernel refused the rules of nftables (they need Linux 5.12, with nft_fib_inet and nft_redir): {0}"
+        "the kernel refused the nftables rules (they need Linux 5.12, with nft_fib_inet and nft_redir): {0}"
     )]
     Kernel(NetlinkError),
 }
@@ -188,10 +188,10 @@ impl KernelRules {
             Ok(0) => {}
             Ok(forgotten) => tracing::debug!(
                 forgotten,
-                "connections to addresses that change hands are forgotten"
+                "connection tracking entries of addresses that move to another node are deleted"
             ),
             Err(error) if !std::mem::replace(&mut self.complained, true) => {
-                tracing::warn!(%error, "connections that began before an address changed hands go on as they were: the kernel does not tell of them (nf_conntrack_netlink)");
+                tracing::warn!(%error, "connections that began before an address moved to another node continue unchanged: the kernel does not list them (nf_conntrack_netlink)");
             }
             Err(_) => {}
         }
@@ -240,7 +240,7 @@ impl Nat {
         tracing::info!(
             table,
             addresses,
-            "connections to nodes' own addresses are redirected"
+            "connections to node addresses are redirected"
         );
         Ok(nat)
     }
@@ -266,7 +266,7 @@ impl Nat {
             tracing::warn!(
                 %network,
                 networks = new.len(),
-                "several nodes have pods or addresses in this network: its pods are led nowhere, and reached by no address"
+                "several nodes have pods or addresses in this network: connections to its pods are not redirected, and no pod address in it leads to a node"
             );
         }
         self.shared = shared;
@@ -285,7 +285,7 @@ impl Nat {
             }
             let (led, ports) = self.wanted();
             let mut rules = self.rules;
-            // The kernel waits for its other cores before it answers: clients here do not wait for that.
+            // The kernel waits for its other workers before it answers: clients of this gateway do not wait for that.
             let began = Instant::now();
             let done = spawn_blocking(move || {
                 let done = rules.become_these(led, ports);
@@ -293,18 +293,18 @@ impl Nat {
             });
             let Ok((rules, done)) = done.await else {
                 return tracing::error!(
-                    "redirections ended by a fault; the next start makes them anew"
+                    "redirection stopped because of an internal error; the next start creates the rules again"
                 );
             };
             self.rules = rules;
             let (addresses, took) = (self.rules.led.edges.len(), began.elapsed());
-            tracing::debug!(addresses, ?took, "redirections are as the nodes are");
+            tracing::debug!(addresses, ?took, "redirections match the current nodes");
             if let Err(error) = done {
-                tracing::warn!(%error, "redirections are not as they should be, trying again");
+                tracing::warn!(%error, "redirections could not be updated, retrying");
             }
         }
         if let Err(error) = self.rules.table.remove() {
-            tracing::warn!(%error, "redirections could not be taken away");
+            tracing::warn!(%error, "redirections could not be removed");
         }
     }
 }

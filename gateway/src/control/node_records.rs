@@ -54,7 +54,7 @@ impl WriteError {
 
     /// Returns the error for a process that ends while it writes.
     fn given_up<E>(_: E) -> Self {
-        Self("what should be written was given up".to_owned())
+        Self("the write was cancelled because the gateway is shutting down".to_owned())
     }
 }
 
@@ -125,9 +125,9 @@ impl NodeRecordWriter {
             writing = self.0.writing.clone().lock_owned() => writing,
         };
         let inner = self.0.clone();
-        // All that has gathered, this one too unless somebody has written it meanwhile.
+        // Writes all collected records, including this one unless another task has written it in the meantime.
         let written = spawn_blocking(move || {
-            // Nobody else begins before this one ends, whoever waits for it.
+            // No other write begins before this one ends, regardless of the waiting task.
             let _writing = writing;
             inner.write();
         });
@@ -160,7 +160,7 @@ impl Inner {
             records = self.store.nodes().change(&changes)?;
             let made = changes.iter().zip(&records);
             let anew = made.filter_map(|((_, change), record)| {
-                // Nothing that the table has changes by a renewal.
+                // A renewal changes nothing in the table.
                 let renewed = matches!(change, NodeUpdate::Renewed(_));
                 record.clone().filter(|_| !renewed).map(known)
             });
@@ -174,7 +174,7 @@ impl Inner {
             }
         };
         for (tell, written) in tellers.into_iter().zip(told) {
-            // Whoever asked may be gone.
+            // The requester may have gone.
             let _ = tell.send(written);
         }
     }
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_goes_away_leaves_others_what_they_wait_for() {
+    async fn a_cancelled_waiter_leaves_the_answer_to_other_waiters() {
         let world = world();
         let (first, second) = (name("edge-1"), name("edge-2"));
         let disk = world.ledger.0.writing.lock().await;
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_known_of_a_node_stays_and_a_disk_that_fails_lets_nobody_in() {
+    async fn known_node_records_stay_and_a_failing_disk_admits_no_node() {
         let world = world();
         let (known, new) = (name("edge-1"), name("edge-2"));
         let pool = Some("north".to_owned());
@@ -270,7 +270,7 @@ mod tests {
         );
         world.ledger.arrived(&known).await.unwrap();
         assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
-        // The disk knows more than the table, as after a command whose gateway was not told.
+        // The disk has newer records than the table, as after a command that did not notify the gateway.
         let (late, at) = (name("edge-3"), 7);
         let nodes = world.store.nodes();
         nodes.confirm(&late, NodeAttributes::default(), at).unwrap();

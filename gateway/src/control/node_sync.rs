@@ -33,10 +33,12 @@ pub enum RefreshError {
     #[error("the data directory cannot be read: {0}")]
     Store(#[from] StoreError),
     /// The nodes are reloaded, but the pinned keys of other nodes remain.
-    #[error("it is done, but the keys of apps (pins.json) could not be taken up: {0}")]
+    #[error(
+        "the nodes were reloaded, but the pinned keys of apps (pins.json) could not be loaded: {0}"
+    )]
     Keys(#[source] StoreError),
     /// Fault of Causeway itself.
-    #[error("the nodes could not be read anew: {0}")]
+    #[error("the nodes could not be reloaded: {0}")]
     Failed(#[from] tokio::task::JoinError),
 }
 
@@ -71,7 +73,7 @@ impl NodeSync {
         let roll = self.clone();
         self.tasks
             .spawn_on(&self.runtime, Span::current(), async move {
-                // Nobody listens where the one that asked has gone.
+                // The send fails if the requester has gone.
                 let _ = tell.send(roll.refresh().await);
             });
         told.await.ok()
@@ -83,7 +85,7 @@ impl NodeSync {
         self.tasks
             .spawn_on(&self.runtime, Span::current(), async move {
                 if let Err(error) = roll.refresh().await {
-                    tracing::error!(%error, "who is welcome could not be read anew");
+                    tracing::error!(%error, "the records of admitted nodes could not be reloaded");
                 }
             });
     }
@@ -98,13 +100,13 @@ impl NodeSync {
         let before = nodes.reader().record_names();
         let read = spawn_blocking(move || {
             reload_records(&nodes, &store)?;
-            // Of those who are welcome now: what was noted meanwhile of others goes as well.
+            // Keeps only the keys of nodes that are admitted now, without keys recorded in the meantime for others.
             keeper.refresh().map_err(RefreshError::Keys)
         })
         .await?;
         let after = self.nodes.reader().record_names();
         let removed = before.difference(&after).cloned().collect();
-        // Who is believed does not hang on what the disk says of nodes.
+        // The trusted roots do not depend on the node records on the disk.
         let gone = self.expel(removed).await?;
         read?;
         Ok(gone)
@@ -113,7 +115,7 @@ impl NodeSync {
     /// Closes the tunnels of all rejected nodes, and of those whose record was `removed`. A cluster may vouch for such a node all
     /// the same, and then its edge is admitted again.
     async fn expel(&self, removed: BTreeSet<NodeName>) -> Result<Vec<NodeName>, RefreshError> {
-        // To follow a chain takes two signatures each, where a root is gone.
+        // If a root was removed, each chain takes two signature verifications.
         let roll = self.clone();
         let leaving = spawn_blocking(move || roll.leaving(&removed)).await?;
         Ok(send_away(leaving).await)
@@ -124,7 +126,7 @@ impl NodeSync {
     pub async fn follow_cluster(self) {
         let (nodes, mut changes) = (self.nodes.reader(), self.nodes.changes());
         while changes.changed().await.is_ok() {
-            // Changes of many nodes are one look at the tunnels.
+            // Changes of many nodes cause only one check of the tunnels.
             sleep(GATHER).await;
             changes.mark_unchanged();
             let moved = |node: &NodeName| nodes.is_clusters_edge(node) == Some(false);
@@ -194,10 +196,10 @@ async fn send_away(leaving: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName
         return Vec::new();
     }
     for (node, edge, why) in &leaving {
-        tracing::warn!(%node, why, "ending a tunnel of {node}");
+        tracing::warn!(%node, why, "closing a tunnel of {node}");
         edge.admitted.tunnel.drain();
         let line = goaway_message(GoAway::Unwelcome, why.clone());
-        // One that takes no lines hears nothing.
+        // An edge that does not read the control stream receives nothing.
         let _ = edge.admitted.control.try_send(Box::new(line));
     }
     sleep(CLOSE_GRACE).await;

@@ -35,11 +35,11 @@ impl PinWriter {
         let mut met = Vec::new();
         while meetings.recv_many(&mut met, AT_ONCE).await > 0 {
             let (keeper, batch) = (self.clone(), std::mem::take(&mut met));
-            // Where it fails whoever waits is told that nobody is there.
+            // If the send fails, the waiting task receives the error that the writer has ended.
             let begins = spawn_blocking(move || keeper.note(batch)).await;
             if begins.unwrap_or(false) {
                 tracing::warn!(
-                    "no key of any app was known in this data directory: whoever answers for an app for the first time is believed from now on. Where the directory goes with a pod, so it is with each: name the CA of such apps (`apps.PORT.ca` in place of `pin: true`), keep the directory, or keep the keys in a Secret (`kubernetes.state`)"
+                    "this data directory contains no pinned keys: the gateway trusts and pins the first key that each app shows. If the directory is deleted with its pod, this happens again after each restart: set the CA of such apps (`apps.PORT.ca` instead of `pin: true`), keep the directory, or store the keys in a Secret (`kubernetes.state`)"
                 );
             }
         }
@@ -103,12 +103,12 @@ impl PinWriter {
                 (Some(why), _) => Err(why.clone()),
                 (None, Some(pin)) => Ok(*pin),
                 (None, None) if self.is_welcome(&met.node) => {
-                    Err("there are too many of this node already".to_owned())
+                    Err("too many keys of this node are pinned already".to_owned())
                 }
-                (None, None) => Err("the node is not welcome any more".to_owned()),
+                (None, None) => Err("the node is no longer admitted".to_owned()),
             };
             say(&met, &told, since);
-            // Whoever met it may be gone.
+            // The stream that recorded the key may have gone.
             let _ = met.tell.send(told);
         }
         was_empty && !noted.is_empty()
@@ -121,12 +121,12 @@ fn say(met: &NewPin, told: &Result<Pin, String>, now: u64) {
     } = met;
     match told {
         Ok(pin) if pin.key == *key && pin.since == now => {
-            tracing::info!(%node, port, %key, "port {port} of {node} is known by its key from now on");
+            tracing::info!(%node, port, %key, "the key of port {port} of {node} is now pinned");
         }
-        // The one whose key was refused says so.
+        // The stream whose key was refused reports the error.
         Ok(_) => {}
         Err(why) => {
-            tracing::error!(%node, port, %key, why, "the key of port {port} of {node} cannot be noted");
+            tracing::error!(%node, port, %key, why, "the key of port {port} of {node} cannot be recorded");
         }
     }
 }
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_keys_of_a_data_directory_are_told_from_those_that_come_later() {
+    fn first_keys_of_a_data_directory_are_separated_from_later_keys() {
         let world = World::new();
         let note = |node: &str, key: &str| {
             let (tell, _told) = oneshot::channel();
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_that_meet_an_app_at_once_all_are_told_the_one_key_that_is_on_the_disk() {
+    async fn concurrent_first_contacts_all_get_the_one_key_on_disk() {
         let mut world = World::new();
         let noted = world
             .while_kept(async |world| {
@@ -231,12 +231,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_that_takes_nothing_leaves_an_app_unknown_until_it_does() {
+    async fn a_full_disk_leaves_an_upstream_unpinned_until_writes_work() {
         let mut world = World::new();
         let (file, aside) = ("pins.json", "aside");
         let path = |name: &str| world.folder.path().join("data").join(name);
         let (file, aside) = (path(file), path(aside));
-        // What is written is renamed to this place.
+        // The written file is renamed to this path.
         std::fs::create_dir(&file).unwrap();
         std::fs::write(file.join(aside.file_name().unwrap()), "").unwrap();
         world
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn keys_go_with_their_node_and_one_that_is_not_welcome_gets_none() {
+    async fn keys_end_with_their_node_and_a_revoked_node_gets_none() {
         let mut world = World::new();
         world
             .while_kept(async |world| {
@@ -258,7 +258,7 @@ mod tests {
                     world.met(node, "a").await.unwrap();
                 }
                 world.nodes.remove(&name("edge-1"));
-                // Another gateway has let these in, and the cluster may know them yet.
+                // Another gateway has admitted these nodes, and the cluster may not have reported them yet.
                 world.keeper.refresh().unwrap();
                 assert!(world.pins.get(&name("edge-1"), 1).is_some());
                 let here = ClusterNode {
@@ -268,7 +268,7 @@ mod tests {
                 world.nodes.cluster([(name("edge-4"), here)].into());
                 world.met("edge-4", "a").await.unwrap();
                 let said = world.met("edge-3", "a").await.unwrap_err();
-                assert!(said.contains("not welcome"), "{said}");
+                assert!(said.contains("no longer admitted"), "{said}");
                 world.keeper.refresh().unwrap();
                 assert_eq!(world.pins.get(&name("edge-1"), 1), None);
                 assert!(world.pins.get(&name("edge-2"), 1).is_some());
@@ -278,7 +278,7 @@ mod tests {
         let left = world.keeper.store.pins().all().unwrap();
         let kept = [name("edge-2"), name("edge-4")];
         assert_eq!(left.into_keys().collect::<Vec<_>>(), kept);
-        // And not those whom the configuration shuts out.
+        // The pins of nodes that the configuration revokes are dropped too.
         let revoked = [name("edge-4")].into();
         world.nodes.revoke(revoked);
         world.keeper.refresh().unwrap();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn where_nobody_notes_whoever_waits_is_told_within_its_bound() {
+    async fn waiters_without_a_pin_writer_time_out_within_the_bound() {
         let mut world = World::new();
         let little = Duration::from_millis(20);
         let node = name("edge-1");
@@ -294,6 +294,6 @@ mod tests {
         assert!(late.unwrap_err().contains("within"));
         drop(world.meetings.take());
         let ending = world.met("edge-1", "a").await.unwrap_err();
-        assert!(ending.contains("ending"), "{ending}");
+        assert!(ending.contains("shutting down"), "{ending}");
     }
 }

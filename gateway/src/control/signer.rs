@@ -56,7 +56,7 @@ impl Signer {
             _ if revoked.is_some() => revoked,
             None => Some(format!("the cluster has no Node {node}")),
             Some(false) => Some(format!(
-                "Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels"
+                "Node {node} is not an edge node: it has none of the labels in kubernetes.edge_labels"
             )),
             Some(true) => None,
         }
@@ -85,7 +85,7 @@ impl Signer {
     ) -> Result<IssuedCertificate, SignError> {
         let (ca, of) = (self.ca.get(), node.clone());
         let life = life.map_or(self.lifetime, |life| life.min(self.lifetime));
-        // Of several requests the newest has to hold, in whatever order they are signed.
+        // The newest of several requests must win, regardless of the order in which they are signed.
         let since = asked_at
             .min(UnixTime::now().as_secs())
             .saturating_sub(SKEW.as_secs());
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_node_that_its_cluster_vouches_for_gets_a_certificate_which_ends_those_from_before() {
+    async fn a_cluster_approved_node_gets_a_certificate_replacing_older() {
         let world = World::start();
         let (signer, key) = (signer(&world), PrivateKey::generate().unwrap());
         world.nodes.cluster([(name("edge-1"), member(true))].into());
@@ -154,7 +154,7 @@ mod tests {
         assert!(edge.leaf.not_after().as_secs() <= now + 660);
         let known = world.reader().get(&name("edge-1")).unwrap();
         assert_eq!(known.joined_at, now - 60, "as the clocks may differ");
-        // One that was asked for earlier does not put the newer one out.
+        // A certificate requested earlier does not replace the newer one.
         let earlier = signer.sign((read(), &node), None, now - 500);
         earlier.await.unwrap();
         let known = world.reader().get(&name("edge-1")).unwrap();
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_is_no_edge_of_the_cluster_or_revoked_is_refused_with_the_reason() {
+    async fn a_foreign_or_revoked_node_is_refused_with_the_reason() {
         let world = World::start();
         let signer = signer(&world);
         let refused = |node: &str| signer.refuses(&name(node)).unwrap_or_default();
@@ -176,7 +176,7 @@ mod tests {
             .into(),
         );
         assert_eq!(refused("edge-1"), "");
-        assert!(refused("cloud").contains("not at the edge"));
+        assert!(refused("cloud").contains("not an edge node"));
         world.nodes.revoke([name("edge-1")].into());
         assert!(refused("edge-1").contains("tunnel.revoked names it"));
         world.nodes.revoke([].into());
@@ -190,7 +190,7 @@ mod tests {
         let key = PrivateKey::generate().unwrap();
         let request = request(&world, &key, "edge-1");
         let key = signer.read(&request, &name("edge-1")).unwrap();
-        // The disk has the last word.
+        // The state on the disk takes precedence.
         let refusal = signer.sign((key, &name("edge-1")), None, 0).await;
         assert!(refusal.unwrap_err().to_string().contains("stolen"));
         assert!(refused("edge-1").contains("causeway node allow edge-1"));

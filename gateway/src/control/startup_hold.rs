@@ -28,10 +28,10 @@ pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
     match spawn_blocking(move || store.write_runtime(FILE_NAME, &text)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
-            tracing::warn!(%error, "the connected nodes cannot be noted for the next start");
+            tracing::warn!(%error, "the list of connected nodes cannot be saved for the next start");
         }
         Err(error) => {
-            tracing::debug!(%error, "the connected nodes are not noted: this gateway ends");
+            tracing::debug!(%error, "the list of connected nodes is not saved: the gateway is shutting down");
         }
     }
 }
@@ -66,14 +66,18 @@ impl StartupHold {
         let noted = match noted {
             Ok(Ok(noted)) => noted,
             Ok(Err(error)) => {
-                tracing::warn!(%error, "the nodes that were connected before the start cannot be read");
+                tracing::warn!(%error, "the list of nodes that were connected before the start cannot be read");
                 None
             }
             Err(_) => return,
         };
         while let Some((back, of)) = self.missing_nodes(noted.as_ref()) {
             if Instant::now() >= end {
-                return tracing::info!(back, of, "ready without the other edges (timeouts.edges)");
+                return tracing::info!(
+                    back,
+                    of,
+                    "ready without waiting for the remaining edges (timeouts.edges)"
+                );
             }
             hold.says(format!(
                 "waiting for edges: {back} of {of} nodes are connected (timeouts.edges)"
@@ -126,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gateway_waits_for_the_nodes_that_it_had_at_its_end_and_without_a_note_for_all() {
+    async fn a_gateway_waits_for_its_last_connected_nodes_or_for_all() {
         let long = Duration::from_hours(1);
         let world = World::start();
         assert!(!waits(&world, long).await, "there is no node");
@@ -147,7 +151,7 @@ mod tests {
             .until(|world| !world.registry.holds(&name("edge-1")))
             .await;
         assert!(waits(&world, long).await);
-        // A node that is welcome no more is not waited for.
+        // The gateway does not wait for a node that is no longer admitted.
         save_connected_nodes(&world.store, &world.registry).await;
         world.nodes.revoke([name("edge-1"), name("edge-2")].into());
         assert!(!waits(&world, long).await);

@@ -57,11 +57,13 @@ enum HandshakeError {
     TooSlow(Duration),
     #[error("{0}")]
     Peer(#[from] PeerRejected),
-    #[error("the gateway stops")]
+    #[error("the gateway is stopping")]
     Stopping,
-    #[error("too many edges join at once")]
+    #[error("too many edges are connecting at the same time")]
     Full,
-    #[error("its place was given to another connection before it had asked for anything")]
+    #[error(
+        "the connection was closed before its first request to make room for another connection"
+    )]
     Evicted,
     #[error(transparent)]
     Unread(#[from] AccessDenied),
@@ -143,13 +145,13 @@ impl TunnelListener {
         let listener = match listener.attach() {
             Ok(listener) => listener,
             Err(error) => {
-                tracing::error!(%error, "the system does not take the tunnel port's listener");
+                tracing::error!(%error, "the listener of the tunnel port cannot be registered with the runtime");
                 return;
             }
         };
         let grace = self.drain + FAREWELL;
-        let cores: Vec<WorkerId> = self.cores.all().collect();
-        let mut next = cores.iter().copied().cycle();
+        let workers: Vec<WorkerId> = self.workers.all().collect();
+        let mut next = workers.iter().copied().cycle();
         let (arrived, mut arrivals) = mpsc::channel(self.places.handshakes);
         let limit = |name, most| self.metrics.connection_limit(name, most);
         let desk = HandshakeContext {
@@ -171,14 +173,14 @@ impl TunnelListener {
                     let (listener::RemoteAddr::Tcp(from), Ok(slot)) = (peer, desk.arriving.admit(peer)) else {
                         continue;
                     };
-                    let core = next.next().unwrap_or(WorkerId(0));
+                    let worker = next.next().unwrap_or(WorkerId(0));
                     let span = info_span!("handshake", %from);
-                    let runtime = desk.admission.cores.runtime(core);
+                    let runtime = desk.admission.workers.runtime(worker);
                     tasks.spawn_on(runtime, span, desk.clone().greet(slot, socket.detach(), from));
                 }
             }
         }
-        // Refused at once, an edge goes elsewhere sooner than one that waits in a queue which nobody serves.
+        // An edge that is refused at once tries another gateway sooner than an edge that waits in a queue.
         drop((listener, arrivals));
         tasks.drain(grace).await;
     }
@@ -186,11 +188,11 @@ impl TunnelListener {
     /// Begins the session with an edge on the worker of its node.
     fn carry(self: &Arc<Self>, tasks: &TaskGroup, arrived: Box<HandshakenEdge>) {
         let node = arrived.node.as_ref();
-        let core = node.map_or(WorkerId(0), |node| self.cores.of(node));
+        let worker = node.map_or(WorkerId(0), |node| self.workers.of(node));
         let name = node.map_or("(refused)", NodeName::as_str);
         let span = info_span!("tunnel", node = name, from = %arrived.from);
         let conversation = session::run(self.clone(), arrived);
-        tasks.spawn_on(self.cores.runtime(core), span, conversation);
+        tasks.spawn_on(self.workers.runtime(worker), span, conversation);
     }
 }
 
@@ -231,7 +233,7 @@ impl HandshakeContext {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
                 self.refused(from, &error.into());
-                // That it may read why takes a place of those who come.
+                // The lingering close lets the peer read the alert; the connection keeps its place until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
                 }
@@ -253,10 +255,10 @@ impl HandshakeContext {
             return;
         }
         if notable {
-            warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
+            warn!(peer = %from, why = %failed, "refused a connection to the tunnel port");
             audit::log_rejected_edge("(unknown)", &from, word, failed);
         } else {
-            debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
+            debug!(peer = %from, why = %failed, "a connection to the tunnel port ended before its handshake");
         }
     }
 
@@ -335,7 +337,7 @@ impl HandshakeContext {
         from: SocketAddr,
     ) -> Result<(), HandshakeError> {
         let admission = &self.admission;
-        // As long as nobody can tell it is not welcome, and comes again.
+        // While the gateway cannot check the node, it refuses the edge, and the edge retries.
         let bound = admission.settings.hello_timeout / 2;
         admission.can_judge(&node, bound).await;
         let reader = AuthorizedEdge {

@@ -53,11 +53,11 @@ declare! {
     stream_first_byte_seconds: Family<[ListenerLabel; 1], AtomicHistogram>,
     /// Payload bytes of ended streams; up is from the client to the upstream.
     stream_bytes: Family<[ListenerLabel; 2], Counter>,
-    /// Streams served by another core than their node's.
+    /// Streams served by another worker than their node's.
     streams_crossed: Counter,
     /// Times that a limit was reached.
     limits_reached: Family<[Label; 1], Counter>,
-    /// Connections that were refused for want of a place, or evicted since another one needed theirs, by limit.
+    /// Connections that were refused or evicted because a limit was reached, by limit.
     connections_rejected: Family<[Label; 2], Counter>,
     /// Tunnels that are registered.
     tunnels: Gauge,
@@ -88,9 +88,9 @@ declare! {
     jwks_fetches: Family<[Label; 1], Counter>,
     /// Reviews of clients that the cluster's API was asked for, by kind and by outcome.
     reviews: Family<[Label; 2], Counter>,
-    /// Configurations that were read anew, by outcome.
+    /// Configuration reloads, by outcome.
     reloads: Family<[Label; 1], Counter>,
-    /// Whether the newest configuration that was read is the one in force.
+    /// Whether the last configuration reload succeeded.
     last_reload_successful: Gauge,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,

@@ -8,7 +8,7 @@ fn line(all: &str, begin: &str) -> Option<String> {
 }
 
 #[test]
-fn guards_count_what_is_open() {
+fn guards_count_open_connections() {
     let metrics = Metrics::new();
     let open = r#"open_connections{listener="https"}"#;
     let connection = metrics.listener("https").connection();
@@ -126,7 +126,7 @@ fn round_trips_are_quantiles_of_the_moment() {
 }
 
 #[test]
-fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
+fn the_text_has_help_for_each_metric_and_an_openmetrics_end() {
     let metrics = Metrics::new();
     metrics.handshake_failed("tunnel", "timeout");
     metrics.limit("per_node");
@@ -147,7 +147,7 @@ fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
 }
 
 #[test]
-fn two_listeners_of_one_kind_are_told_apart() {
+fn two_listeners_of_one_kind_have_separate_metrics() {
     let metrics = Metrics::new();
     metrics
         .listener("ssh-1")

@@ -53,7 +53,7 @@ const LONGEST_PATH: usize = 4096;
 pub struct AccessRecord {
     shared: Arc<ProxyState>,
     listener: Arc<Listener>,
-    core: WorkerId,
+    worker: WorkerId,
     connection: Arc<ClientConnection>,
     began: Instant,
     method: String,
@@ -131,7 +131,7 @@ impl AccessRecord {
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
-        // What begins at a listener that another has replaced is decided about by that one, whatever it has seen.
+        // A stream that begins at a replaced listener is checked by the new listener.
         let changes = proxy.shared.changes();
         let changes = if proxy.listener.is_retired() {
             u64::MAX
@@ -145,7 +145,7 @@ impl AccessRecord {
         Arc::new(Self {
             shared: proxy.shared.clone(),
             listener: proxy.listener.clone(),
-            core: proxy.core,
+            worker: proxy.worker,
             connection: connection.clone(),
             began: Instant::now(),
             method: method.to_owned(),
@@ -164,7 +164,7 @@ impl AccessRecord {
 
     /// Records the access that is about to be granted: from now on the stream is among those that are checked again.
     pub(super) fn allow(self: &Arc<Self>, allowed: GrantedAccess) {
-        let place = self.shared.streams.insert(self.core, self);
+        let place = self.shared.streams.insert(self.worker, self);
         self.filled().allowed = Some((Arc::new(allowed), place));
     }
 
@@ -449,9 +449,9 @@ impl Drop for AccessRecord {
             (filled.status, filled.session && !filled.session_ended)
         };
         if status == 0 {
-            self.abandoned("the client left before there was an answer");
+            self.abandoned("the client disconnected before it received an answer");
         } else if in_session {
-            self.abandoned("the client left before the end of its session");
+            self.abandoned("the client disconnected before the end of its session");
         }
         let mut filled = std::mem::take(&mut *self.filled());
         if let Some(reason @ (Reason::ClientClosed | Reason::Draining)) = filled.reason

@@ -27,23 +27,25 @@ use std::sync::Arc;
 /// Checks whether the client may access a kubelet's port of this listener.
 ///
 /// # Errors
-/// [`Reason::Forbidden`], or [`Reason::Undecided`] if there is no answer.
+/// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] if there is no answer.
 pub(super) async fn check(
     kubelets: &[u16],
     reviews: Option<&ReviewCache>,
     ask: &AuthzRequest<'_>,
 ) -> Result<(), Error> {
     let port = ask.destination.port();
-    // Whatever host of the node is meant: a kubelet listens on all of its addresses, those towards pods too.
+    // For every address of the node: a kubelet listens on all of them, including those on the pod network.
     if !kubelets.contains(&port) {
         return Ok(());
     }
-    let what = "whether you may do this";
+    let what = "your permission for this request";
     let Some(answers) = reviews else {
-        return Err(Reason::Undecided.error(format!("{what} can be asked of nobody")));
+        return Err(Reason::DependencyUnavailable.error(format!(
+            "{what} cannot be reviewed: this gateway has no API of a cluster"
+        )));
     };
     let account = account(ask.client);
-    // To the cluster no name means every node: an address at no edge may be a kubelet's of any other.
+    // For the cluster, an empty name means every node: an address outside the edges may belong to any other kubelet.
     let node = ask.destination.node().map_or("", NodeName::as_str);
     let (verb, subresources) = (
         kubelet_attributes::verb(ask),
@@ -64,7 +66,7 @@ pub(super) async fn check(
     let node = ask.destination.node().map_or("any node", NodeName::as_str);
     let client = ask.client;
     Err(Reason::Forbidden.error(format!(
-        "the cluster does not let {client} {verb} nodes/{} of {node}",
+        "the cluster does not allow {client} to {verb} nodes/{} of {node}",
         subresources.join(" or nodes/")
     )))
 }
@@ -77,7 +79,7 @@ fn account(client: &ClientIdentity) -> Arc<UserInfo> {
     let (user, groups) = if client.method == AuthMethod::Anonymous {
         (ANONYMOUS, vec![UNAUTHENTICATED.to_owned()])
     } else {
-        // Who says of himself that he is known, or is not, is not believed.
+        // A client's own claim that it is authenticated or anonymous is ignored.
         let said = client.groups.iter();
         let said = said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(&group.as_str()));
         let known = [AUTHENTICATED.to_owned()];

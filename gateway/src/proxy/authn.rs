@@ -120,7 +120,7 @@ impl Authenticator {
     /// cluster's review of a token.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::Undecided`] if the client cannot be identified
+    /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::DependencyUnavailable`] if the client cannot be identified
     /// now.
     pub async fn identify(
         &self,
@@ -162,15 +162,15 @@ impl Authenticator {
     fn wants(&self) -> &'static str {
         match (self.certificates, self.takes_bearers()) {
             (true, true) => {
-                "nothing presented; this listener takes a client certificate or a bearer token \
-                 (a client shows none that is of a CA which this listener does not name)"
+                "no credentials were presented; this listener requires a client certificate or a bearer token \
+                 (a client does not send a certificate from a CA that this listener does not list)"
             }
             (true, false) => {
-                "nothing presented; this listener takes a client certificate \
-                 (a client shows none that is of a CA which this listener does not name)"
+                "no credentials were presented; this listener requires a client certificate \
+                 (a client does not send a certificate from a CA that this listener does not list)"
             }
-            (false, true) => "nothing presented; this listener takes a bearer token",
-            (false, false) => "this listener serves nobody from here",
+            (false, true) => "no credentials were presented; this listener requires a bearer token",
+            (false, false) => "this listener does not serve clients from this address",
         }
     }
 }
@@ -178,9 +178,7 @@ impl Authenticator {
 /// Returns why a certificate does not count, for its holder. Further details are for the log.
 fn refusal(refused: &PeerRejected) -> Error {
     let said = match refused {
-        PeerRejected::Identity(_) | PeerRejected::Invalid(_) => {
-            "not one that reads here".to_owned()
-        }
+        PeerRejected::Identity(_) | PeerRejected::Invalid(_) => "not readable".to_owned(),
         PeerRejected::Revoked(_) => "revoked".to_owned(),
         other => {
             let said = other.to_string().replacen("the certificate's", "its", 1);
@@ -197,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_certificate_that_does_not_count_is_told_why_and_nothing_more() {
+    fn a_rejected_certificate_gets_its_reason_and_no_detail() {
         use causeway_certs::verify::Purpose;
         let wanted = Purpose::Client;
         for (refused, says) in [
@@ -211,12 +209,12 @@ mod tests {
             ),
             (
                 PeerRejected::WrongPurpose { wanted },
-                "certificate: its purpose does not permit to come as client",
+                "certificate: its purpose does not permit use as client",
             ),
             (PeerRejected::Revoked("ann".into()), "certificate: revoked"),
             (
                 PeerRejected::Invalid("inner workings".into()),
-                "certificate: not one that reads here",
+                "certificate: not readable",
             ),
         ] {
             let error = refusal(&refused);
@@ -228,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
+    fn anonymous_clients_need_a_listed_network_and_port() {
         let listener = Authenticator {
             anonymous: true,
             anonymous_from: vec!["10.0.0.0/8".parse().unwrap()],

@@ -76,7 +76,7 @@ impl fmt::Display for Destination<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Node(route) => write!(f, "port {} of {}", route.target.port, route.node),
-            Self::Direct(address) => write!(f, "{address}, which is at no edge"),
+            Self::Direct(address) => write!(f, "{address}, which belongs to no edge"),
         }
     }
 }
@@ -90,7 +90,7 @@ pub enum AuthzDecision {
     /// Decision of the policy.
     Policy(Decision),
     /// It cannot be decided yet; the sentence is for the client.
-    Undecided(Cow<'static, str>),
+    DependencyUnavailable(Cow<'static, str>),
     /// Another service must be asked.
     Ask(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
@@ -141,7 +141,7 @@ impl Authorize for PolicyAuthorizer {
         if self.policy.reads_nodes()
             && let Some(reason) = self.nodes.pending()
         {
-            return AuthzDecision::Undecided(reason.to_string().into());
+            return AuthzDecision::DependencyUnavailable(reason.to_string().into());
         }
         self.nodes.with(&route.node, |node| decide(None, node))
     }
@@ -177,7 +177,7 @@ fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) 
 /// Asks, and waits for no longer than `bound`. Also says by which rule it was decided, if by one.
 ///
 /// # Errors
-/// [`Reason::Forbidden`], or [`Reason::Undecided`] if no decision came in time.
+/// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] if no decision came in time.
 pub async fn check(
     authorizer: &dyn Authorize,
     ask: &AuthzRequest<'_>,
@@ -189,15 +189,18 @@ pub async fn check(
         AuthzDecision::Deny(why) => (None, forbidden(why)),
         AuthzDecision::Policy(Decision { allow: true, by }) => (by, Ok(())),
         AuthzDecision::Policy(Decision { by, .. }) => (by, forbidden(refusal(ask).into())),
-        AuthzDecision::Undecided(why) => (None, Err(Reason::Undecided.error(why))),
+        AuthzDecision::DependencyUnavailable(why) => {
+            (None, Err(Reason::DependencyUnavailable.error(why)))
+        }
         AuthzDecision::Ask(question) => {
             let decided = match tokio::time::timeout(bound, question).await {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(why)) => forbidden(why),
                 Err(_) => {
-                    let detail =
-                        format!("whether you may do this was not decided within {bound:?}");
-                    Err(Reason::Undecided.error(detail))
+                    let detail = format!(
+                        "your permission for this request was not decided within {bound:?}"
+                    );
+                    Err(Reason::DependencyUnavailable.error(detail))
                 }
             };
             (None, decided)
@@ -217,10 +220,10 @@ fn refusal(ask: &AuthzRequest<'_>) -> String {
     } = ask;
     match ask.act {
         Action::Connect => {
-            format!("the policy does not let {client} connect to {destination}")
+            format!("the policy does not allow {client} to connect to {destination}")
         }
         Action::Request | Action::Upgrade => format!(
-            "the policy does not let {client} {} {} at {destination}",
+            "the policy does not allow {client} to {} {} at {destination}",
             ask.method,
             ask.path.get(..LONGEST).unwrap_or(ask.path)
         ),
@@ -259,7 +262,7 @@ mod tests {
         };
         let bound = Duration::from_secs(3);
         let (_, decided) = check(&Slow, &ask, bound).await;
-        assert_eq!(decided.unwrap_err().reason, Reason::Undecided);
+        assert_eq!(decided.unwrap_err().reason, Reason::DependencyUnavailable);
         assert!(check(&AllowAuthenticated, &ask, bound).await.1.is_ok());
     }
 }

@@ -47,7 +47,7 @@ pub(super) fn start(
     let body = CountedRequestBody::new(way, (inner, version), BufferedBody::default());
     let shared = way.proxy.shared.clone();
     let (waiting, record) = (body.waiting.clone(), way.record.clone());
-    // It may go on behind an answer that is whole.
+    // The body may continue after a complete answer.
     let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
     let node = way.route.node.clone();
     way.proxy.tasks.spawn(debug_span!("body"), async move {
@@ -69,7 +69,7 @@ async fn run(
     go: OptionFuture<oneshot::Receiver<()>>,
     (node, patience): (NodeName, Duration),
 ) {
-    // A request that is given up while it waits is given up below as well.
+    // If a request is cancelled while it waits, its stream below is cancelled as well.
     let _ = go.await;
     let record = body.record.clone();
     match pump(body, &mut send, Some(patience)).await {
@@ -77,17 +77,17 @@ async fn run(
         Err(PumpError::Stalled(_)) => {
             let patience = humantime::format_duration(patience);
             let detail =
-                format!("the app on {node} has taken nothing of the request's body for {patience}");
+                format!("the app on {node} has read nothing from the request body for {patience}");
             record.failed(&Reason::TargetTimeout.error(detail));
         }
         Err(PumpError::Body(error)) => {
-            tracing::debug!(%error, "a client broke its request's body off");
+            tracing::debug!(%error, "a client aborted its request body");
         }
         Err(PumpError::Stream(error @ StreamError::Evicted)) => {
             record.failed(&Error::of_stream(node.as_str(), &error));
         }
         Err(PumpError::Stream(error)) => {
-            tracing::debug!(%error, "a request's body was not taken to its end");
+            tracing::debug!(%error, "a request body was not read to its end");
         }
     }
 }
@@ -157,10 +157,10 @@ impl CountedRequestBody {
     ) -> Result<Frame<Bytes>, UploadError> {
         let mut frame = frame.map_err(|error| {
             if is_malformed(&error) {
-                let detail = format!("the request's body is malformed: {error}");
+                let detail = format!("the request body is malformed: {error}");
                 self.record.failed(&Reason::Malformed.error(detail));
             } else {
-                let detail = format!("the client broke the body of its request off: {error}");
+                let detail = format!("the client aborted its request body: {error}");
                 self.record.client_closed(&detail);
             }
             UploadError::Broken(error)

@@ -136,7 +136,7 @@ async fn dial(
                 failed = Some(reason.with_source(detail, cause));
             }
             Err(_) => {
-                let detail = format!("{target} did not take this gateway's connection in time");
+                let detail = format!("{target} did not accept this gateway's connection in time");
                 failed = Some(Reason::TargetTimeout.error(detail));
             }
         }
@@ -144,7 +144,7 @@ async fn dial(
     Err(failed.unwrap_or_else(|| {
         let listener = &direct.proxy.listener.name;
         Reason::Forbidden.error(format!(
-            "{target} is at no node's edge, and in no network that listener {listener:?} dials itself (direct)"
+            "{target} belongs to no edge, and is in no network that listener {listener:?} dials itself (direct)"
         ))
     }))
 }
@@ -158,14 +158,14 @@ pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> 
         return Ok(());
     }
     Err(Reason::Forbidden.error(format!(
-        "{address} lies in no network any more that listener {:?} dials itself (direct)",
+        "{address} is no longer in a network that listener {:?} dials itself (direct)",
         listener.name
     )))
 }
 
 /// Whether a listener dials this address itself.
 fn is_meant(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
-    // A kubelet on this host is reached as any other.
+    // A kubelet on this host is dialled like any other.
     let is_own = special_addresses::own_addresses().contains(&address.to_canonical())
         && !nodes.is_elsewhere(address);
     let mut networks = listener.direct.iter();
@@ -174,7 +174,7 @@ fn is_meant(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
 
 /// Whether the client may connect to this address.
 async fn may(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
-    // Noted first: a change of the policy from here on is held against this very address.
+    // Recorded first: a later change of the policy is checked against this address.
     direct.record.dials(address);
     let ask = AuthzRequest {
         client: direct.client,
@@ -197,11 +197,13 @@ async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<So
     match timeout_at(deadline, resolve(host, *port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(cause)) => {
-            let detail = format!("no node has the name {host}, and it leads nowhere: {cause}");
+            let detail =
+                format!("no node has the name {host}, and the name cannot be resolved: {cause}");
             Err(Reason::NodeUnknown.with_source(detail, cause))
         }
         Err(_) => {
-            let detail = format!("no node has the name {host}, and it was not resolved in time");
+            let detail =
+                format!("no node has the name {host}, and the name was not resolved in time");
             Err(Reason::ResolveTimeout.error(detail))
         }
     }
@@ -216,7 +218,9 @@ fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
     let work = async move {
         let upgraded = match switched.await {
             Ok(upgraded) => upgraded,
-            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
+            Err(error) => {
+                return tracing::debug!(%error, "a client disconnected before its session began");
+            }
         };
         let session =
             UpgradedClient::new(upgraded, connection, (None, BufferedBody::default()), busy);
@@ -228,13 +232,13 @@ fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
         match passed {
             Some(Ok(())) => record.session_ended(),
             Some(Err(error)) if far.is_broken() => {
-                let detail = format!("the target broke the session off: {error}");
+                let detail = format!("the target aborted the session: {error}");
                 record.failed(&Reason::TargetBroken.error(detail));
             }
             Some(Err(error)) => {
-                record.abandoned(&format!("the client broke its session off: {error}"));
+                record.abandoned(&format!("the client aborted its session: {error}"));
             }
-            // A target must not take what has come so far for the whole.
+            // A target must not treat the bytes received so far as the complete stream.
             None => far.io.abort(),
         }
     };
@@ -249,7 +253,7 @@ where
 {
     let work = async {
         if hold {
-            // kube-apiserver takes no byte behind the answer to its CONNECT before it has spoken (invariant 4).
+            // kube-apiserver must receive no byte after the answer to its CONNECT before it has sent data (invariant 4).
             let mut first = vec![0; CHUNK];
             let read = near.read(&mut first).await?;
             far.write_all(first.get(..read).unwrap_or_default()).await?;

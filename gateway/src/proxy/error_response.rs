@@ -88,7 +88,7 @@ pub fn of(
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    // On a `connect` listener whatever was asked; and an egress selector that leads to a front of another kind is told so.
+    // For all requests to a `connect` listener, and for a CONNECT of an egress selector to another kind of listener.
     if (listener.kind == ListenerProtocol::Connect || record.is_of_connect())
         && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
     {
@@ -146,7 +146,7 @@ fn fields(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
         headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
     }
     if error.reason == Reason::Unauthenticated && listener.authentication.takes_bearers() {
-        // RFC 6750 §3: no code where no token was tried.
+        // RFC 6750 §3: no error code if the request contained no token.
         let challenge = if error.of_token {
             "Bearer realm=\"causeway\", error=\"invalid_token\""
         } else {

@@ -60,7 +60,7 @@ pub async fn run(
     };
     let answer = match wait(way, opened.answer, go).await {
         Ok(answer) => answer,
-        // The stream may have been given up because of what the client sent, which is not the node's fault.
+        // The stream may have failed because of the client's own data, which is not a fault of the node.
         Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
     };
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
@@ -116,7 +116,7 @@ pub(super) fn pass_interim(
 ) {
     let of_engine = exchange == ExchangeId::Http1 && status == StatusCode::CONTINUE;
     if of_engine || exchange == ExchangeId::None {
-        // The engine of HTTP/1.1 sends its own 100 when the body is asked for.
+        // hyper sends its own 100 for HTTP/1.1 when the body is polled.
         return;
     }
     let mut fields = fields.clone();
@@ -147,7 +147,7 @@ pub(super) fn head(
     way.proxy.listener.forwarding.apply(hop, &mut fields);
     via(&mut fields, version);
     trace_context::never_index(&mut fields);
-    // Behind `clean`, so that no `Connection` of the client's names it away.
+    // After `clean`, so that the client's `Connection` field cannot remove it.
     way.proxy.listener.told.put(&mut fields, way.client);
 
     let mut target = uri::Parts::default();
@@ -219,7 +219,7 @@ pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), 
         .unwrap_or("the edge failed the request")
         .to_owned();
     let reason = RejectCode::parse(word).map_or(Reason::TargetBroken, Reason::from);
-    // Edges name themselves in most sentences; a client should always read who speaks.
+    // Edges name themselves in most messages; a client should always see which edge sent the message.
     let node = way.route.node.as_str();
     let named = detail.starts_with(node);
     let mut detail = if named {

@@ -271,7 +271,7 @@ mod tests {
     ];
 
     #[test]
-    fn what_a_client_says_of_itself_is_replaced_in_any_spelling() {
+    fn client_values_are_replaced_in_every_spelling() {
         let mut forged = vec![("x-forwarded-uri", "/stays"), ("x-forward", "stays")];
         for name in FORWARDING_HEADERS {
             forged.extend([(name, "forged"), (name, "twice")]);
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_configured_fields_are_set_and_forged_ones_go_all_the_same() {
+    fn only_configured_fields_are_set_and_forged_ones_are_removed() {
         let mut some = listener(&[]);
         some.forwarding_headers = vec![ForwardingHeader::XForwardedProto];
         let forged = [
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn values_follow_the_authority_and_an_unknown_address_is_not_named() {
+    fn values_follow_the_authority_and_omit_an_unknown_address() {
         let (headers, last) = (
             ForwardingHeaders::new(&listener(&[])),
             LastValues::default(),

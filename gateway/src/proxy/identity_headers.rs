@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn an_app_is_told_who_calls_and_nothing_that_a_client_says_of_it() {
+    fn an_upstream_gets_the_verified_identity_and_no_client_value() {
         let mut fields = forged();
         let mut client = ClientIdentity::for_test("ann");
         client.groups = ["ops".to_owned(), "dev".to_owned()].into();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_family_is_configured_and_never_takes_a_field_of_another_meaning() {
+    fn the_header_family_is_configured_and_takes_no_other_field() {
         let told = IdentityHeaderFields::of(&IdentityHeaders {
             user: Some("X-Forwarded-User".into()),
             groups: None,

@@ -81,7 +81,7 @@ impl Limits {
         if let Some(count) = clients.get(name).and_then(Weak::upgrade) {
             return count;
         }
-        // Clients that are gone are swept when the table would grow.
+        // Entries of disconnected clients are removed when the table would grow.
         if clients.len() == clients.capacity() {
             clients.retain(|_, count| count.strong_count() > 0);
         }
@@ -117,13 +117,13 @@ impl Limits {
     pub fn admit(&self, client: &Counter, node: &Counter) -> Result<Permit, Error> {
         let full = |whose: &str, most: usize| {
             Reason::LimitReached.error(format!(
-                "{whose} has {most} streams open, which is its limit"
+                "{whose} has reached its limit of {most} open streams"
             ))
         };
         let bounds = &self.bounds;
         if self.pressure.is_full() {
             return Err(Reason::LimitReached.error(format!(
-                "{} bytes wait in this gateway for those who do not read them, of {} that may (limits.buffered_bytes)",
+                "this gateway buffers {} bytes for slow readers and has reached its limit of {} bytes (limits.buffered_bytes)",
                 self.pressure.bytes(),
                 bounds.buffered_bytes
             )));
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_limit_holds_alone_and_gives_back_what_was_taken() {
+    fn each_limit_applies_alone_and_returns_its_permits() {
         let bounds = config::Limits {
             streams: 3,
             per_client: 2,

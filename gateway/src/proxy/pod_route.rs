@@ -65,18 +65,18 @@ async fn route(
     let node = match tokio::time::timeout(bound, pods.node(namespace, name)).await {
         Ok(Ok(found)) => found,
         Ok(Err(why)) => {
-            let detail = format!("the node of pod {namespace}/{name} is not known: {why}");
+            let detail = format!("the node of pod {namespace}/{name} could not be found: {why}");
             return Err(Reason::NodeUnknown.error(detail));
         }
         Err(_) => {
             let detail =
                 format!("the node of pod {namespace}/{name} was not found within {bound:?}");
-            return Err(Reason::Undecided.error(detail));
+            return Err(Reason::DependencyUnavailable.error(detail));
         }
     };
-    // One in the cloud has no tunnel, and never will.
+    // A cloud node has no tunnel and never gets one.
     let Some(node) = proxy.shared.nodes.by_name(node.as_str()) else {
-        let detail = format!("pod {namespace}/{name} is on {node}, which is at no edge");
+        let detail = format!("pod {namespace}/{name} is on {node}, which is not an edge node");
         return Err(Reason::NodeUnknown.error(detail));
     };
     let port = listener.port.ok_or(error)?;

@@ -40,13 +40,13 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// without them.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Streams that are checked before others on their core have a turn.
+/// Streams that are checked before others on their worker have a turn.
 const MAX_CONCURRENT_CHECKS: usize = 32;
 
-/// The open streams of a gateway, by the core that serves them.
+/// The open streams of a gateway, by the worker that serves them.
 #[derive(Debug)]
 pub struct OpenStreams {
-    cores: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
+    workers: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
     /// Rises with each change that may refuse a stream which is open.
     changes: AtomicU64,
 }
@@ -56,10 +56,10 @@ pub struct OpenStreams {
 pub(super) struct StreamIndex(WorkerId, usize);
 
 impl OpenStreams {
-    /// No streams, of this many cores.
-    pub fn new(cores: usize) -> Self {
+    /// No streams, of this many workers.
+    pub fn new(workers: usize) -> Self {
         Self {
-            cores: (0..cores).map(|_| Mutex::default()).collect(),
+            workers: (0..workers).map(|_| Mutex::default()).collect(),
             changes: AtomicU64::new(0),
         }
     }
@@ -69,28 +69,28 @@ impl OpenStreams {
         self.changes.fetch_add(1, Release);
     }
 
-    pub(super) fn insert(&self, core: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
-        StreamIndex(core, self.core(core).insert(Arc::downgrade(record)))
+    pub(super) fn insert(&self, worker: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
+        StreamIndex(worker, self.worker(worker).insert(Arc::downgrade(record)))
     }
 
-    pub(super) fn remove(&self, StreamIndex(core, index): StreamIndex) {
-        self.core(core).try_remove(index);
+    pub(super) fn remove(&self, StreamIndex(worker, index): StreamIndex) {
+        self.worker(worker).try_remove(index);
     }
 
-    fn core(&self, core: WorkerId) -> MutexGuard<'_, Slab<Weak<AccessRecord>>> {
-        let streams = &self.cores[core.0 % self.cores.len()];
+    fn worker(&self, worker: WorkerId) -> MutexGuard<'_, Slab<Weak<AccessRecord>>> {
+        let streams = &self.workers[worker.0 % self.workers.len()];
         streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the streams of a core of which this holds.
+    /// Returns the streams of a worker of which this holds.
     fn select(
         &self,
-        core: WorkerId,
+        worker: WorkerId,
         wanted: impl Fn(&AccessRecord) -> bool,
     ) -> Vec<Arc<AccessRecord>> {
         // Outside the lock: the last holder of a record removes it.
         let all: Vec<_> = self
-            .core(core)
+            .worker(worker)
             .iter()
             .map(|(_, open)| open.clone())
             .collect();
@@ -154,8 +154,8 @@ impl ProxyState {
     }
 }
 
-/// Checks the open streams of one core for as long as the gateway runs.
-pub async fn run(shared: Arc<ProxyState>, core: WorkerId, tasks: Arc<TaskGroup>) {
+/// Checks the open streams of one worker for as long as the gateway runs.
+pub async fn run(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut waiting = FuturesUnordered::new();
@@ -172,7 +172,7 @@ pub async fn run(shared: Arc<ProxyState>, core: WorkerId, tasks: Arc<TaskGroup>)
             let seen = record.decided_at(changes) == changes;
             !seen || record.has_lapsed() || record.leads_to(&relabelled)
         };
-        for (index, record) in shared.streams.select(core, due).into_iter().enumerate() {
+        for (index, record) in shared.streams.select(worker, due).into_iter().enumerate() {
             if index % MAX_CONCURRENT_CHECKS == MAX_CONCURRENT_CHECKS - 1 {
                 tokio::task::yield_now().await;
             }
@@ -181,8 +181,8 @@ pub async fn run(shared: Arc<ProxyState>, core: WorkerId, tasks: Arc<TaskGroup>)
                 record.decide_anew();
                 continue;
             }
-            let mut checked = Box::pin(check(&shared, core, &tasks, record));
-            // Most decisions wait for nobody, and those that do hold up no other.
+            let mut checked = Box::pin(check(&shared, worker, &tasks, record));
+            // Most decisions do not wait, and a decision that waits delays no other.
             if checked.as_mut().now_or_never().is_none() {
                 waiting.push(checked);
             }
@@ -193,21 +193,21 @@ pub async fn run(shared: Arc<ProxyState>, core: WorkerId, tasks: Arc<TaskGroup>)
 /// Decides about a stream again, and ends it if it is refused.
 async fn check(
     shared: &Arc<ProxyState>,
-    core: WorkerId,
+    worker: WorkerId,
     tasks: &Arc<TaskGroup>,
     record: Arc<AccessRecord>,
 ) {
     let proxy = Proxy {
         shared: shared.clone(),
         listener: record.listener().latest(),
-        core,
+        worker,
         tasks: tasks.clone(),
     };
     match proxy.decide_again(&record).await {
         Ok(()) => {}
-        Err(refusal) if refusal.reason == Reason::Undecided => record.decide_anew(),
+        Err(refusal) if refusal.reason == Reason::DependencyUnavailable => record.decide_anew(),
         Err(refusal) => {
-            tracing::debug!(%refusal, "a stream ended that its client may no longer have");
+            tracing::debug!(%refusal, "a stream was closed because its client is no longer authorized");
             record.end(&refusal);
             let open = Arc::downgrade(&record);
             drop(record);
@@ -236,7 +236,7 @@ impl Proxy {
         if let Some(certificate) = &client.certificate {
             certificate.prove(&self.listener)?;
         }
-        // Nothing that another listener has found out counts.
+        // Results of another listener are not used.
         bearer::forget(&connection.last_token);
         let expired = if self.listener.disconnect_expired {
             Expired::Refused
@@ -244,8 +244,8 @@ impl Proxy {
             Expired::Taken(&client)
         };
         let identified = self.identify_by(connection, (&fields, expired), port).await;
-        let (client, undecided) = match identified {
-            Err(error) if error.reason == Reason::Undecided => {
+        let (client, dependency_unavailable) = match identified {
+            Err(error) if error.reason == Reason::DependencyUnavailable => {
                 client.is_in_time(&self.listener)?;
                 (client, Some(error))
             }
@@ -256,9 +256,9 @@ impl Proxy {
             direct::check(&self.listener, &self.shared.nodes, address)?;
         }
         let dialled = record.direct().map(Destination::Direct);
-        // Where neither is known yet, the decision about it is still to come.
+        // If neither is known yet, the stream has not been authorized yet.
         let Some(destination) = route.as_ref().map(Destination::Node).or(dialled) else {
-            return undecided.map_or(Ok(()), Err);
+            return dependency_unavailable.map_or(Ok(()), Err);
         };
         let ask = AuthzRequest {
             client: &client,
@@ -269,6 +269,6 @@ impl Proxy {
             path: &allowed.path,
         };
         self.authorize(&ask, record).await?;
-        undecided.map_or(Ok(()), Err)
+        dependency_unavailable.map_or(Ok(()), Err)
     }
 }

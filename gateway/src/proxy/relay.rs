@@ -99,7 +99,9 @@ pub(super) fn spawn(
     way.proxy.tasks.spawn(debug_span!("session"), async move {
         let upgraded = match switched.await {
             Ok(upgraded) => upgraded,
-            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
+            Err(error) => {
+                return tracing::debug!(%error, "a client disconnected before its session began");
+            }
         };
         let waiting = BufferedBody::default();
         let session = UpgradedClient::new(upgraded, connection, (window, waiting.clone()), busy);
@@ -180,7 +182,7 @@ fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     match outcome {
         copy::CopyOutcome::Clean => record.session_ended(),
         copy::CopyOutcome::Near(error) => {
-            record.abandoned(&format!("the client broke its session off: {error}"));
+            record.abandoned(&format!("the client aborted its session: {error}"));
         }
         copy::CopyOutcome::Far(error) => record.failed(&Error::of_stream(node, error)),
     }

@@ -51,7 +51,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
     let (header_bytes, headers) = (bounds.header_bytes, bounds.headers);
     if fields.len() > headers {
         let detail = format!(
-            "the request has {} fields, at most {headers} are allowed",
+            "the request has {} header fields; at most {headers} are allowed",
             fields.len()
         );
         return Err(Reason::HeaderTooLarge.error(detail));
@@ -70,7 +70,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
     if fields.get_all(HOST).iter().nth(1).is_some() {
         return Err(Reason::Malformed.error("the request has more than one Host"));
     }
-    // One would be judged here, and the other could be what an app takes (RFC 9110 §11.6.2 knows one).
+    // The gateway could check one field and the app could use the other (RFC 9110 §11.6.2 allows one).
     if fields.get_all(AUTHORIZATION).iter().nth(1).is_some() {
         return Err(Reason::Malformed.error("the request has more than one Authorization"));
     }
@@ -80,7 +80,7 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
         );
     }
     if !headers::codes_only_by_chunks(fields) {
-        return Err(Reason::Malformed.error("a Transfer-Encoding is chunked and nothing else"));
+        return Err(Reason::Malformed.error("a Transfer-Encoding must be chunked and nothing else"));
     }
     if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {
         return Err(Reason::Malformed.error("an HTTP/1.1 request needs a Host"));
@@ -94,9 +94,9 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
     let refused = extensions.get::<Reason>().copied();
     if let Some(reason) = refused.filter(|reason| *reason != Reason::UriTooLong) {
         return Err(reason.error(if reason == Reason::LimitReached {
-            "the requests with long targets need more memory than the gateway has for them"
+            "requests with long targets use all memory that the gateway reserves for them"
         } else {
-            "the target of the request has bytes that no query may have"
+            "the target of the request has bytes that are not allowed in a query"
         }));
     }
     let path = request
@@ -105,7 +105,7 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
         .map_or("", |path| path.as_str());
     if !path.is_ascii() {
         // Others would encode it, or not, and policy and app see different paths.
-        let detail = "the target of the request has bytes that are not ASCII; they are to be percent-encoded (RFC 3986)";
+        let detail = "the target of the request has bytes that are not ASCII; percent-encode them (RFC 3986)";
         return Err(Reason::Malformed.error(detail));
     }
     let rest = extensions.get::<TargetOverflow>();
@@ -169,11 +169,11 @@ pub fn kind<B: Body>(
 ) -> Result<StreamKind, Error> {
     let connect = is_connect(request.method());
     match (listener, connect) {
-        // RFC 9110 §9.3.6: it has no content, and what passed for such would be missing from the session.
+        // RFC 9110 §9.3.6: a CONNECT has no content, and bytes parsed as content would be missing from the session.
         (config::ListenerProtocol::Connect, true)
             if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
         {
-            Err(Reason::Malformed.error("a CONNECT has no content"))
+            Err(Reason::Malformed.error("a CONNECT request must not have content"))
         }
         (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Tcp),
         (config::ListenerProtocol::Connect, false) => {
@@ -219,7 +219,7 @@ pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
                 "the request's target names {target:?} and its Host {host:?}"
             ))),
         (Some(named), _) | (None, Some(named)) if named.contains('@') => {
-            Err(Reason::Malformed.error("a Host has no user information"))
+            Err(Reason::Malformed.error("a Host must not have user information"))
         }
         (target, host) => Ok(target.or(host)),
     }
@@ -236,7 +236,7 @@ fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
     match text {
         Some("") => Ok(None),
         Some(text) => Ok(Some(text)),
-        None => Err(Reason::Malformed.error("the Host is not a host")),
+        None => Err(Reason::Malformed.error("the Host field does not contain a valid host")),
     }
 }
 
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_two_things_is_malformed() {
+    fn ambiguous_requests_are_malformed() {
         for (lines, uri) in [
             (&[("host", "a"), ("host", "a")][..], "/"),
             (
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upgrade_is_one_only_where_nothing_hides_behind_it() {
+    fn an_upgrade_to_http_or_tls_is_a_plain_request() {
         let kind_of = |lines: &[(&str, &str)]| {
             kind(&request(lines, "/"), config::ListenerProtocol::Https).unwrap()
         };
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn connect_is_for_connect_listeners_and_nothing_else_is() {
+    fn connect_is_accepted_only_by_connect_listeners() {
         let mut connect = request(&[("host", "127.0.0.1")], "edge-1:10250");
         *connect.method_mut() = Method::CONNECT;
         assert_eq!(

@@ -122,7 +122,7 @@ async fn discard(mut body: Incoming, place: Slot) {
             }
         }
     };
-    // A body that goes on is broken off, with its connection where HTTP/1.1 is spoken.
+    // A body that continues is aborted; over HTTP/1.1 its connection is closed too.
     tokio::select! {
         _ = timeout(MAX_DISCARD_TIME, discarded) => {}
         () = place.evicted() => {}

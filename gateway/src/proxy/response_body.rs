@@ -197,7 +197,7 @@ impl Drop for TunnelBody {
             eviction.release();
         }
         if !self.source.is_end() && self.left != Some(0) && !self.record.is_bodiless() {
-            let detail = "the client left before the end of its answer";
+            let detail = "the client disconnected before the end of its answer";
             self.record.abandoned(detail);
         }
         if self.source.is_end()
@@ -237,7 +237,7 @@ impl TunnelBody {
                     self.record
                         .failed(&Error::of_stream(self.node.as_str(), error));
                 }
-                // That code is the edge's word to this gateway.
+                // An edge sends that code to this gateway.
                 Poll::Ready(polled.map(|frame| {
                     frame.map_err(|error| match error {
                         error if error.is_withdrawn() => StreamError::cancelled(),
@@ -287,7 +287,7 @@ impl TunnelBody {
                 ready!(bound.as_mut().poll(cx));
             }
         } else if !std::mem::replace(&mut self.yielded, true) {
-            // A reset clears what the engine has queued for the stream.
+            // A reset discards the data that h2 has queued for the stream.
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }

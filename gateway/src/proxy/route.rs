@@ -5,7 +5,7 @@
 //! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched. An authority that names
 //!    *another* node than the rest is refused: an ambiguous route is never guessed.
 //! 3. While the nodes of a cluster are not known (`Nodes::pending`), nothing but the name of a recorded node names a node; all
-//!    else is refused as undecided, and never taken for an address outside of the edges.
+//!    else is refused as ``dependency_unavailable``, and never taken for an address outside of the edges.
 //! 4. The port is the authority's if that names this node, else the original destination's, else the listener's own, which is
 //!    never the number that it listens on.
 
@@ -89,7 +89,9 @@ pub fn of(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
         .or(asked.original.map(|address| address.port()))
         .or(asked.port)
         .ok_or_else(|| {
-            Reason::Malformed.error(format!("no port of {node} is named; write {node}:<port>"))
+            Reason::Malformed.error(format!(
+                "the request names no port of {node}; write {node}:<port>"
+            ))
         })?;
     let host = match ours
         .and_then(|meant| meant.pod)
@@ -119,8 +121,9 @@ fn bound(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'st
 }
 
 fn meaning(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
-    let (host, port) = target::split(authority)
-        .map_err(|why| Reason::Malformed.error(format!("{authority:?} names no target: {why}")))?;
+    let (host, port) = target::split(authority).map_err(|why| {
+        Reason::Malformed.error(format!("{authority:?} is not a valid target: {why}"))
+    })?;
     if let Some(node) = nodes.by_name(host) {
         return Ok(AuthorityMatch {
             node: Some(node),
@@ -148,7 +151,7 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
         AddressMatch::Several(several) => {
             let names: Vec<_> = several.iter().map(NodeName::as_str).collect();
             return Err(Reason::Misdirected.error(format!(
-                "{address} is an address of several nodes ({}); call them by name",
+                "{address} is an address of several nodes ({}); use the name of the node",
                 names.join(", ")
             )));
         }
@@ -165,7 +168,7 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
 /// has may be another node's.
 fn pending(nodes: &Nodes) -> Result<(), Error> {
     match nodes.pending() {
-        Some(reason) => Err(Reason::Undecided.error(reason.to_string())),
+        Some(reason) => Err(Reason::DependencyUnavailable.error(reason.to_string())),
         None => Ok(()),
     }
 }
@@ -191,7 +194,7 @@ fn nobody(asked: &RouteInput<'_>) -> Error {
     if tried.is_empty() {
         return Reason::Malformed.error("neither SNI, original destination nor Host names a node");
     }
-    Reason::NodeUnknown.error(format!("no node is known by {}", tried.join(" or ")))
+    Reason::NodeUnknown.error(format!("no node matches {}", tried.join(" or ")))
 }
 
 #[cfg(test)]

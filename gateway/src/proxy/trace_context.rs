@@ -23,7 +23,7 @@ impl Trace {
         let mut all = fields.get_all(TRACEPARENT).iter();
         match (all.next(), all.next()) {
             (Some(only), None) => trace_id(only).map_or_else(Self::begin, Self),
-            // Several are as good as none: nobody can tell which one counts.
+            // Several fields are treated as none, because it is not clear which one is valid.
             _ => Self::begin(),
         }
     }

@@ -126,7 +126,7 @@ impl Content {
         while let Some(chunk) = self.next(way).await? {
             if collected.len() + chunk.len() > MOST_COLLECTED {
                 let detail = format!(
-                    "the body of an upgrade has more than {MOST_COLLECTED} bytes and no Content-Length; with one it may be of any size"
+                    "the body of an upgrade request has more than {MOST_COLLECTED} bytes and no Content-Length; send a Content-Length for a larger body"
                 );
                 return Err(Reason::ContentTooLarge.error(detail));
             }
@@ -144,7 +144,7 @@ impl Content {
             let taken = timeout(patience, send.data(chunk)).await.map_err(|_| {
                 let (node, patience) = (&way.route.node, humantime::format_duration(patience));
                 let detail = format!(
-                    "the app on {node} has taken nothing of the request's body for {patience}"
+                    "the app on {node} has read nothing from the request body for {patience}"
                 );
                 Reason::TargetTimeout.error(detail)
             })?;
@@ -162,7 +162,7 @@ impl Content {
             let Some(frame) = frame.transpose().map_err(|fault| broken(way, fault))? else {
                 return Ok(None);
             };
-            // Trailers have no place in front of a session.
+            // Trailers are not possible before a session.
             if let Ok(chunk) = frame.into_data()
                 && !chunk.is_empty()
             {
@@ -175,7 +175,7 @@ impl Content {
 fn broken(way: StreamContext<'_>, fault: UploadError) -> Error {
     way.record
         .failure()
-        .unwrap_or_else(|| Reason::Malformed.with_source("the request's body broke off", fault))
+        .unwrap_or_else(|| Reason::Malformed.with_source("the request body is incomplete", fault))
 }
 
 /// Returns the answer of an upstream that did not switch, which passes whole. The rest of the answer comes over the same stream,

@@ -74,7 +74,7 @@ pub(super) async fn track_buffered<F: Future>(
         let handed = waiting.0.handed.load(Relaxed);
         if waiting.0.asks.load(Relaxed) {
             part.set(0);
-            // It may have asked in order to join chunks, and wait now: the next look says.
+            // The consumer may have polled to join chunks and may wait now: the next check shows it.
             looks = false;
             if !handed {
                 return Poll::Pending;
@@ -105,7 +105,7 @@ mod tests {
     const LONG: Duration = Duration::from_millis(200);
 
     #[tokio::test(start_paused = true)]
-    async fn what_waits_counts_after_a_while_and_no_longer_than_it_waits() {
+    async fn waiting_uploads_count_after_a_delay_until_they_proceed() {
         let (pressure, waiting) = (Arc::new(MemoryBudget::new(100)), BufferedBody::default());
         let (say, mut said) = mpsc::channel(8);
         let room = Semaphore::new(0);
@@ -120,7 +120,7 @@ mod tests {
                     polled
                 });
                 asked.await;
-                // As whoever joins chunks: it asks once more, and waits all the same.
+                // Like code that joins chunks: it polls once more and then waits anyway.
                 if said.is_empty() {
                     waiting.none();
                 }

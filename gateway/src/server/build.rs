@@ -53,31 +53,26 @@ use tokio_util::sync::CancellationToken;
 use tunnel_listener::admission;
 
 pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
-    let Gateway {
-        config,
-        cores,
-        deciding,
-        reloads,
-        pods,
-        reviews,
-    } = gateway;
+    let config = gateway.config;
     let base = DataDirState::open(&config)?;
-    let authorizer = authorizer(deciding, &config, &base)?;
-    let (cores, threads) = started(cores, &config)?;
+    let authorizer = authorizer(gateway.deciding, &config, &base)?;
+    let (workers, threads) = started(gateway.workers, &config)?;
     let tunnel = bind("the tunnel port", &ListenAddr::Tcp(config.tunnel.listen))?;
     let admin = admin_listeners(&config)?;
-    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
+    let hooks = (authorizer, gateway.pods, gateway.reviews);
+    let shared = Arc::new(shared(&config, &base, &workers, hooks)?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config, base.given.clone());
     let identity = TunnelIdentity::new(&base.ca, &base.store, port)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
-    let listeners = Arc::new(Listeners::new(&base.ca, &shared, &cores, (&tasks, &ending)));
+    let owner = (&tasks, &ending);
+    let listeners = Arc::new(Listeners::new(&base.ca, &shared, &workers, owner));
     listeners.plan(&config.listeners)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
     let address = tunnel.local_addr();
     let to_edges = to_edges(&config, address);
-    let admission = admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
+    let admission = admission(&config, &base, &shared, (&workers, &identity), &to_edges)?;
     let (ports, nat) = redirected(&config, &base, &listeners)?;
     let authority = Arc::new(authority(&base, &admission, (&identity, &listeners)));
     let reloader = Reloader::new(Reloadable {
@@ -93,14 +88,18 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         shared: shared.clone(),
     });
     let readiness = Readiness::default();
-    let admin_app = admin_app(&base, &shared, ((&readiness, &admin, reloads), &reloader));
+    let admin_app = admin_app(
+        &base,
+        &shared,
+        ((&readiness, &admin, gateway.reloads), &reloader),
+    );
     Ok(Bound {
         config,
         claim,
         admin_socket: admin_socket(&base.store),
         store: base.store,
         pins: (base.keeper, base.meetings),
-        cores,
+        workers,
         threads,
         shared,
         tasks,
@@ -117,12 +116,15 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
 }
 
 /// Returns the given workers, or starts those of the configuration, whose threads then end with the gateway.
-fn started(cores: Option<Workers>, config: &Config) -> Result<(Workers, OwnedWorkers), BindError> {
-    if let Some(cores) = cores {
-        return Ok((cores, OwnedWorkers(None)));
+fn started(
+    workers: Option<Workers>,
+    config: &Config,
+) -> Result<(Workers, OwnedWorkers), BindError> {
+    if let Some(workers) = workers {
+        return Ok((workers, OwnedWorkers(None)));
     }
-    let cores = Workers::start(config.workers).map_err(BindError::Cores)?;
-    Ok((cores.clone(), OwnedWorkers(Some(cores))))
+    let workers = Workers::start(config.workers).map_err(BindError::Workers)?;
+    Ok((workers.clone(), OwnedWorkers(Some(workers))))
 }
 
 /// Returns the sender of redirected ports, for reloads, and the task that applies them.
@@ -162,7 +164,7 @@ fn authority(
             registry: admission.registry.clone(),
             reading: admission.reading.clone(),
             tasks: Arc::default(),
-            runtime: admission.cores.runtime(WorkerId(0)).clone(),
+            runtime: admission.workers.runtime(WorkerId(0)).clone(),
         },
         changing: Mutex::default(),
     }
@@ -185,7 +187,7 @@ fn admin_socket(store: &Store) -> Option<BoundSocket> {
     let bound = BoundSocket::unix_instead(&store.admin_socket());
     bound
         .inspect_err(|error| {
-            tracing::warn!(%error, "no unix socket for commands: they use the admin listener");
+            tracing::warn!(%error, "the Unix socket for commands is not available: commands use the admin listener");
         })
         .ok()
 }
@@ -232,12 +234,12 @@ fn authorizer(
 ) -> Result<Arc<dyn Authorize>, BindError> {
     match (deciding, &config.policy.0) {
         (AuthorizerSource::By(authorizer), _) => Ok(authorizer),
-        // Never open because somebody forgot to read it.
+        // Must not allow everything only because the caller has not loaded the policy file.
         (AuthorizerSource::Policy(policy), Some(path)) if policy.is_open() => {
             Err(BindError::File {
                 what: "policy".to_owned(),
                 path: path.clone(),
-                why: "its rules were not given to this gateway (Gateway::policy)".to_owned(),
+                why: "the gateway was built without its rules (Gateway::policy)".to_owned(),
             })
         }
         (AuthorizerSource::Policy(policy), _) => Ok(Arc::new(PolicyAuthorizer {
@@ -257,22 +259,22 @@ type Deciders = (
 fn shared(
     config: &Config,
     base: &DataDirState,
-    cores: &Workers,
+    workers: &Workers,
     (authorizer, pods, reviews): Deciders,
 ) -> Result<ProxyState, BindError> {
     let known = (&base.nodes.reader(), &base.pins);
     let by_port = upstream_tls::read_all(&config.upstream_tls, known, None)?;
-    let kept = ConnectionPool::new(cores.all().count(), config.timeouts.idle_keepalive);
+    let kept = ConnectionPool::new(workers.all().count(), config.timeouts.idle_keepalive);
     let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
     let kubernetes = config.kubernetes.clone().unwrap_or_default();
     let answers = |asked| ReviewCache::new(asked, &kubernetes, bound, &metrics);
     Ok(ProxyState {
         reviews: reviews.map(answers),
         nodes: base.nodes.reader(),
-        registry: Registry::new(cores),
+        registry: Registry::new(workers),
         limits: Limits::new(config.limits.clone(), &metrics),
         direct: Counter::default(),
-        streams: OpenStreams::new(cores.all().count()),
+        streams: OpenStreams::new(workers.all().count()),
         authorizer,
         apps: UpstreamTlsPorts::new(by_port, kept, base.pins.clone()),
         pods,

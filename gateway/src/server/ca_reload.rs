@@ -59,12 +59,12 @@ impl CaReload {
             tracing::error!(
                 %found,
                 here = %here.trust_domain(),
-                "the CA in the data directory is of another trust domain than tunnel.identity and does not count; take ca.json away before the next start, which would fail"
+                "the CA in the data directory has another trust domain than tunnel.identity and is ignored; remove ca.json before the next start, which would otherwise fail"
             );
             return Ok(false);
         }
         if !same_domain {
-            let why = "the CA in the data directory is of another trust domain; it counts from the next start";
+            let why = "the CA in the data directory has another trust domain; it takes effect at the next start";
             return Err(BindError::Name(why.to_owned()));
         }
         let port = self.identity.turn_to(&next)?;
@@ -80,7 +80,7 @@ impl CaReload {
             self.identity.show(leaf);
         }
         listeners.apply();
-        tracing::info!(signs = %first, ?other, "another CA is in force");
+        tracing::info!(signs = %first, ?other, "another CA is in use");
         ca_rotation::tell(&self.ca.get(), &self.registry);
         if gone {
             self.roll.look();

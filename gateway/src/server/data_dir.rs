@@ -12,8 +12,8 @@ use crate::{
 use causeway_certs::{Ca, LiveCa, OpenMode, Store, StoreError};
 use tokio::sync::mpsc;
 
-/// Reason for refusals until the cluster's nodes are known.
-const NODES_PENDING: &str = "the nodes of the cluster are not known yet";
+/// Reason for refusals until the cluster's nodes have been loaded.
+const NODES_PENDING: &str = "the nodes of the cluster have not been loaded yet";
 
 /// Contents of a data directory, the CA and the nodes that have joined, and the external CA that replaces that CA.
 pub(super) struct DataDirState {
@@ -31,7 +31,7 @@ impl DataDirState {
         let given = config.tunnel.identity.as_ref().map(ExternalIdentity::read);
         let given = given.transpose()?;
         let no_ca = || BindError::NoCa(config.data_dir.clone());
-        // Where edges bring certificates there may be no CA, and so nothing to begin with.
+        // With an external CA for edges, the data directory may not exist yet.
         let access = given
             .as_ref()
             .map_or(OpenMode::Existing, |_| OpenMode::Create);
@@ -44,7 +44,7 @@ impl DataDirState {
             (Some(ca), Some(given)) if *ca.trust_domain() != given.domain => {
                 let (own, given) = (ca.trust_domain(), &given.domain);
                 return Err(BindError::Name(format!(
-                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one; take that CA's ca.json away, or make one by `causeway ca init --trust-domain {given}`",
+                    "tunnel.identity has trust domain {given}, but the CA in {} has trust domain {own}, and both must be equal; remove that CA's ca.json, or create a CA with `causeway ca init --trust-domain {given}`",
                     config.data_dir.display()
                 )));
             }
@@ -54,7 +54,7 @@ impl DataDirState {
         };
         if !there {
             let data_dir = config.data_dir.display();
-            tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
+            tracing::warn!(%data_dir, "the data directory was created now, so it contains no nodes and no revocations");
         }
         let nodes = known(config, &store)?;
         let (pins, writer, meetings) = pins(store.pins().all()?);

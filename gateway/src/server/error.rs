@@ -11,7 +11,7 @@ pub enum BindError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// There is no CA in the data directory.
-    #[error("there is no CA in {}; make one with `causeway ca init --data-dir {}`", .0.display(), .0.display())]
+    #[error("there is no CA in {}; create one with `causeway ca init --data-dir {}`", .0.display(), .0.display())]
     NoCa(PathBuf),
     /// The CA cannot issue what the gateway needs.
     #[error("the gateway's certificate cannot be issued: {0}")]
@@ -46,7 +46,7 @@ pub enum BindError {
     },
     /// The socket of another listener of this gateway occupies the address.
     #[error(
-        "listener {listener:?} cannot listen on {listen}: listener {by:?} of this gateway is there; take that away by one reload, and add this by the next"
+        "listener {listener:?} cannot listen on {listen}: listener {by:?} of this gateway uses that address; remove {by:?} with one reload, and add {listener:?} with the next"
     )]
     Held {
         /// The listener to be opened.
@@ -63,11 +63,11 @@ pub enum BindError {
     #[error("redirect: {0}")]
     Redirect(#[from] NatError),
     /// A gateway that drains opens no listeners any more.
-    #[error("the gateway is draining; its next start reads the configuration")]
+    #[error("the gateway is draining; the configuration takes effect at the next start")]
     Leaving,
     /// The workers cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
-    Cores(io::Error),
+    Workers(io::Error),
 }
 
 impl BindError {

@@ -30,7 +30,7 @@ pub(super) struct Listeners {
     ca: LiveCa,
     shared: Arc<ProxyState>,
     issuers: JwksFetchers,
-    cores: Workers,
+    workers: Workers,
     tasks: Arc<TaskGroup>,
     /// Asks all listeners, and their connections, to finish.
     ending: CancellationToken,
@@ -223,16 +223,16 @@ impl Listeners {
     pub(super) fn new(
         ca: &LiveCa,
         shared: &Arc<ProxyState>,
-        cores: &Workers,
+        workers: &Workers,
         (tasks, ending): (&Arc<TaskGroup>, &CancellationToken),
     ) -> Self {
-        let (fetching, runtime) = (TaskGroup::new(ending), cores.runtime(WorkerId(0)).clone());
+        let (fetching, runtime) = (TaskGroup::new(ending), workers.runtime(WorkerId(0)).clone());
         let (bound, metrics) = (shared.timeouts.authorize, shared.metrics.clone());
         Self {
             issuers: JwksFetchers::new(fetching, runtime, bound, metrics),
             ca: ca.clone(),
             shared: shared.clone(),
-            cores: cores.clone(),
+            workers: workers.clone(),
             tasks: tasks.clone(),
             ending: ending.clone(),
             standing: Mutex::default(),
@@ -347,7 +347,7 @@ impl Listeners {
                 Ok(None) => {}
                 Err(error) => {
                     let name = &listener.name;
-                    tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked by what its files said last");
+                    tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked against its last loaded files");
                 }
             }
         }
@@ -400,7 +400,7 @@ impl Listeners {
         let listener = &material.listener;
         let socket = bind(&format!("listener {:?}", listener.name), &listener.listen)?;
         let (built, proxies) = self.proxies(&material, &socket)?;
-        let entrance = ListenerSocket::new(&self.cores, proxies, self.ending.child_token());
+        let entrance = ListenerSocket::new(&self.workers, proxies, self.ending.child_token());
         Ok(ActiveListener {
             material,
             listener: built,
@@ -417,13 +417,13 @@ impl Listeners {
     ) -> Result<(Arc<Listener>, Vec<Proxy>), BindError> {
         let listens = socket.local_addr().map(|address| address.port());
         let built = Arc::new(material.build((&self.ca, &self.issuers), &self.shared, listens)?);
-        let proxy = |core| Proxy {
+        let proxy = |worker| Proxy {
             shared: self.shared.clone(),
             listener: built.clone(),
-            core,
+            worker,
             tasks: self.tasks.clone(),
         };
-        let proxies = self.cores.all().map(proxy).collect();
+        let proxies = self.workers.all().map(proxy).collect();
         Ok((built, proxies))
     }
 
@@ -486,7 +486,7 @@ impl ListenerUpdate<'_> {
             }
             stand.entrance.close();
             if let config::ListenAddr::Unix(path) = &stand.material.listener.listen {
-                // Whoever has taken it away already has done the same.
+                // A task that has removed it already has done the same.
                 let _ = std::fs::remove_file(path);
             }
             done.closed.push(stand.material.listener.name.clone());

@@ -100,7 +100,7 @@ impl Reloader {
     /// The missing, malformed or occupied item, by name; then nothing has changed.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, BindError> {
         let parts = &self.0;
-        // Whatever becomes of the configuration: what hangs on the CA is built of the one that there is.
+        // Independent of the configuration, everything that depends on the CA is built from the current CA.
         parts.authority.take_up()?;
         Ok(PendingReload {
             listeners: parts.listeners.plan(&config.listeners)?,
@@ -109,7 +109,7 @@ impl Reloader {
                 .clone()
                 .map(|redirect| (redirect, config.listeners.clone())),
             identity: parts.identity.prepare(&config::Tunnel {
-                // Where the port is, and not where it would be after a restart.
+                // The current address of the port, and not the address after a restart.
                 listen: parts.began.tunnel.listen,
                 ..config.tunnel.clone()
             })?,
@@ -158,13 +158,13 @@ impl PendingReload<'_> {
     /// new streams, and the new listeners none yet.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> ReloadSummary {
         let parts = self.parts;
-        // Before it is looked who is welcome.
+        // Done before the admitted nodes are checked.
         let revoked = parts.nodes.revoke(self.revoked);
         let tls = parts.identity.apply(self.identity);
         let identity = tls.is_some();
         match tls {
             Some(tls) => parts.authority.turn(tls),
-            // Somebody may have put another gateway's nodes there.
+            // The directory may have been replaced by that of another gateway.
             None => parts.authority.look(),
         }
         let (all, listed) = &parts.to_edges;
@@ -174,7 +174,7 @@ impl PendingReload<'_> {
             let line = GatewayMessage::Gateways { gateways, replicas };
             announce(&parts.shared.registry, |_| [line.clone()]);
         }
-        // A name that DNS says must be one here.
+        // A name that DNS serves must be known to the gateway.
         parts.nodes.zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.apps.replace(self.apps);
@@ -184,7 +184,7 @@ impl PendingReload<'_> {
             parts.ports.send_replace(redirected);
         }
         parts.shared.streams.changed();
-        // Behind the listeners, but for what is taken away: an edge refuses what is on its way here.
+        // Announced after the listeners changed, except for removals: an edge would refuse requests that are still in transit.
         if listed.replace(self.listed) {
             announce(&parts.shared.registry, |edge| {
                 listing(&edge.admitted, listed)
@@ -211,7 +211,7 @@ fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
 }
 
 fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
-    // Of the tunnel port only who is told of it changes while it is there, and what the files say that it goes by.
+    // Only the advertised addresses and the contents of the TLS files of the tunnel port can change at run time.
     let tunnel = |config: &Config| config::Tunnel {
         advertise: Vec::new(),
         gateways: Vec::new(),
@@ -292,7 +292,7 @@ impl fmt::Display for ReloadSummary {
             f.write_str("; upstream_tls changed")?;
         }
         if self.advertised {
-            f.write_str("; announced gateway addresses changed")?;
+            f.write_str("; advertised gateway addresses changed")?;
         }
         if self.revoked {
             f.write_str("; tunnel.revoked changed")?;

@@ -85,7 +85,7 @@ pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
 impl ExternalIdentity {
     /// Reads the files.
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
-        // Both are there, by the configuration's own rules.
+        // Both are set: the validation of the configuration ensures it.
         let path = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
         let (shown, key) = (path(&files.chain), path(&files.key));
         let read = external::gateway(&text(WHAT, &shown)?, &text(WHAT, &key)?);
@@ -119,12 +119,12 @@ impl ExternalIdentity {
         let late = ends.saturating_sub(facts.not_before) / LATE;
         let (chain, left) = (self.chain.display(), ends.saturating_sub(now));
         let next = if now > ends {
-            tracing::error!(%chain, "the certificate of the tunnel port has ended: no edge takes it");
+            tracing::error!(%chain, "the certificate of the tunnel port has expired: edges refuse it");
             LOOK.as_secs()
         } else if left <= late {
             let left = humantime::format_duration(Duration::from_secs(left));
-            tracing::warn!(%chain, %left, "the certificate of the tunnel port ends soon, and no other was taken up: either nobody has made one, or the last reload was refused");
-            // It is said again at its end.
+            tracing::warn!(%chain, %left, "the certificate of the tunnel port expires soon, and no new one was loaded: renew the certificate, or check whether the last reload was refused");
+            // It is logged again at the expiry.
             ends - now + 1
         } else {
             left - late
@@ -191,7 +191,7 @@ impl TunnelIdentity {
                         WHAT,
                         &files.chain.clone().unwrap_or_default(),
                         format!(
-                            "it is of trust domain {next}, and this gateway of {now} until its next start"
+                            "it has trust domain {next}, but this gateway has trust domain {now} until its next start"
                         ),
                     ));
                 }

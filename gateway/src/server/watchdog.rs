@@ -19,7 +19,7 @@ use tracing::info_span;
 /// Liveness checks of a gateway from outside. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Watchdog {
-    pub(super) cores: Workers,
+    pub(super) workers: Workers,
     pub(super) registry: Registry,
     pub(super) readiness: Readiness,
 }
@@ -28,21 +28,21 @@ impl Watchdog {
     /// Waits for an answer of every worker, and returns the workers that do not answer within `patience`.
     pub async fn silent(&self, patience: Duration) -> Vec<WorkerId> {
         let deadline = Instant::now() + patience;
-        // What a core does not get to is taken back when this returns.
+        // Dropping this group cancels the probes that a worker has not run.
         let tasks = TaskGroup::default();
-        let ask = |core| {
+        let ask = |worker| {
             let (tell, told) = oneshot::channel();
             let answer = async move {
                 let _ = tell.send(());
             };
-            tasks.spawn_on(self.cores.runtime(core), info_span!("pulse"), answer);
-            (core, told)
+            tasks.spawn_on(self.workers.runtime(worker), info_span!("pulse"), answer);
+            (worker, told)
         };
-        let asked: Vec<_> = self.cores.all().map(ask).collect();
+        let asked: Vec<_> = self.workers.all().map(ask).collect();
         let mut silent = Vec::new();
-        for (core, told) in asked {
+        for (worker, told) in asked {
             if !matches!(timeout_at(deadline, told).await, Ok(Ok(()))) {
-                silent.push(core);
+                silent.push(worker);
             }
         }
         silent
@@ -67,18 +67,18 @@ mod tests {
     const SOON: Duration = Duration::from_mins(2);
 
     #[tokio::test]
-    async fn a_core_that_hangs_is_named_and_the_others_are_not() {
-        let cores = Workers::start(3).unwrap();
+    async fn a_worker_that_hangs_is_named_and_the_others_are_not() {
+        let workers = Workers::start(3).unwrap();
         let pulse = Watchdog {
-            registry: Registry::new(&cores),
+            registry: Registry::new(&workers),
             readiness: Readiness::default(),
-            cores,
+            workers,
         };
         assert_eq!(pulse.silent(SOON).await, []);
         let ((hangs, hung), (release, held)) = (mpsc::channel(), mpsc::channel::<()>());
         let tasks = TaskGroup::default();
         tasks.spawn_on(
-            pulse.cores.runtime(WorkerId(1)),
+            pulse.workers.runtime(WorkerId(1)),
             info_span!("hang"),
             async move {
                 hangs.send(()).unwrap();

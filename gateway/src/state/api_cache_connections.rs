@@ -77,12 +77,12 @@ impl ApiCacheConnections {
 
     /// Asks each to end for which there is a reason, and says it.
     pub fn end(&self, gone: impl Fn(&NodeName, &ApiCacheConnection) -> Option<String>) {
-        // What gives the reason may take its time, and others enter meanwhile: they are judged when they have.
+        // Computing the reason may take time, and others may register meanwhile: they are checked after they have registered.
         let all = self.lock().clone();
         for (node, own) in &all {
             for reading in own.iter().filter(|reading| !reading.end.is_cancelled()) {
                 if let Some(why) = gone(node, reading) {
-                    tracing::info!(%node, why, "ending a connection by which {node} reads");
+                    tracing::info!(%node, why, "closing an API cache connection of {node}");
                     reading.end.cancel();
                 }
             }

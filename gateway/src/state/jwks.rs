@@ -112,7 +112,7 @@ impl JwksCache {
                 return;
             }
         }
-        // Where it takes longer, there is nothing more to be done than to do without.
+        // If the fetch takes longer, the request continues without the keys.
         let _ = timeout(bound, fetching.wait_for(|later| later.ended > now.ended)).await;
     }
 
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn keys_that_cannot_be_fetched_anew_count_until_they_are_too_old() {
+    async fn keys_that_cannot_be_refetched_stay_valid_up_to_a_maximum_age() {
         let (keys, writer) = JwksCache::fetched(DAY);
         assert_eq!(keys.now().unwrap_err(), KeyError::NotYet);
         assert!(writer.ended(Some(set("one"))));
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn all_that_miss_a_key_wait_for_one_fetch_and_the_next_ones_for_none() {
+    async fn requests_that_miss_a_key_share_one_fetch() {
         let (keys, writer) = JwksCache::fetched(DAY);
         let fetches = async {
             writer.wanted().await;
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_fetch_that_takes_too_long_holds_nobody_longer_than_the_bound() {
+    async fn a_slow_fetch_delays_requests_only_up_to_the_bound() {
         let (keys, writer) = JwksCache::fetched(DAY);
         writer.begins();
         let began = Instant::now();
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_writer_whom_nobody_reads_hears_of_it() {
+    async fn a_writer_without_readers_learns_of_it() {
         let (keys, writer) = JwksCache::fetched(DAY);
         let weak = keys.downgrade();
         let second = weak.upgrade().unwrap();

@@ -172,7 +172,7 @@ impl Table {
             });
             pod_networks.extend(node.pod_networks.iter().map(|net| (*net, name.clone())));
         }
-        // Of one that is not here alone nothing is known but its own addresses.
+        // Keeps only addresses that at least one node of this table claims.
         by_address.retain(|_, claims| claims.names().any(|name| nodes.contains_key(name)));
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
@@ -305,7 +305,7 @@ impl Nodes {
         self.0.load().said.cluster.members().is_some()
     }
 
-    /// Returns why the nodes of the cluster are not known yet, or `None` if they are or no cluster is followed.
+    /// Returns why the nodes of the cluster have not been loaded yet, or `None` if they are or no cluster is followed.
     ///
     /// Until then a name or an address that no record has may still be an edge's, and labels and pools may be missing.
     pub fn pending(&self) -> Option<Arc<str>> {
@@ -347,7 +347,7 @@ impl Nodes {
             let (name, end) = name.split_at_checked(name.len().checked_sub(zone.len())?)?;
             end.eq_ignore_ascii_case(zone).then(|| table.edge(name))?
         };
-        // A node whose own name ends like a zone is itself, before any other.
+        // A node whose own name ends with a zone takes precedence over nodes within that zone.
         table
             .edge(name)
             .or_else(|| table.said.zones.iter().find_map(within))
@@ -363,7 +363,7 @@ impl Nodes {
             .and_then(AddressClaims::holder)
         {
             Some(ClaimHolder::Edge(node)) => return AddressMatch::Node(node.clone()),
-            // An edge's pods are not there either.
+            // The pods of an edge node are not reachable there either.
             Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Nobody,
             Some(ClaimHolder::Several(all)) => {
                 return AddressMatch::Several(all.into_iter().cloned().collect());
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_with_other_labels_or_another_pool_are_told_once() {
+    fn nodes_with_changed_labels_or_pool_are_reported_once() {
         let labelled = |pool: &str, label: &str| Node {
             pool: (!pool.is_empty()).then(|| pool.to_owned()),
             labels: [("site".to_owned(), label.to_owned())].into(),
@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_cluster_says_holds_before_a_record_and_what_a_record_alone_says_stays() {
+    fn cluster_facts_override_a_record_and_record_only_facts_stay() {
         let writer = NodesWriter::default();
         let mut joined = node(&["192.168.0.1"], &[]);
         joined.joined_at = 7;
@@ -709,7 +709,7 @@ mod tests {
             assert_eq!(nodes.place(name.as_str()), Some(place), "{name}");
         }
 
-        // Whoever joins or goes later changes nothing of that, nor does the cluster change records.
+        // Nodes that join or leave later do not change that, and the cluster does not change records.
         writer.put(name("edge-4"), Node::default());
         assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
         writer.cluster(BTreeMap::new());
@@ -721,7 +721,7 @@ mod tests {
     }
 
     #[test]
-    fn of_labels_and_pools_a_tokens_word_holds_first_and_a_kubelets_never_in_the_policy() {
+    fn token_labels_come_first_and_policy_ignores_kubelet_labels() {
         let writer = NodesWriter::default();
         let labels = |all: &[(&str, &str)]| -> BTreeMap<String, String> {
             let all = all.iter();
@@ -762,7 +762,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_no_token_names_is_at_the_edge_if_the_cluster_says_so() {
+    fn a_node_without_token_is_an_edge_if_the_cluster_says_so() {
         let writer = NodesWriter::default();
         let follows = Node {
             follows_cluster: true,
@@ -785,7 +785,7 @@ mod tests {
     }
 
     #[test]
-    fn an_edge_that_claims_the_address_of_a_node_elsewhere_does_not_get_it() {
+    fn an_edge_cannot_claim_the_address_of_a_non_edge_node() {
         let writer = NodesWriter::default();
         let cluster = [
             (name("cloud-1"), member(false, &["10.0.9.1"], &[])),
@@ -812,7 +812,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_takes_no_address_from_whoever_has_it_and_gives_none_to_its_author() {
+    fn a_claim_neither_takes_nor_gains_an_owned_address() {
         let writer = NodesWriter::default();
         let object = |edge, created, addresses: &[&str]| ClusterNode {
             created,
@@ -873,7 +873,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_one_node_each_are_listed_and_each_change_is_heard() {
+    fn addresses_of_each_node_are_listed_and_changes_are_sent() {
         let writer = NodesWriter::default();
         let (nodes, mut changes) = (writer.reader(), writer.changes());
         writer.put(name("edge-1"), node(&["10.0.0.1", "192.168.0.2"], &[]));
@@ -900,7 +900,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_pods_is_redirected_if_nobody_else_has_anything_in_it() {
+    fn a_pod_network_is_redirected_if_no_other_node_is_in_it() {
         let writer = NodesWriter::default();
         let edges = [
             (
@@ -911,7 +911,7 @@ mod tests {
             // The same network twice, and one within another's.
             ("edge-2", vec![], vec!["10.244.2.0/24", "10.244.3.7/32"]),
             ("edge-3", vec![], vec!["10.244.2.0/24", "10.244.3.0/24"]),
-            // What pods in the cloud have, a node's own address, another edge's.
+            // The network of cloud pods, a node's own address, and another edge's network.
             ("edge-4", vec![], vec!["10.245.0.0/16", "10.9.0.0/24"]),
             ("edge-5", vec![], vec!["10.0.0.0/24", "10.244.5.0/24"]),
             ("edge-6", vec!["10.244.6.1"], vec!["10.244.6.0/24"]),

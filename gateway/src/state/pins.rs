@@ -85,13 +85,13 @@ impl Pins {
             tell,
         };
         let noting = async {
-            // Whoever ends is not asked any more.
+            // A writer that has ended receives no further requests.
             self.met.send(met).await.ok()?;
             told.await.ok()
         };
-        let late = || format!("the data directory did not take it within {bound:?}");
+        let late = || format!("the data directory did not store the key within {bound:?}");
         let noted = timeout(bound, noting).await.map_err(|_| late())?;
-        noted.unwrap_or_else(|| Err("the gateway is ending".to_owned()))
+        noted.unwrap_or_else(|| Err("the gateway is shutting down".to_owned()))
     }
 }
 

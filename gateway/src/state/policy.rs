@@ -208,13 +208,13 @@ impl Policy {
     fn narrow_who(&self, asked: &PolicyInput<'_>, left: &mut index::RemainingRules) {
         self.who.narrow(left, |(users, groups, spiffe), into| {
             if !asked.known {
-                // In so many words only: `*` is everybody who is somebody.
+                // Only if written explicitly: `*` matches every authenticated client.
                 users.find_word(ANONYMOUS, into);
                 return groups.find_word(UNAUTHENTICATED, into);
             }
             users.find(asked.user, into);
             groups.find_word(AUTHENTICATED, into);
-            // Who says of himself that he is known, or is not, is not believed.
+            // A client's own claim that it is authenticated or anonymous is ignored.
             let said = asked.groups.iter().map(String::as_str);
             for group in said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(group)) {
                 groups.find(group, into);

@@ -6,8 +6,8 @@
 //! of a half-dead tunnel cannot unregister its successor. A tunnel that leaves (another
 //! one has taken over, or its edge has announced it) stays on the list until its streams
 //! have ended, whatever is registered beside it. Only a tunnel that its own process has
-//! given up is closed. The registry has a shard for each core: a request takes no lock
-//! that another core's requests hold.
+//! given up is closed. The registry has a shard for each worker: a request takes no lock
+//! that another worker's requests hold.
 
 use crate::worker::{WorkerId, Workers};
 use arc_swap::ArcSwapOption;
@@ -185,7 +185,7 @@ type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
 #[derive(Clone, Debug)]
 pub struct Registry {
     shards: Arc<[Shard]>,
-    cores: Workers,
+    workers: Workers,
     next: Arc<AtomicU64>,
     began: Instant,
     waiting: Arc<Semaphore>,
@@ -209,11 +209,11 @@ pub struct SelectedTunnel {
 }
 
 impl Registry {
-    /// An empty registry with a shard for each core.
-    pub fn new(cores: &Workers) -> Self {
+    /// An empty registry with a shard for each worker.
+    pub fn new(workers: &Workers) -> Self {
         Self {
-            shards: cores.all().map(|_| Shard::default()).collect(),
-            cores: cores.clone(),
+            shards: workers.all().map(|_| Shard::default()).collect(),
+            workers: workers.clone(),
             next: Arc::new(AtomicU64::new(1)),
             began: Instant::now(),
             waiting: Arc::new(Semaphore::new(MOST_WAITING)),
@@ -364,7 +364,7 @@ impl Registry {
                 held.arrival.get_or_insert_default().clone()
             };
             let mut arrived = pin!(arrival.notified());
-            // What arrives before the look below is noticed as well.
+            // A change that arrives before the check below is noticed as well.
             arrived.as_mut().enable();
             if let Ok(picked) = self.pick(node) {
                 return picked;
@@ -438,13 +438,13 @@ impl Registry {
         self.shards.iter().map(count).sum()
     }
 
-    /// The core that a node belongs to.
-    pub fn core(&self, node: &NodeName) -> WorkerId {
-        self.cores.of(node)
+    /// The worker that a node belongs to.
+    pub fn worker(&self, node: &NodeName) -> WorkerId {
+        self.workers.of(node)
     }
 
     fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, NodeTunnels>> {
-        self.shards[self.cores.of(node).0]
+        self.shards[self.workers.of(node).0]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
@@ -482,7 +482,7 @@ impl NodeTunnels {
                 Some(ReplaceMode::Lost)
             };
             if let Some(fate) = fate {
-                // At once: from here on the new one is selected.
+                // Takes effect at once: from here on the new tunnel is selected.
                 edge.leaving = true;
                 edge.admitted.tunnel.drain();
                 let edge = edge.clone();

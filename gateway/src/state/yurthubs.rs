@@ -36,7 +36,7 @@ impl NodePoolEndpoints {
             &self.resources & &resources
         };
         if nowhere || common.is_empty() || self.at.len() >= MOST {
-            tracing::debug!(%node, %at, "YurtHubs are not told of this edge");
+            tracing::debug!(%node, %at, "this edge is not announced to YurtHubs");
             return;
         }
         self.resources = common;
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hubs_are_told_what_all_of_a_pools_edges_have_and_of_none_that_would_leave_them_nothing() {
+    fn yurthubs_get_common_resources_and_skip_edges_without_any() {
         let set = |all: &[&str]| -> BTreeSet<GroupVersionResource> {
             all.iter().map(|text| text.parse().unwrap()).collect()
         };

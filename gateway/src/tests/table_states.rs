@@ -85,8 +85,8 @@ fn by(authority: &str) -> RouteInput<'_> {
 }
 
 #[test]
-fn an_address_is_an_edges_or_undecided_until_the_cluster_says_otherwise() {
-    use Reason::{NodeUnknown, Undecided};
+fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
+    use Reason::{DependencyUnavailable as Undecided, NodeUnknown};
     let to = |target: &str| Ok(target.to_owned());
     for (authority, states) in [
         (
@@ -204,19 +204,25 @@ async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rule_by_label_denies_or_is_undecided_while_labels_are_missing() {
+async fn a_label_rule_denies_or_is_undecided_while_labels_are_missing() {
     let [not_yet, stale, _] = tables().map(|table| table.reader());
     let by_label = policy(NodeSelector {
         labels: Specified::from(BTreeMap::from([("site".to_owned(), "north".to_owned())])),
         ..NodeSelector::default()
     });
-    assert_eq!(decided(&not_yet, &by_label).await, Err(Reason::Undecided));
+    assert_eq!(
+        decided(&not_yet, &by_label).await,
+        Err(Reason::DependencyUnavailable)
+    );
     assert_eq!(decided(&stale, &by_label).await, Err(Reason::Forbidden));
     let by_pool = policy(NodeSelector {
         pools: Specified::from(vec!["secret".to_owned()]),
         ..NodeSelector::default()
     });
-    assert_eq!(decided(&not_yet, &by_pool).await, Err(Reason::Undecided));
+    assert_eq!(
+        decided(&not_yet, &by_pool).await,
+        Err(Reason::DependencyUnavailable)
+    );
     // Rules that speak of neither need no cluster.
     let by_name = policy(NodeSelector {
         nodes: Specified::from(vec!["edge-2".to_owned()]),

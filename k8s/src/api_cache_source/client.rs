@@ -89,7 +89,7 @@ impl ApiClient {
             let heard = self.line().heard;
             sleep_until(heard + SILENT).await;
             if self.line().heard == heard && !self.lives().await {
-                // Whoever reads hears of it.
+                // The reader receives the error.
                 let away = {
                     let mut line = self.line();
                     line.failed = true;
@@ -110,7 +110,7 @@ impl ApiClient {
             let again = Instant::now() + AGAIN;
             let asking = async {
                 let answer = self.ask(ASKED.to_owned()).await?;
-                // To its end, so that the connection serves again.
+                // Read to its end, so that the connection can be reused.
                 answer.body.try_collect::<Vec<_>>().await
             };
             if !matches!(timeout(LIVES / 2, asking).await, Ok(Ok(_))) {
@@ -162,14 +162,14 @@ impl ApiClient {
         };
         match timeout(BOUND, asked).await {
             Ok(Ok(json)) => pool.release(json),
-            Ok(Err(why)) => tracing::debug!(why, "the cluster's API does not say its version"),
-            Err(_) => tracing::debug!("the cluster's API does not say its version in time"),
+            Ok(Err(why)) => tracing::debug!(why, "the cluster's API did not report its version"),
+            Err(_) => tracing::debug!("the cluster's API did not report its version in time"),
         }
     }
 }
 
 fn gone() -> String {
-    format!("the cluster's API says nothing and did not answer {ASKED} within {LIVES:?}")
+    format!("the cluster's API sends nothing and did not answer {ASKED} within {LIVES:?}")
 }
 
 impl ListWatch for ApiClient {

@@ -49,7 +49,7 @@ fn list() -> serde_json::Value {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_api_that_breaks_off_is_asked_again_and_what_was_read_stays() {
+async fn a_failed_api_request_is_retried_and_cached_objects_stay() {
     let lists = Arc::new(AtomicUsize::new(0));
     let counted = lists.clone();
     let follower = follower("v1/services", move |asked| {
@@ -123,7 +123,7 @@ fn quiet(is: watch::Receiver<Is>, asked: watch::Sender<usize>) -> Client {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is_not() {
+async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     let (make, is) = watch::channel(Is::Well);
     let asked = watch::Sender::new(0);
     let mut follower = follower("v1/services", |_| unreachable!());
@@ -183,7 +183,7 @@ async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is
 }
 
 #[test]
-fn a_right_that_is_missing_and_a_resource_that_is_not_served_say_what_to_do() {
+fn a_missing_permission_or_resource_error_states_the_remedy() {
     let resource: GroupVersionResource = "v1/services".parse().unwrap();
     let refused = |status, why: &str| {
         explained(

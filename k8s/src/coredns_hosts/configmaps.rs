@@ -106,19 +106,19 @@ impl ConfigMaps {
         let (key, value) = LABEL;
         let (name, namespace) = (map.name_any(), &self.namespace);
         let by = match foreign_managers(map) {
-            Some(other) => format!(" but {other}'s"),
+            Some(other) => format!(" but to {other}"),
             None => String::new(),
         };
         WriteError::Foreign(format!(
-            "the ConfigMap {namespace}/{name} is not this gateway's{by}, and is left as it is: set \
-             kubernetes.hosts.name to another, delete it, or hand it over \
+            "the ConfigMap {namespace}/{name} does not belong to this gateway{by} and is not changed: set \
+             kubernetes.hosts.name to another name, delete the ConfigMap, or transfer it to Causeway \
              (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)"
         ))
     }
 
     /// Returns a stream of the versions of the file with this number, from now on.
     pub(super) fn versions(&self, number: usize) -> BoxStream<'static, (usize, ResourceVersion)> {
-        // Of what is there anyway only the version is asked for.
+        // For an object that exists already, only its version is requested.
         let api =
             Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
         let states = watch_object(api, &self.name(number)).default_backoff();
@@ -139,7 +139,7 @@ pub(super) enum WriteError {
     Foreign(String),
     #[error("{}", error_message(.0))]
     Asked(#[from] kube::Error),
-    #[error("the cluster's API does not answer in time")]
+    #[error("the cluster's API did not answer in time")]
     Silent(#[from] tokio::time::error::Elapsed),
 }
 

@@ -117,7 +117,7 @@ impl CaPublisher {
             let (name, patch) = (&self.name, Patch::Apply(&apply));
             let written = timeout(BOUND, maps.patch(name, &parameters, &patch)).await;
             let written =
-                written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;
+                written.map_err(|_| "the cluster's API did not answer in time".to_owned())?;
             written.map_err(|error| error_message(&error))?;
             tracing::info!(
                 config_map = name,
@@ -164,7 +164,7 @@ mod tests {
     use causeway_certs::{Ca, TrustDomain};
 
     #[test]
-    fn gateways_that_take_up_a_new_root_one_after_the_other_do_not_write_against_each_other() {
+    fn gateways_that_load_a_new_root_in_turn_do_not_overwrite() {
         let root = || {
             let domain = TrustDomain::parse("test.example").unwrap();
             Ca::create(&domain).unwrap().root_pem()
@@ -172,14 +172,14 @@ mod tests {
         let (old, new) = (root(), root());
         let both = old.clone() + &new;
         assert_eq!(wanted("", &old, true), Some(old.clone()));
-        // The one that has both adds, and the one that has not leaves it.
+        // A gateway that has both roots adds the new one, and a gateway that has only one changes nothing.
         assert_eq!(wanted(&old, &both, true), Some(both.clone()));
         assert_eq!(wanted(&both, &old, false), None);
-        // Whoever takes away what somebody has finds it put back beside what is there.
+        // A root that is removed while a gateway still has it is added again beside the others.
         let back = wanted(&new, &old, false).unwrap();
         assert_eq!(certificates(&back).len(), 2);
         assert_eq!(wanted(&back, &new, false), None);
-        // The last one that retires the old root takes it away.
+        // The last gateway that retires the old root removes it.
         assert_eq!(wanted(&back, &new, true), Some(new.clone()));
         assert_eq!(wanted("nonsense", &new, false), Some(new));
     }

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_is_not_told_again_by_a_new_list_but_of_another_request_of_that_name() {
+    fn a_new_list_repeats_no_report_except_for_a_new_request() {
         let mut requests = CsrQueue::default();
         requests.take(&heard("a", "1", None), wrong);
         let request = requests.next().unwrap();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_is_forgotten_and_what_we_signed_is_not_signed_again() {
+    fn finished_requests_are_forgotten_and_never_signed_twice() {
         let mut requests = CsrQueue::default();
         requests.take(&heard("denied", "1", Some("Denied")), never);
         let mut signed = heard("signed", "2", Some("Approved"));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_due_once_and_what_failed_comes_after_the_others() {
+    fn each_request_is_due_once_and_failed_ones_come_last() {
         let mut requests = CsrQueue::default();
         let right = |_: &CertificateSigningRequest| {
             Ok(ValidCsr {

@@ -56,7 +56,7 @@ pub(super) fn is_ours(asked: &CertificateSigningRequest, rules: &CsrSigning) -> 
 fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
     let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0);
     let request =
-        request.map_err(|error| format!("the certificate request is no PEM: {error:?}"))?;
+        request.map_err(|error| format!("the certificate request is not valid PEM: {error:?}"))?;
     Ok(request.to_vec())
 }
 
@@ -72,7 +72,7 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
             .any(|group| group == "system:nodes")
         {
             return Err(format!(
-                "{who} is not in the group system:nodes, so it is no node"
+                "{who} is not in the group system:nodes, so it is not a node"
             ));
         }
         name
@@ -83,7 +83,7 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
         let account = account.replacen(':', "/", 1);
         if !accounts.contains(&account) {
             return Err(format!(
-                "who asks is \"{who}\": neither a node, nor one of kubernetes.certificates.service_accounts"
+                "the requester is \"{who}\": neither a node nor listed in kubernetes.certificates.service_accounts"
             ));
         }
         let extra = spec.extra.as_ref().and_then(|extra| extra.get(NODE));
@@ -91,7 +91,7 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
             Some([name]) => name,
             _ => {
                 return Err(format!(
-                    "the token of {who} does not say on which node it is: it has to be that of a pod, and the cluster 1.32 or newer"
+                    "the token of {who} does not name its node: it must be the token of a pod, and the cluster must be version 1.32 or newer"
                 ));
             }
         }
@@ -116,7 +116,7 @@ fn usages(asked: &CertificateSigningRequest) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "it asks for the usages {}; an edge's are {}",
+        "it requests the usages {}; the certificate of an edge has {}",
         usages.join(", "),
         USAGES.join(", ")
     ))
@@ -129,7 +129,7 @@ fn life(asked: &CertificateSigningRequest, longest: Duration) -> Result<Option<D
     let life = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
     if life.is_zero() || life > longest {
         return Err(format!(
-            "it asks for {seconds} s; an edge's certificate holds for {} s at most (tunnel.edge_certificate_lifetime)",
+            "it requests a lifetime of {seconds} s; the certificate of an edge is valid for at most {} s (tunnel.edge_certificate_lifetime)",
             longest.as_secs()
         ));
     }
@@ -141,7 +141,7 @@ fn requested_lifetime(asked: &CertificateSigningRequest) -> Result<Option<Durati
     match asked.spec.expiration_seconds {
         Some(1..=SHOWN_WITHIN) => Ok(None),
         other => Err(format!(
-            "it asks for {} s; an edge shows the cluster's certificate once, so it holds for {SHOWN_WITHIN} s at most",
+            "it requests a lifetime of {} s; an edge uses the cluster's certificate only once, so its lifetime is at most {SHOWN_WITHIN} s",
             other.map_or_else(|| "unlimited".to_owned(), |seconds| seconds.to_string())
         )),
     }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_who_the_api_server_says_it_is() {
+    fn a_node_is_identified_by_the_api_server_user() {
         let kubelet = asked(
             "system:node:edge-1",
             &["system:nodes", "system:authenticated"],
@@ -197,23 +197,23 @@ mod tests {
     }
 
     #[test]
-    fn a_service_account_speaks_for_the_node_that_its_token_is_bound_to() {
+    fn a_service_account_represents_the_node_of_its_bound_token() {
         let mut pod = asked("system:serviceaccount:edges:edge", &[]);
-        assert!(refused(&pod).contains("on which node"));
+        assert!(refused(&pod).contains("does not name its node"));
         pod.spec.extra = Some([(NODE.to_owned(), vec!["edge-2".to_owned()])].into());
         let accounts = ["edges/edge".to_owned()];
         assert_eq!(node(&pod, &accounts).unwrap().as_str(), "edge-2");
         let two = vec!["edge-1".to_owned(), "edge-2".to_owned()];
         pod.spec.extra = Some([(NODE.to_owned(), two)].into());
-        assert!(refused(&pod).contains("on which node"));
+        assert!(refused(&pod).contains("does not name its node"));
         assert!(node(&pod, &[]).unwrap_err().contains("service_accounts"));
-        // An account of that name in a namespace that reads alike is another.
+        // An account with the same name in a similarly named namespace is a different account.
         let alike = asked("system:serviceaccount:edges/edge", &[]);
         assert!(node(&alike, &accounts).is_err());
     }
 
     #[test]
-    fn what_the_clusters_own_signer_makes_holds_for_hours_and_no_longer() {
+    fn certificates_of_the_cluster_signer_last_for_hours_only() {
         let mut csr = asked("", &[]);
         for (seconds, fits) in [
             (None, false),
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn usages_are_exactly_those_of_an_edge_and_no_life_is_longer_than_it_may_be() {
+    fn usages_must_match_an_edge_and_lifetimes_are_capped() {
         let mut csr = asked("", &[]);
         usages(&csr).unwrap();
         csr.spec

@@ -39,7 +39,7 @@ fn after(seconds: u64) -> Instant {
 }
 
 #[tokio::test(start_paused = true)]
-async fn anothers_lease_is_free_once_it_has_not_changed_for_as_long_as_it_says_by_our_own_clock() {
+async fn a_foreign_lease_is_free_after_its_duration_by_the_own_clock() {
     let mut lease = lease();
     // Whatever that one's clock says.
     for renewed in [0, 4_000_000_000] {
@@ -57,7 +57,7 @@ async fn anothers_lease_is_free_once_it_has_not_changed_for_as_long_as_it_says_b
 }
 
 #[tokio::test]
-async fn nobodys_and_our_own_lease_is_free() {
+async fn an_unheld_or_own_lease_is_free() {
     let mut lease = lease();
     for holder in [None, Some(""), Some("a")] {
         lease.see(&of(holder, Some(20), 0));
@@ -66,7 +66,7 @@ async fn nobodys_and_our_own_lease_is_free() {
 }
 
 #[tokio::test]
-async fn a_change_of_holders_is_counted_and_a_renewal_keeps_the_time_of_the_first() {
+async fn holder_changes_are_counted_and_renewals_keep_acquire_time() {
     let lease = lease();
     let taken = lease.ours(Some(of(Some("b"), Some(20), 0))).spec.unwrap();
     assert_eq!(taken.lease_transitions, Some(4));
@@ -83,7 +83,7 @@ async fn a_change_of_holders_is_counted_and_a_renewal_keeps_the_time_of_the_firs
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_cannot_be_renewed_is_lost_after_two_thirds_of_its_time() {
+async fn an_unrenewed_lease_is_lost_after_two_thirds_of_its_duration() {
     let broken = || {
         let answer = Response::builder().status(500).body(Body::empty());
         ready(Ok(answer.unwrap()))

@@ -28,7 +28,7 @@ fn texts(addresses: &[IpAddr]) -> Vec<String> {
 }
 
 #[test]
-fn a_node_is_at_the_edge_by_the_labels_of_ours_openyurts_and_superedges() {
+fn edge_nodes_have_labels_of_causeway_openyurt_or_superedge() {
     for (labels, edge) in [
         (json!({ "causeway.io/edge": "true" }), true),
         (json!({ "openyurt.io/is-edge-worker": "true" }), true),
@@ -67,7 +67,7 @@ fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
 }
 
 #[test]
-fn a_node_has_no_more_addresses_than_a_machine_and_the_age_that_the_cluster_gives_it() {
+fn node_addresses_are_limited_and_the_age_is_the_clusters() {
     let claimed: Vec<_> = (1..100).map(|last| format!("10.0.0.{last}")).collect();
     let claimed: Vec<_> = claimed.iter().map(|text| ("InternalIP", &**text)).collect();
     let mut node = object("n", &json!({}), &claimed, &[]);
@@ -90,7 +90,7 @@ fn a_node_has_no_more_addresses_than_a_machine_and_the_age_that_the_cluster_give
 }
 
 #[test]
-fn of_labels_only_those_count_that_no_kubelet_writes_or_the_configuration_lists() {
+fn only_protected_and_configured_labels_count() {
     let labels = json!({
         "tier": "gold", "site": "north", "node-restriction.kubernetes.io/tier": "tin",
         "apps.openyurt.io/nodepool": "east",
@@ -117,7 +117,7 @@ fn of_labels_only_those_count_that_no_kubelet_writes_or_the_configuration_lists(
 }
 
 #[test]
-fn from_outside_a_node_is_reached_by_its_external_addresses_or_else_its_own() {
+fn an_outside_client_uses_external_addresses_else_internal_ones() {
     let outward = |claimed: &[(&str, &str)]| {
         let narrow = Kubernetes {
             address_networks: vec!["10.1.0.0/16".parse().unwrap()],
@@ -149,7 +149,7 @@ fn a_label_of_a_node_names_its_pool() {
 }
 
 #[test]
-fn what_lies_outside_of_the_networks_is_not_believed() {
+fn addresses_outside_of_the_networks_are_ignored() {
     let addresses = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.96.0.1")];
     let pods = ["10.244.1.0/24", "10.0.0.0/8", "0.0.0.0/0", "nonsense"];
     let node = object("n", &json!({}), &addresses, &pods);
@@ -165,7 +165,7 @@ fn what_lies_outside_of_the_networks_is_not_believed() {
 }
 
 #[test]
-fn a_list_replaces_all_at_once_and_a_heartbeat_changes_nothing() {
+fn a_list_replaces_all_nodes_and_a_heartbeat_changes_none() {
     let node =
         |name: &str, address: &str| object(name, &json!({}), &[("InternalIP", address)], &[]);
     let mut known = NodeCache::default();

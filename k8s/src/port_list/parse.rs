@@ -46,11 +46,13 @@ pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<St
     for port in both {
         ports.http.remove(&port);
         ports.https.remove(&port);
-        faults.push(format!("{port} is listed as http and as https"));
+        faults.push(format!("{port} is listed both as http and as https"));
     }
     let count = ports.served().count();
     if count > MOST {
-        return Err(format!("{count} ports are listed, and {MOST} may be"));
+        return Err(format!(
+            "{count} ports are listed, but at most {MOST} are allowed"
+        ));
     }
     Ok((ports, faults))
 }
@@ -59,7 +61,7 @@ pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<St
 fn from(pair: &str) -> Result<Option<u16>, String> {
     let Some((from, to)) = pair.split_once('=') else {
         return Err(format!(
-            "{PAIRS}: \"{pair}\" is no pair; write 9100={INSECURE}"
+            "{PAIRS}: \"{pair}\" is not a valid pair; write 9100={INSECURE}"
         ));
     };
     let from = port(PAIRS, from.trim())?;
@@ -75,7 +77,7 @@ fn parts<'a>(data: &'a BTreeMap<String, String>, key: &str) -> impl Iterator<Ite
 fn port(key: &str, text: &str) -> Result<u16, String> {
     let port = text.parse().ok().filter(|port| *port > 0);
     port.ok_or_else(|| {
-        format!("{key}: \"{text}\" is no port; write numbers of 1 to 65535, with commas between")
+        format!("{key}: \"{text}\" is not a valid port; write numbers from 1 to 65535, separated by commas")
     })
 }
 
@@ -122,7 +124,7 @@ mod tests {
             ("https-proxy-ports", "0", "\"0\" is no port"),
             ("localhost-proxy-ports", "70000", "\"70000\" is no port"),
             ("http-proxy-ports", "9051 9052", "\"9051 9052\" is no port"),
-            ("dnat-ports-pair", "9100", "is no pair"),
+            ("dnat-ports-pair", "9100", "is not a valid pair"),
         ] {
             let good = ("https-proxy-ports", "9443");
             let (ports, said) = read_of(&[good, (key, value)]).unwrap();
@@ -135,7 +137,7 @@ mod tests {
         ];
         let (ports, said) = read_of(&pairs).unwrap();
         assert_eq!((ports.http, ports.https), ([9051].into(), [].into()));
-        assert_eq!(said[1], "9100 is listed as http and as https");
+        assert_eq!(said[1], "9100 is listed both as http and as https");
         let many: Vec<_> = (2000..2300).map(|port| port.to_string()).collect();
         let said = read_of(&[("http-proxy-ports", &many.join(","))]).unwrap_err();
         assert!(said.contains("300 ports"), "{said}");

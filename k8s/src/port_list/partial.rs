@@ -34,7 +34,7 @@ pub(super) async fn apply(
     if new.len() == 1 && served == before {
         return Ok((ports(&served), vec![refused]));
     }
-    // Where that is refused as well, no entry is the cause.
+    // If that is refused as well, no single entry is the cause.
     attempt(ports(&served)).await?;
     if new.len() < 2 {
         return Ok((ports(&served), vec![refused]));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_can_be_served_is_served_and_the_rest_is_named() {
+    async fn valid_entries_are_served_and_the_rest_are_named() {
         let all: Vec<u16> = (9000..9064).collect();
         let but = |taken: &[u16]| -> Vec<u16> {
             let left = all.iter().filter(|port| !taken.contains(port));
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_listed_no_more_goes_and_what_was_served_stays() {
+    async fn removed_entries_end_and_served_ones_stay() {
         let (done, _) = applied(&[9001, 9002], &[9002, 9003], &[9003]).await;
         assert_eq!(done, Ok((http(&[9002]), vec!["9003 is taken".into()])));
         let (done, attempts) = applied(&[9001], &[9001, 9002], &[9002]).await;
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lists_are_told_apart() {
+    async fn each_port_list_is_served_separately() {
         let wanted = NodePorts {
             https: [9443].into(),
             loopback: [9001].into(),

@@ -130,7 +130,7 @@ impl LeaderMap {
             if looks.clock.abs_diff(*said) >= AGAIN {
                 *said = looks.clock;
             }
-            // One that has nothing of what all others have would leave hubs nothing to read.
+            // A leader without the objects that all others have would leave YurtHubs without data.
             let others = common(&leaders);
             let fits = others.is_none_or(|others| !others.is_disjoint(&leader.resources));
             if fits && !(is_new && leaders.len() >= MOST) {

@@ -44,14 +44,14 @@ const DEFAULT_DOWNLOAD: u64 = 1024 * 1024;
 const ROUTES: [(&str, &str); 4] = [
     (
         "/stream",
-        "ticks each second until you leave; ?ticks=N ends it",
+        "sends a line each second until you disconnect; ?ticks=N sends N lines",
     ),
-    ("/echo", "a websocket that says what you say"),
+    ("/echo", "a websocket that echoes your messages"),
     (
         "/upload",
-        "POST or PUT a body; answers its size and SHA-256",
+        "POST or PUT a body; the response contains its size and SHA-256",
     ),
-    ("/download?bytes=N", "N bytes, the same each time"),
+    ("/download?bytes=N", "sends N bytes, the same each time"),
 ];
 
 #[derive(Clone)]
@@ -93,7 +93,7 @@ async fn connection(socket: Socket, service: TowerToHyperService<Router>, stop: 
         }
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "a connection of the demo's app ended");
+        tracing::debug!(%error, "a connection of the demo's app failed");
     }
 }
 
@@ -137,9 +137,9 @@ fn page(node: &str, facts: &str) -> String {
          <title>{node}</title>\n\
          <style>body {{ font: 1rem/1.5 system-ui; margin: 3rem }} th {{ text-align: left; padding-right: 2rem }}</style>\n\
          <h1>hello from {node}</h1>\n\
-         <p>Your request came to this node over the tunnel that the node itself dialled. It carried:\n\
+         <p>Your request reached this node through the tunnel that the node itself opened. It contained:\n\
          <table>\n{facts}</table>\n\
-         <p>What else is here:\n\
+         <p>Other paths of this app:\n\
          <table>\n{routes}</table>\n"
     )
 }
@@ -172,7 +172,7 @@ async fn ticks(State(app): State<App>, Query(wanted): Query<Ticks>) -> Response 
     });
     let lines = lines.take_until(app.stop.cancelled_owned());
     let plain = (header::CONTENT_TYPE, "text/plain; charset=utf-8");
-    // A cache or a compressor on the way would hold the lines back.
+    // Prevents caches and compressors from delaying the lines.
     let at_once = (header::CACHE_CONTROL, "no-store, no-transform");
     ([plain, at_once], Body::from_stream(lines)).into_response()
 }
@@ -200,7 +200,7 @@ async fn upload(body: Body) -> Result<Response, StatusCode> {
     let mut digest = Sha256::new();
     let mut bytes = 0_u64;
     while let Some(chunk) = chunks.next().await {
-        // The client went away in mid-body: nobody reads this answer.
+        // The client disconnected in the middle of the body and does not read the response.
         let chunk = chunk.map_err(|_| StatusCode::BAD_REQUEST)?;
         digest.update(&chunk);
         bytes = bytes.saturating_add(u64::try_from(chunk.len()).unwrap_or(u64::MAX));
@@ -209,7 +209,7 @@ async fn upload(body: Body) -> Result<Response, StatusCode> {
     for byte in digest.finalize() {
         let _ = write!(sha256, "{byte:02x}");
     }
-    // With a line's end, for whoever reads it in a terminal.
+    // Ends with a newline, for terminals.
     let answer = format!("{{\"bytes\":{bytes},\"sha256\":\"{sha256}\"}}\n");
     let json = (header::CONTENT_TYPE, "application/json");
     Ok(([json], answer).into_response())

@@ -46,7 +46,8 @@ pub(super) struct DemoGateway {
 impl DemoGateway {
     /// Binds a gateway on free ports, and at `listen` for clients if `listen` is set.
     pub(super) fn bind(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<Self> {
-        let switch = signal(SignalKind::user_defined1()).context("cannot listen to SIGUSR1")?;
+        let switch = signal(SignalKind::user_defined1())
+            .context("cannot install the handler for SIGUSR1")?;
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let mut config = Config {
             data_dir: dir.to_owned(),
@@ -63,7 +64,7 @@ impl DemoGateway {
         write_objects(&dir.join("objects"))?;
         let bound = match listen {
             Some(listen) => begin(&at(&config, listen))?,
-            // Another demo that starts now may be quicker; it leaves addresses enough.
+            // Another demo may take this address first; enough others remain.
             None => (0..TRIES)
                 .find_map(|_| begin(&at(&config, free(PORT))).ok())
                 .map_or_else(|| begin(&at(&config, loopback)), Ok)?,
@@ -100,8 +101,8 @@ impl DemoGateway {
                     running.await;
                 }
             }
-            // The demo goes on without a reader.
-            let _ = outln!("\nthe gateway has stopped; SIGUSR1 starts it again");
+            // The demo continues if standard output is closed.
+            let _ = outln!("\nthe gateway has stopped; send SIGUSR1 again to start it");
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 _ = switch.recv() => {}
@@ -110,7 +111,7 @@ impl DemoGateway {
                 () = stop.cancelled() => return Ok(()),
                 begun = begin_again(&config) => bound = begun?,
             }
-            let _ = outln!("the gateway runs again");
+            let _ = outln!("the gateway is running again");
         }
     }
 }
@@ -207,7 +208,7 @@ pub(super) async fn read_at(reader: SocketAddr) -> anyhow::Result<usize> {
             let list: Value = serde_json::from_slice(&body)?;
             return Ok(list["items"].as_array().map_or(0, Vec::len));
         }
-        // It has not read them yet.
+        // The edge has not read them yet.
         tokio::time::sleep(LOOK).await;
     }
 }

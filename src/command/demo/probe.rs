@@ -32,7 +32,7 @@ pub(super) async fn get(
                 let line = body.lines().next().unwrap_or_default().to_owned();
                 return Ok((began.elapsed(), line));
             }
-            // The edge has joined and its tunnel is on its way.
+            // The edge has joined, but its tunnel is not open yet.
             StatusCode::SERVICE_UNAVAILABLE | StatusCode::NOT_FOUND => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -59,7 +59,7 @@ async fn once(
 ) -> anyhow::Result<(StatusCode, String)> {
     let tcp = TcpStream::connect(listener)
         .await
-        .context("the listener does not answer")?;
+        .context("the listener does not respond")?;
     let io = tls
         .connect(ServerName::try_from(node.to_owned())?, tcp)
         .await?;

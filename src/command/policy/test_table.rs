@@ -87,7 +87,7 @@ struct Expectation {
 impl Expectation {
     fn request(&self) -> anyhow::Result<(Method, RequestSpec)> {
         let method = Method::from_str(&self.method)
-            .with_context(|| format!("\"{}\" is no method", self.method))?;
+            .with_context(|| format!("\"{}\" is not an HTTP method", self.method))?;
         let written = RequestSpec::of(&method, &self.url, self.upgrade)?;
         Ok((method, written))
     }
@@ -119,7 +119,7 @@ impl Validate for TestTable {
                         to: To::Node(node), ..
                     },
                 )) if !listed(&node) => {
-                    faults.add(path, format!("{node} is not among nodes; add it, with {{}} if nothing is confirmed of it"));
+                    faults.add(path, format!("{node} is missing from `nodes`; add it, with {{}} if it has no confirmed attributes"));
                 }
                 Ok(_) => {}
             }
@@ -127,7 +127,7 @@ impl Validate for TestTable {
         if self.expect.is_empty() {
             faults.add(
                 "expect",
-                "is empty, which would prove nothing; name at least one request",
+                "is empty, so nothing would be tested; add at least one request",
             );
         }
         faults.into_vec()
@@ -188,7 +188,7 @@ fn file(ask: &PolicyTest, table: &TestTable) -> anyhow::Result<PathBuf> {
     }
     let Some(named) = &table.policy else {
         bail!(
-            "{} names no policy; add the key \"policy\", or give --policy FILE",
+            "{} does not name a policy; add the key \"policy\", or give --policy FILE",
             ask.table.display()
         );
     };

@@ -116,7 +116,7 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
 }
 
 #[test]
-fn what_is_at_no_edge_is_decided_about_by_its_address_and_a_nodes_address_is_the_node() {
+fn a_direct_target_is_decided_by_address_and_a_node_by_its_name() {
     let files = Files::new();
     let text = "\
 rules:
@@ -210,7 +210,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
 }
 
 #[test]
-fn a_label_that_no_node_can_have_is_named_with_the_rules_that_go_by_it() {
+fn a_label_that_no_node_can_have_is_named_with_its_rules() {
     let files = Files::new();
     let text = RULES.replace(
         "tier: gold",
@@ -232,7 +232,7 @@ fn a_label_that_no_node_can_have_is_named_with_the_rules_that_go_by_it() {
 }
 
 #[test]
-fn what_is_no_request_is_said_with_an_example() {
+fn a_malformed_request_is_reported_with_an_example() {
     for (method, url, says) in [
         (Method::GET, "/metrics", "https://edge-1:10250/metrics"),
         (Method::GET, "https://edge-1/metrics", "edge-1:10250"),
@@ -245,7 +245,7 @@ fn what_is_no_request_is_said_with_an_example() {
 }
 
 #[test]
-fn a_table_counts_what_is_met_and_names_what_is_not() {
+fn a_table_counts_met_cases_and_names_the_others() {
     let files = Files::new();
     files.write("policy.yaml", RULES);
     let request = "groups: [ops], method: POST, url: 'https://edge-1:10250/exec/a', upgrade: true";
@@ -295,7 +295,7 @@ rules:
     let refused = read(&file).unwrap_err().to_string();
     for says in [
         "policy.yaml:2:19: rules[0].who.users: is empty",
-        "rules[1].who: names nobody",
+        "rules[1].who: is empty",
         "rules[2].what.streams[0]: \"dance\" is not one of request, upgrade, connect",
         "rules[2].then: \"permit\" is not one of allow, deny",
         "policy.yaml:12:5: rules[4].when: unknown key",

@@ -35,7 +35,7 @@ impl Case {
 }
 
 #[tokio::test]
-async fn bytes_that_two_parsers_read_differently_are_refused_or_one_request() {
+async fn ambiguous_bytes_are_refused_or_parsed_as_one_request() {
     let ground = Ground::new().await;
     let cases = cases::<Case>("http1.json");
     let mut faults = Vec::new();

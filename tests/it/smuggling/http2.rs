@@ -91,7 +91,7 @@ fn ordinary(path: &str, scheme: &str) -> Raw {
 }
 
 #[tokio::test]
-async fn field_lists_that_http1_could_not_say_are_refused_or_one_request() {
+async fn http2_fields_without_http1_form_are_refused_or_one_request() {
     let ground = Ground::new().await;
     let cases = cases::<Case>("http2.json");
     let mut faults = Vec::new();

@@ -1,6 +1,6 @@
 //! The gateway of a world: built, run, stopped, started again at the same addresses.
 //!
-//! On the test's own thread unless it asks for cores. The `https` listener is there from the beginning; a test
+//! On the test's own thread unless it asks for workers. The `https` listener is there from the beginning; a test
 //! adds others by what makes them special.
 
 use super::{GATEWAY_NAME, PATIENCE, World, client::Place, folder, log::Log, until};
@@ -73,7 +73,7 @@ pub(crate) struct Build {
     policy: Option<PolicyReader>,
     pods: Option<Arc<dyn PodLookup>>,
     reviews: Option<Arc<dyn ReviewClient>>,
-    cores: Option<usize>,
+    workers: Option<usize>,
     log: Log,
     _listening: DefaultGuard,
     folder: TempDir,
@@ -103,7 +103,7 @@ impl Build {
             policy: None,
             pods: None,
             reviews: None,
-            cores: None,
+            workers: None,
             _listening: log.listen(),
             log,
             folder,
@@ -150,8 +150,8 @@ impl Build {
     }
 
     /// Runs on this many threads of its own.
-    pub(crate) fn cores(mut self, cores: usize) -> Self {
-        self.cores = Some(cores);
+    pub(crate) fn workers(mut self, workers: usize) -> Self {
+        self.workers = Some(workers);
         self
     }
 
@@ -232,11 +232,11 @@ impl Build {
     }
 
     fn bind(&self) -> Result<causeway_gateway::Bound, BindError> {
-        let cores = match self.cores {
+        let workers = match self.workers {
             Some(count) => Workers::start(count).unwrap(),
             None => Workers::here(),
         };
-        let mut gateway = Gateway::new(self.config.clone()).cores(cores);
+        let mut gateway = Gateway::new(self.config.clone()).workers(workers);
         if let Some(authorizer) = &self.authorizer {
             gateway = gateway.authorizer(authorizer.clone());
         }

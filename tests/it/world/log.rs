@@ -1,7 +1,7 @@
 //! Log of a world: access records and sentences for operators, in memory.
 //!
 //! The subscriber belongs to this thread, so worlds of tests that run beside each other do not mix. A gateway with threads of
-//! its own (`Build::cores`) therefore logs nothing here. Spans are not recorded: tasks of one world may outlive its
+//! its own (`Build::workers`) therefore logs nothing here. Spans are not recorded: tasks of one world may outlive its
 //! subscriber.
 
 use serde_json::{Map, Value};

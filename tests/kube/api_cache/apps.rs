@@ -79,7 +79,7 @@ fn rules(edge: &Edge) -> String {
     edge.site.at("nft").words("list ruleset").run().ok().text()
 }
 
-pub(super) fn start_while_the_cloud_is_away_and_follow_when_it_is_back(scene: &mut Scene) {
+pub(super) fn coredns_and_kube_proxy_start_offline_and_catch_up(scene: &mut Scene) {
     let (before, behind) = ("10.244.9.1", "10.244.9.2");
     leads_to(scene, before);
     scene.agree();

@@ -10,7 +10,7 @@ use crate::world::process::within;
 /// How soon a leader that is gone is replaced.
 const REPLACED: Duration = Duration::from_secs(10);
 
-pub(super) fn one_edge_of_a_pool_reads_for_all_of_it(scene: &mut Scene) {
+pub(super) fn one_edge_of_a_pool_reads_for_all_members(scene: &mut Scene) {
     scene.change(20);
     scene.agree();
     let leader = scene.leader().expect("one leads");
@@ -29,12 +29,12 @@ pub(super) fn one_edge_of_a_pool_reads_for_all_of_it(scene: &mut Scene) {
     }
     let status = scene.causeway("status").run().ok().text();
     assert!(
-        status.contains("reading: 5 resources") && status.contains("in touch"),
+        status.contains("API cache: 5 resources") && status.contains("connected"),
         "{status}"
     );
 }
 
-pub(super) fn a_gateway_that_was_away_is_caught_up_with(scene: &mut Scene) {
+pub(super) fn readers_catch_up_after_a_gateway_outage(scene: &mut Scene) {
     scene.gateway_dies();
     scene.change(80);
     both_serve(scene);
@@ -44,7 +44,7 @@ pub(super) fn a_gateway_that_was_away_is_caught_up_with(scene: &mut Scene) {
     println!("all agree {:?} after the gateway was back", began.elapsed());
 }
 
-pub(super) fn an_api_server_that_was_restarted_is_caught_up_with(scene: &mut Scene) {
+pub(super) fn readers_catch_up_after_an_api_server_restart(scene: &mut Scene) {
     scene.change(40);
     scene.cluster.restart();
     scene.change(40);
@@ -56,7 +56,7 @@ pub(super) fn an_api_server_that_was_restarted_is_caught_up_with(scene: &mut Sce
     );
 }
 
-pub(super) fn an_api_server_that_hangs_is_noticed_and_how_long_is_told(scene: &mut Scene) {
+pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut Scene) {
     scene.change(20);
     scene.agree();
     let hung = scene.cluster.hangs();
@@ -94,9 +94,7 @@ fn age(edge: &Edge) -> Option<u64> {
     lines.find_map(|line| line.strip_prefix("age: ")?.trim().parse().ok())
 }
 
-pub(super) fn where_the_leaders_uplink_is_cut_another_leads_and_both_see_changes(
-    scene: &mut Scene,
-) {
+pub(super) fn a_cut_leader_uplink_moves_leadership_and_both_see_changes(scene: &mut Scene) {
     let leader = scene.leader().expect("one leads");
     scene.edges[leader].site.cut();
     let began = Instant::now();
@@ -126,7 +124,7 @@ fn another_leads(scene: &Scene, leader: usize, since: Instant) {
     }
 }
 
-pub(super) fn where_the_leader_is_killed_another_leads(scene: &mut Scene) {
+pub(super) fn another_node_leads_after_the_leader_is_killed(scene: &mut Scene) {
     let leader = scene.leader().expect("one leads");
     scene.edges[leader].dies();
     let began = Instant::now();
@@ -140,9 +138,7 @@ pub(super) fn where_the_leader_is_killed_another_leads(scene: &mut Scene) {
     scene.agree();
 }
 
-pub(super) fn with_all_uplinks_cut_both_serve_and_mended_in_any_order_both_are_right(
-    scene: &mut Scene,
-) {
+pub(super) fn all_uplinks_may_be_cut_and_repaired_in_any_order(scene: &mut Scene) {
     scene.cut_all();
     scene.change(80);
     both_serve(scene);

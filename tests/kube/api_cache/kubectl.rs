@@ -40,7 +40,7 @@ fn told(ran: &Ran) -> String {
     ran.text() + &ran.stderr
 }
 
-pub(super) fn reads_what_it_reads_in_the_cloud(scene: &mut Scene) {
+pub(super) fn reads_the_same_as_in_the_cloud(scene: &mut Scene) {
     for name in ["shop-1", "shop-2"] {
         expose(scene, name);
     }
@@ -93,14 +93,14 @@ fn sees_a_change(scene: &Scene) {
     assert!(within(SEEN, seen), "{}", watches[0].said());
 }
 
-pub(super) fn is_told_what_an_edge_does_not_do(scene: &mut Scene) {
+pub(super) fn gets_errors_for_unsupported_requests(scene: &mut Scene) {
     expose(scene, "kept");
     for edge in &scene.edges {
         until("the edge has the Service", || {
             edge.get("svc -n a kept").code == Some(0)
         });
         let said = edge.kubectl("delete svc -n a kept").run().failed();
-        let ours = "it can be read here, and changed at the cluster's API only";
+        let ours = "make changes at the API server of the cluster";
         assert!(said.contains(ours), "{said}");
         let said = edge.get("pods -A").failed();
         let unknown = "the server doesn't have a resource type \"pods\"";

@@ -50,7 +50,7 @@ fn versions<'a>(objects: impl Iterator<Item = &'a Value>) -> Vec<(String, String
     all
 }
 
-pub(super) fn nodes_that_start_while_the_cloud_is_away_serve_what_they_knew(scene: &mut Scene) {
+pub(super) fn nodes_started_without_the_cloud_serve_their_cached_state(scene: &mut Scene) {
     scene.change(20);
     scene.agree();
     for edge in &scene.edges {
@@ -79,7 +79,7 @@ pub(super) fn nodes_that_start_while_the_cloud_is_away_serve_what_they_knew(scen
     scene.agree();
 }
 
-pub(super) fn a_damaged_file_is_set_aside_and_told(scene: &mut Scene) {
+pub(super) fn a_damaged_file_is_set_aside_and_reported(scene: &mut Scene) {
     let leader = scene.leader().expect("one leads");
     let edge = &mut scene.edges[1 - leader];
     until("what was read is on the disk", || kept(edge).exists());
@@ -91,8 +91,8 @@ pub(super) fn a_damaged_file_is_set_aside_and_told(scene: &mut Scene) {
     edge.starts(None);
     let said = edge.said();
     assert!(
-        said.contains("what was read before cannot be used")
-            && said.contains("damaged: its checksum does not fit"),
+        said.contains("cannot use saved API cache data")
+            && said.contains("damaged: the checksum does not match"),
         "{said}"
     );
     let aside = kept(edge).with_extension("bad");
@@ -110,7 +110,7 @@ fn services() -> Value {
     found.unwrap_or_default()
 }
 
-pub(super) fn a_right_that_the_gateway_misses_is_named(scene: &mut Scene) {
+pub(super) fn a_missing_gateway_permission_is_named(scene: &mut Scene) {
     let rights = example("rbac.yaml", &[("nodes, services, ", "nodes, ".to_owned())]);
     let apply = scene.cluster.kubectl("apply -f -");
     apply.input(rights).run().ok();

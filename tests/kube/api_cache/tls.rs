@@ -60,7 +60,7 @@ fn serial(edge: &Edge) -> String {
     reads.input(&text[begin..]).run().ok().text()
 }
 
-pub(super) fn programs_that_want_tls_read_by_it(scene: &mut Scene) {
+pub(super) fn programs_can_read_over_tls(scene: &mut Scene) {
     let number = 1;
     make(&scene.cluster.pki);
     let edge = &mut scene.edges[number];
@@ -82,7 +82,7 @@ pub(super) fn programs_that_want_tls_read_by_it(scene: &mut Scene) {
     }
     // A name that the certificate does not have, with a client that does not mind.
     let refused = by_name(edge, &cluster.pki, ("page.example", "--insecure")).text();
-    assert!(refused.contains("the Host is neither"), "{refused}");
+    assert!(refused.contains("the Host header must be"), "{refused}");
     let plain = edge.site.at("curl").words("-q -sS --max-time 5");
     let plain = plain.args([format!("{ENDPOINT}/version")]).run();
     assert_ne!(plain.code, Some(0), "{}", plain.text());

@@ -102,7 +102,7 @@ fn is_up(edge: &Edge) -> bool {
 }
 
 /// Whether YurtHubs know both edges.
-fn both_are_told(scene: &Scene) -> bool {
+fn both_edges_are_listed(scene: &Scene) -> bool {
     let told = told(scene);
     let leaders = told["leaders"].as_str().unwrap_or_default();
     let mut edges = scene.edges.iter();
@@ -112,7 +112,7 @@ fn both_are_told(scene: &Scene) -> bool {
 /// YurtHubs on all nodes, once they have their certificates.
 fn start(scene: &Scene) -> Vec<Process> {
     furnish(scene);
-    if !within(LOOKS, || both_are_told(scene)) {
+    if !within(LOOKS, || both_edges_are_listed(scene)) {
         scene.fail(&format!("hubs are told {:#}", told(scene)));
     }
     let bootstrap = bootstrap(scene);
@@ -195,7 +195,7 @@ fn names_another_writer(scene: &Scene) {
         "patch -n kube-system configmap leader-hub-{POOL} --field-manager=yurt-manager --type=merge -p"
     );
     scene.cluster.kubectl(&line).args([change]).run().ok();
-    let right = within(LOOKS, || both_are_told(scene));
+    let right = within(LOOKS, || both_edges_are_listed(scene));
     assert!(right, "{:#}", told(scene));
     let named = || scene.gateway_said().contains("yurt-manager");
     until("who changed it is named", named);

@@ -14,24 +14,24 @@ use crate::{
 pub(super) fn trials() -> [Trial; 6] {
     [
         trial(
-            "deploy::what_render_writes_is_current",
-            what_render_writes_is_current,
+            "deploy::rendered_manifests_are_current",
+            rendered_manifests_are_current,
         ),
         trial(
             "deploy::a_drained_node_keeps_no_gateway_from_the_other",
             a_drained_node_keeps_no_gateway_from_the_other,
         ),
         trial(
-            "deploy::helm_refuses_values_that_would_not_do_what_they_say",
-            helm_refuses_values_that_would_not_do_what_they_say,
+            "deploy::helm_refuses_ineffective_values",
+            helm_refuses_ineffective_values,
         ),
         trial(
-            "deploy::each_object_of_a_release_has_its_labels_and_none_is_a_namespace",
-            each_object_of_a_release_has_its_labels_and_none_is_a_namespace,
+            "deploy::release_objects_have_their_labels_and_include_no_namespace",
+            release_objects_have_their_labels_and_include_no_namespace,
         ),
         trial(
-            "deploy::each_value_changes_what_it_names",
-            each_value_changes_what_it_names,
+            "deploy::each_value_changes_its_named_setting",
+            each_value_changes_its_named_setting,
         ),
         trial(
             "deploy::metrics_are_served_apart_from_the_admin_listener",
@@ -41,7 +41,7 @@ pub(super) fn trials() -> [Trial; 6] {
 }
 
 /// The manifests and the table of values.
-fn what_render_writes_is_current() {
+fn rendered_manifests_are_current() {
     let world = world();
     let copy = world.path("deploy-render");
     fs::create_dir_all(&copy).unwrap();
@@ -81,7 +81,7 @@ fn a_drained_node_keeps_no_gateway_from_the_other() {
     }
 }
 
-fn helm_refuses_values_that_would_not_do_what_they_say() {
+fn helm_refuses_ineffective_values() {
     let world = world();
     let chart = file("deploy/chart");
     for (values, says) in [
@@ -121,7 +121,7 @@ fn helm_refuses_values_that_would_not_do_what_they_say() {
     }
 }
 
-fn each_object_of_a_release_has_its_labels_and_none_is_a_namespace() {
+fn release_objects_have_their_labels_and_include_no_namespace() {
     let world = world();
     for (way, _) in WAYS {
         let Some(made) = templated(&world, way, &[]) else {
@@ -187,7 +187,7 @@ edge:
   nodeSelector: { site: north }
 "#;
 
-fn each_value_changes_what_it_names() {
+fn each_value_changes_its_named_setting() {
     let world = world();
     let values = world.path("values.yaml");
     fs::write(&values, VALUES).unwrap();

@@ -45,9 +45,9 @@ pub(super) fn trials() -> [Trial; 4] {
             commands_of_the_readme_make_and_rotate_the_ca,
         ),
         steps::by(
-            "deploy::helm_judges_a_configuration_first_and_leaves_what_is_the_users".to_owned(),
+            "deploy::helm_validates_the_configuration_and_keeps_user_objects".to_owned(),
             Way::Address,
-            helm_judges_a_configuration_first_and_leaves_what_is_the_users,
+            helm_validates_the_configuration_and_keeps_user_objects,
         ),
     ]
 }
@@ -370,7 +370,7 @@ fn installed(world: &World) -> Option<Value> {
     Some(map["data"].clone())
 }
 
-fn a_bad_configuration_changes_nothing(shell: &Shell<'_>) {
+fn a_bad_configuration_changes_no_object(shell: &Shell<'_>) {
     let cluster = &shell.world.cluster;
     let more = "export HELM_MORE='--take-ownership --timeout 3m'\n";
     let policy = r#"gateway.policy={\"rules\":[{\"then\":\"allow\",\"who\":{}}]}"#;
@@ -383,7 +383,7 @@ fn a_bad_configuration_changes_nothing(shell: &Shell<'_>) {
     let logs = cluster.kubectl("logs -n causeway job/causeway-check-config");
     let logs = logs.run().text();
     assert!(logs.contains("policy.yaml:"), "{logs}");
-    assert!(logs.contains("names nobody"), "{logs}");
+    assert!(logs.contains("set users, groups"), "{logs}");
     let uninstall = shell.run("helm uninstall causeway --namespace causeway");
     uninstall.ok();
 
@@ -398,7 +398,7 @@ fn a_bad_configuration_changes_nothing(shell: &Shell<'_>) {
     assert_eq!(installed(shell.world).unwrap(), before);
 }
 
-fn what_is_the_users_outlives_the_release(shell: &Shell<'_>) {
+fn user_objects_outlive_the_release(shell: &Shell<'_>) {
     let cluster = &shell.world.cluster;
     let secret = "create secret generic -n causeway-edge mine --from-literal=a=b";
     cluster.kubectl(secret).run().ok();
@@ -430,14 +430,14 @@ fn what_is_the_users_outlives_the_release(shell: &Shell<'_>) {
     }
 }
 
-fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut World) {
+fn helm_validates_the_configuration_and_keeps_user_objects(world: &mut World) {
     if helm(world).is_none() {
         return;
     }
     let _jobs = jobs(world);
     let shell = furnished(world);
-    a_bad_configuration_changes_nothing(&shell);
-    what_is_the_users_outlives_the_release(&shell);
+    a_bad_configuration_changes_no_object(&shell);
+    user_objects_outlive_the_release(&shell);
     let left = "delete -n causeway job,configmap causeway-check-config --ignore-not-found";
     world.cluster.kubectl(left).run().ok();
 }

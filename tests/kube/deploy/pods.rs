@@ -23,8 +23,8 @@ use crate::{
 
 pub(super) fn trials() -> [Trial; 1] {
     [trial(
-        "deploy::the_gateway_of_each_way_runs_as_a_pod_made_as_the_manifests_say",
-        the_gateway_of_each_way_runs_as_a_pod_made_as_the_manifests_say,
+        "deploy::gateway_pods_of_each_kind_run_as_their_manifests_say",
+        gateway_pods_of_each_kind_run_as_their_manifests_say,
     )]
 }
 
@@ -200,7 +200,7 @@ pub(super) fn status(world: &World, namespace: &str, name: &str) -> Value {
     pod.unwrap()["status"].clone()
 }
 
-fn the_gateway_of_each_way_runs_as_a_pod_made_as_the_manifests_say() {
+fn gateway_pods_of_each_kind_run_as_their_manifests_say() {
     let world = world();
     let node = &world.nodes[0];
     // As deploy/README.md has it for `egress`, by systemd-tmpfiles there.

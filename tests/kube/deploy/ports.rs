@@ -23,8 +23,8 @@ use crate::{
 
 pub(super) fn trials() -> [Trial; 1] {
     [trial(
-        "deploy::a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else",
-        a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else,
+        "deploy::pods_reach_a_listed_port_only_at_the_gateways_own_address",
+        pods_reach_a_listed_port_only_at_the_gateways_own_address,
     )]
 }
 
@@ -111,7 +111,7 @@ fn service(world: &World) -> Vec<Value> {
     ports
 }
 
-fn a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else() {
+fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
     let world = world();
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
@@ -166,7 +166,7 @@ fn a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowh
     let (code, said) = gateway.ask(9051, Some(own.clone()), "GET");
     assert_eq!(code, "401", "{said}");
     assert!(
-        said.contains("this listener serves nobody from here"),
+        said.contains("this listener does not serve clients from this address"),
         "{said}"
     );
     let (code, said) = gateway.ask(9051, None, "POST");

@@ -26,9 +26,9 @@ use crate::{
 
 pub(super) fn trials() -> [Trial; 1] {
     [steps::by(
-        "deploy::a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go".to_owned(),
+        "deploy::an_in_cluster_client_loses_no_request_as_gateways_change".to_owned(),
         Way::Address,
-        a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go,
+        an_in_cluster_client_loses_no_request_as_gateways_change,
     )]
 }
 
@@ -219,7 +219,7 @@ fn the_policy_decides(world: &World) -> Client<'_> {
     prometheus
 }
 
-fn a_client_of_the_cluster_loses_no_request_while_gateways_come_and_go(world: &mut World) {
+fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
     let world = &*world;
     let made = Made::new(world, "clients", GATEWAYS);
     ca_secret(world);

@@ -93,18 +93,24 @@ fn gateway_tells(world: &mut World, way: Way) {
     let all = [UPGRADES, REQUESTS].concat();
     for (port, says) in [
         (PLAIN + RESTS, "did not "),
-        (PLAIN + CLOSES, "closed the connection in mid TLS handshake"),
-        (PLAIN + RESETS, "reset the connection in mid TLS handshake"),
+        (
+            PLAIN + CLOSES,
+            "closed the connection during the TLS handshake",
+        ),
+        (
+            PLAIN + RESETS,
+            "reset the connection during the TLS handshake",
+        ),
         (PLAIN + RAVES, "does not speak TLS"),
         (
             SECURE + CLOSES,
-            "closed the connection before it had answered",
+            "closed the connection before it sent a response",
         ),
         (
             SECURE + RESETS,
-            "reset the connection before it had answered",
+            "reset the connection before it sent a response",
         ),
-        (SECURE + RAVES, "answered what is not HTTP"),
+        (SECURE + RAVES, "sent an answer that is not HTTP"),
     ] {
         let _led = Firewall::leading(world, "10250", port);
         each_says(world, &format!("port 10250 of edge-1 {says}"), &all);
@@ -123,7 +129,7 @@ fn gateway_tells(world: &mut World, way: Way) {
     for (port, says) in [
         (PLAIN + CLOSES, "closed the connection"),
         (PLAIN + RESETS, "broke the connection"),
-        (PLAIN + RAVES, "answered what is not HTTP"),
+        (PLAIN + RAVES, "sent an answer that is not HTTP"),
     ] {
         let _led = Firewall::leading(world, &REFUSING.to_string(), port);
         each_says(

@@ -16,8 +16,8 @@ use crate::{
 /// Returns the trial of an API server whose egress selector shows a certificate.
 pub(crate) fn over_tcp() -> Trial {
     let run = |world: &mut World| {
-        an_egress_selector_that_is_not_known_is_told(world);
-        an_egress_selector_that_leads_to_another_listener_is_told(world);
+        an_unauthenticated_egress_selector_gets_the_reason(world);
+        an_egress_selector_at_the_wrong_listener_gets_the_reason(world);
     };
     let title = "egress::over_tcp_an_api_server_is_told_what_is_wrong_with_it";
     by(title.to_owned(), Way::Tcp, run)
@@ -40,7 +40,7 @@ fn told(world: &World, wanted: &str, rest: &[&str]) {
     each_says_one_of(world, &[&[wanted], rest].concat(), &REQUESTS);
 }
 
-pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
+pub(super) fn an_unauthenticated_api_server_gets_the_reason(world: &mut World) {
     let road = world.the_road();
     let of = |ca: &Path| format!("client_ca: [{}]", ca.display());
     let cluster = of(Path::new(&world.cluster.pki.path("ca.pem")));
@@ -59,7 +59,7 @@ pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
     road.gateway_anew(|text| text.replace(&other, tokens));
     told(
         world,
-        "nothing presented; this listener takes a bearer token",
+        "no credentials were presented; this listener requires a bearer token",
         &[],
     );
     road.gateway_anew(|text| text.replace(tokens, &cluster));
@@ -67,7 +67,7 @@ pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
 }
 
 /// The way of names, but for the kind of the listener at which they lead to.
-pub(super) fn a_listener_for_connect_tells_whoever_asks_for_more(world: &mut World, way: Way) {
+pub(super) fn a_connect_listener_reports_that_it_serves_connect_only(world: &mut World, way: Way) {
     let kubelets = "    protocol: https\n    listen: 0.0.0.0:10250\n";
     let connect = kubelets.replace("https", "connect");
     world.otherwise(way, |text| text.replace(kubelets, &connect));
@@ -85,7 +85,7 @@ fn listener(text: &str, change: impl Fn(&str) -> String) -> String {
     text.lines().map(line).collect()
 }
 
-fn an_egress_selector_that_is_not_known_is_told(world: &mut World) {
+fn an_unauthenticated_egress_selector_gets_the_reason(world: &mut World) {
     let (cluster, other) = (world.cluster.pki.path("ca.pem"), world.the_road().ca());
     let other = other.display().to_string();
     // A gateway that begins with it: through one that took it up while it ran, a connection to the kubelet from before would
@@ -96,7 +96,7 @@ fn an_egress_selector_that_is_not_known_is_told(world: &mut World) {
     // Of a CA that is not asked for it shows nothing.
     each_says(
         world,
-        "code 502: 502 nothing presented; this listener takes a client certificate (a client shows none",
+        "code 502: 502 no credentials were presented; this listener requires a client certificate (a client does not send a certificate",
         &[UPGRADES, REQUESTS].concat(),
     );
     let road = world.the_road();
@@ -104,7 +104,7 @@ fn an_egress_selector_that_is_not_known_is_told(world: &mut World) {
     until("it is known again", || exec(world).code == Some(0));
 }
 
-fn an_egress_selector_that_leads_to_another_listener_is_told(world: &mut World) {
+fn an_egress_selector_at_the_wrong_listener_gets_the_reason(world: &mut World) {
     let https = "\"kind\":\"https\",\"port\":10250";
     world.otherwise(Way::Tcp, |text| {
         listener(&text, |line| line.replace("\"kind\":\"connect\"", https))

@@ -22,16 +22,16 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let mut trials = Vec::new();
     if way == names::CHECKED || full() {
         trials.push(by(
-            of("an_edge_that_leaves_says_so_and_ends_with_what_is_open"),
+            of("a_draining_edge_reports_it_and_ends_after_its_streams"),
             way,
-            an_edge_that_leaves_says_so_and_ends_with_what_is_open,
+            a_draining_edge_reports_it_and_ends_after_its_streams,
         ));
     }
     if way == names::CHECKED {
         trials.push(by(
-            of("an_edge_that_is_lost_while_an_app_is_awaited_is_told"),
+            of("an_edge_lost_while_awaiting_an_upstream_is_reported"),
             way,
-            an_edge_that_is_lost_while_an_app_is_awaited_is_told,
+            an_edge_lost_while_awaiting_an_upstream_is_reported,
         ));
     }
     let wanted = match way {
@@ -41,10 +41,10 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
         _ => return trials,
     };
     trials.push(by(
-        of("a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time"),
+        of("a_draining_gateway_admits_no_client_and_ends_streams_in_time"),
         way,
         move |world| {
-            a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(world, way, &wanted);
+            a_draining_gateway_admits_no_client_and_ends_streams_in_time(world, way, &wanted);
         },
     ));
     trials
@@ -63,10 +63,10 @@ fn goes_on(session: &mut Process) {
     session.says("still here");
 }
 
-fn an_edge_that_leaves_says_so_and_ends_with_what_is_open(world: &mut World) {
+fn a_draining_edge_reports_it_and_ends_after_its_streams(world: &mut World) {
     let mut open = session(world, "leaves.log");
     let mut edge = world.road().leaves(0);
-    let wanted = "edge-1 is leaving this gateway and takes no new streams here";
+    let wanted = "edge-1 is disconnecting from this gateway and accepts no new streams";
     until("it has said so", || exec(world).stderr.contains(wanted));
     each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
     goes_on(&mut open);
@@ -77,7 +77,7 @@ fn an_edge_that_leaves_says_so_and_ends_with_what_is_open(world: &mut World) {
     until("it is back", || exec(world).code == Some(0));
 }
 
-fn a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(
+fn a_draining_gateway_admits_no_client_and_ends_streams_in_time(
     world: &mut World,
     way: Way,
     wanted: &str,
@@ -103,7 +103,7 @@ fn a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(
     assert!(said.contains("unexpected EOF"), "{said}");
 }
 
-fn an_edge_that_is_lost_while_an_app_is_awaited_is_told(world: &mut World) {
+fn an_edge_lost_while_awaiting_an_upstream_is_reported(world: &mut World) {
     let mut app = apps::ill(world);
     let led = apps::resting(world);
     let raw = format!("get --raw /api/v1/nodes/https:edge-1:{REFUSING}/proxy/");
@@ -115,7 +115,10 @@ fn an_edge_that_is_lost_while_an_app_is_awaited_is_told(world: &mut World) {
     assert!(code.is_some_and(|code| code != 0), "{code:?}");
     assert!(took < Duration::from_secs(5), "{took:?}: {}", asks.said());
     let said = asks.said();
-    assert!(said.contains("edge-1 was lost in mid-stream"), "{said}");
+    assert!(
+        said.contains("the tunnel of edge-1 was lost during the stream"),
+        "{said}"
+    );
     world.rejoin(0);
     until("it is back", || exec(world).code == Some(0));
 }

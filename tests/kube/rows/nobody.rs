@@ -21,7 +21,7 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let run = match way {
         Way::Unix => no_node_of_that_name,
         way if way == names::CHECKED => no_address_of_that_name,
-        way if way == addresses::CHECKED => nobody_at_that_address,
+        way if way == addresses::CHECKED => no_node_at_that_address,
         _ => return Vec::new(),
     };
     vec![by(title, way, run)]
@@ -32,7 +32,7 @@ pub(crate) fn by_address() -> [Trial; 2] {
     let nobody = "egress::by_address_that_nobody_is_at_a_node_is_told";
     let two = "egress::by_address_that_two_nodes_have_one_is_told";
     [
-        by(nobody.to_owned(), Way::Address, nobody_to_dial),
+        by(nobody.to_owned(), Way::Address, no_target_to_dial),
         by(two.to_owned(), Way::Address, two_nodes_of_one_address),
     ]
 }
@@ -83,14 +83,14 @@ fn no_node_of_that_name(world: &mut World) {
     let _lost = Lost::new(world, false, None);
     each_says(
         world,
-        "code 502: 502 no node is known by Host \"lost-1:10250\"",
+        "code 502: 502 no node matches Host \"lost-1:10250\"",
         &COMMANDS[..2],
     );
 }
 
-fn nobody_at_that_address(world: &mut World) {
+fn no_node_at_that_address(world: &mut World) {
     let edge = Lost::new(world, true, Some("10.1.9.9"));
-    let wanted = "lost-1 is not connected and was not seen since this gateway started";
+    let wanted = "lost-1 is not connected and has not connected since this gateway started";
     until("its address is led here", || {
         let ran = world.cluster.kubectl(COMMANDS[0]).run();
         ran.stderr.contains(wanted)
@@ -102,7 +102,7 @@ fn nobody_at_that_address(world: &mut World) {
     each_says(world, &wanted, &COMMANDS);
 }
 
-fn nobody_to_dial(world: &mut World) {
+fn no_target_to_dial(world: &mut World) {
     let lost = Lost::new(world, false, Some(NOBODYS));
     let wanted = format!("502 this gateway could not dial {NOBODYS}:10250: No route to host");
     each_says(world, &wanted, &COMMANDS);
@@ -117,8 +117,9 @@ fn nobody_to_dial(world: &mut World) {
 fn two_nodes_of_one_address(world: &mut World) {
     let address = world.nodes[0].site.address().to_string();
     let twin = Lost::new(world, true, Some(&address));
-    let wanted =
-        format!("502 {address} is an address of several nodes (edge-1, lost-1); call them by name");
+    let wanted = format!(
+        "502 {address} is an address of several nodes (edge-1, lost-1); use the name of the node"
+    );
     until("it names neither", || exec(world).stderr.contains(&wanted));
     // What stands already is asked on.
     each_says(world, &wanted, &UPGRADES);

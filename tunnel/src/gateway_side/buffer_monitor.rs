@@ -60,7 +60,7 @@ impl BufferMonitor {
 
     /// When the streams are to be weighed without anything happening before.
     pub(super) fn due(&self, load: &TunnelLoad, last_read: Instant) -> Option<Instant> {
-        // What arrived behind the last look.
+        // Whether bytes arrived after the last sample.
         let arrived = last_read > self.weighed || self.held.all > self.held.stalled;
         (self.holds(load) && arrived).then(|| self.weighed + SAMPLE_INTERVAL)
     }
@@ -81,7 +81,7 @@ impl BufferMonitor {
             load.small().cost_of_all(),
             self.quick_check(load, read, budget),
         );
-        // What was weighed counts small frames once.
+        // The sample counts small frames only once.
         let held = self.held.all.saturating_add(small).max(glanced);
         (held > most).then_some(held)
     }

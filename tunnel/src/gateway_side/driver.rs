@@ -81,7 +81,7 @@ where
     cork.cork();
     let ping_pong = connection
         .ping_pong()
-        .ok_or_else(|| TunnelEnd::Failed("the engine gave its PINGs away".into()))?;
+        .ok_or_else(|| TunnelEnd::Failed("the HTTP/2 PING handle is not available".into()))?;
     load.set_crowd(flow_control::stream_threshold(window, settings.budget));
     let shared = Arc::new(Inner::new(load.clone(), traffic.clone(), &settings));
     let tunnel = Tunnel {
@@ -169,7 +169,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for RunningDriver<S> {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
         let driver = &mut self.get_mut().0;
         let ended = std::task::ready!(driver.drive(cx));
-        // Whoever still holds a handle sees a closed tunnel.
+        // Remaining handles see a closed tunnel.
         driver.shared.close.cancel();
         Poll::Ready(ended)
     }
@@ -207,7 +207,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             }
             match self.watch(cx) {
                 Poll::Ready(Some(ended)) => return Poll::Ready(ended),
-                // What was queued is written by the connection's next poll.
+                // The next poll of the connection writes the queued frames.
                 Poll::Ready(None) => {}
                 Poll::Pending if resized => {}
                 Poll::Pending => return Poll::Pending,
@@ -220,9 +220,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         loop {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
-            // Where a turn is in the air nothing else may be, and its answer will do.
+            // Only one probe may be outstanding; the response to a turn also proves liveness.
             let asked = self.shared.hurry.swap(false, Relaxed);
-            // A tunnel may stand still although single bytes come: only the answer to a PING tells.
+            // A tunnel may be stuck although single bytes arrive; only the response to a PING proves progress.
             let streams = self.shared.load.streams() > CONTROL;
             let due = self.pinged + self.settings.liveness.probe_after;
             let hurry = self.air != PendingControlFrame::Turn && (asked || (streams && due <= now));
@@ -236,12 +236,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
                 KeepaliveAction::Probe(until) => (until, self.probe(now, read)),
             };
             let until = match self.look(now) {
-                // Windows are looked at outside of here.
+                // The caller handles windows.
                 Some(due) if due <= now => return Poll::Ready(None),
                 Some(due) => until.min(due),
                 None => until,
             };
-            // Re-arming at every byte would cost more than looking once too often.
+            // Resetting the timer for every byte would cost more than one extra check.
             if self.timer.is_elapsed() || until < self.timer.deadline() {
                 self.timer.as_mut().reset(until);
             }
@@ -259,9 +259,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     fn probe(&mut self, now: Instant, read: Instant) -> bool {
         let quiet = now.saturating_duration_since(read) >= self.settings.liveness.probe_after / 2;
         match self.air {
-            // The edge answers its turn, which is as good as a PING.
+            // The response to a turn is equivalent to a PING.
             PendingControlFrame::Ping(_) | PendingControlFrame::Turn => false,
-            // A peer that went quiet has sent all it had, its acknowledgement first.
+            // A quiet peer has sent everything, including its acknowledgement.
             PendingControlFrame::Settings if !quiet => self.set_window(self.window),
             PendingControlFrame::Clear | PendingControlFrame::Settings => {
                 let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
@@ -313,11 +313,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         let excess = self.scales.overrun(&self.shared.load, read, budget);
         if let Some(held) = excess {
             return Some(format!(
-                "what the edge has sent and nobody has taken costs {held} bytes: more than its windows allow"
+                "the edge exceeded its flow-control windows: {held} bytes are buffered"
             ));
         }
         let owed = self.unanswered.filter(|since| since.elapsed() >= ANSWER);
-        owed.map(|_| format!("the edge has not taken new SETTINGS for {ANSWER:?}"))
+        owed.map(|_| format!("the edge has not acknowledged new SETTINGS for {ANSWER:?}"))
     }
 
     /// Changes the window of the streams; false where the edge has not acknowledged the last change.
@@ -344,7 +344,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             return 0;
         }
         let stalled = self.shared.load.siblings().stalled();
-        // Small frames cost more than a window knows of: an honest edge is slowed down long before they are excess.
+        // Small frames cost more memory than a window counts, so an honest edge is slowed down before the limit.
         let small =
             buffer_monitor::significant_small_frame_cost(&self.shared.load, self.settings.budget);
         self.settings.budget.saturating_sub(stalled.max(small))

@@ -40,7 +40,7 @@ async fn pair(settings: GatewaySideConfig) -> (Tunnel, mpsc::UnboundedReceiver<T
 }
 
 #[tokio::test]
-async fn a_tunnel_goes_on_after_its_connection_took_nothing_for_a_while() {
+async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     let (near, far) = duplex(64);
     let (near, far) = (CountedIo::new(near), CountedIo::new(far));
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
@@ -220,7 +220,7 @@ async fn answer_with(asked: Box<StreamRequest>, body: Bytes) {
 }
 
 #[tokio::test]
-async fn a_request_reaches_the_edge_with_target_and_without_private_fields() {
+async fn a_request_reaches_the_edge_with_target_and_no_private_fields() {
     let tunnel = serving(|asked| async move {
         assert_eq!(asked.kind, StreamKind::Request);
         assert_eq!(asked.target, target());
@@ -487,7 +487,7 @@ async fn streams_beyond_the_limit_are_refused_and_counted_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
+async fn a_silent_tunnel_is_suspect_after_10_s_and_closed_after_15_s() {
     // The edge is never polled: it hears nothing and answers no PING.
     let (tunnel, mut ended, _edge) = pair(GatewaySideConfig::default()).await;
     let started = Instant::now();
@@ -528,7 +528,7 @@ async fn trickle(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
+async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
     let second = Duration::from_secs(1);
     let (near, from_near) = duplex(64 * 1024);
     let (far, from_far) = duplex(64 * 1024);
@@ -585,7 +585,7 @@ async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_cannot_wait_has_a_tunnel_probed() {
+async fn an_early_probe_measures_the_silence_of_a_tunnel() {
     let second = Duration::from_secs(1);
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     tokio::time::sleep(2 * second).await;
@@ -603,7 +603,7 @@ async fn whoever_cannot_wait_has_a_tunnel_probed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_idle_tunnel_is_kept_alive_by_round_trips_and_both_ends_hear_them() {
+async fn an_idle_tunnel_is_kept_alive_by_pings_seen_at_both_ends() {
     let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
     tokio::time::sleep(Duration::from_mins(10)).await;
@@ -757,7 +757,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
 }
 
 #[tokio::test]
-async fn a_control_line_may_come_byte_by_byte_and_with_the_next_behind_it() {
+async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let speaking = async {
         let Ok(IncomingStream::Control(mut control)) = edge.next().await else {

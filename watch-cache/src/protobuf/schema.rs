@@ -209,7 +209,7 @@ const NAMESPACE: &[Field] = &[
         3,
         Message(&[
             Field("phase", 1, Text),
-            // This condition's fields have the numbers of any other's.
+            // The fields have the same numbers as in all conditions.
             Field("conditions", 2, CONDITIONS),
         ]),
     ),
@@ -273,7 +273,7 @@ const NODE_STATUS: &[Field] = &[
     Field(
         "daemonEndpoints",
         6,
-        // The one name in all of these that begins with a capital.
+        // The only name in this schema that begins with a capital letter.
         Message(&[Field(
             "kubeletEndpoint",
             1,

@@ -37,54 +37,54 @@ fn as_it_is_met(sample: (Value, Vec<u8>)) {
 }
 
 #[test]
-fn an_endpoint_slice_with_every_field_is_what_go_makes_of_it() {
+fn an_endpoint_slice_with_every_field_matches_go() {
     with_every_field(sample!("every-endpointslice"));
 }
 
 #[test]
-fn endpoints_with_every_field_are_what_go_makes_of_them() {
+fn endpoints_with_every_field_match_go() {
     with_every_field(sample!("every-endpoints"));
 }
 
 #[test]
-fn a_service_with_every_field_is_what_go_makes_of_it() {
+fn a_service_with_every_field_matches_go() {
     with_every_field(sample!("every-service"));
 }
 
 #[test]
-fn a_namespace_with_every_field_is_what_go_makes_of_it() {
+fn a_namespace_with_every_field_matches_go() {
     with_every_field(sample!("every-namespace"));
 }
 
 #[test]
-fn a_node_with_every_field_is_what_go_makes_of_it() {
+fn a_node_with_every_field_matches_go() {
     with_every_field(sample!("every-node"));
 }
 
 #[test]
-fn a_config_map_with_every_field_is_what_go_makes_of_it() {
+fn a_config_map_with_every_field_matches_go() {
     with_every_field(sample!("every-configmap"));
 }
 
 #[test]
-fn a_service_cidr_with_every_field_is_what_go_makes_of_it() {
+fn a_service_cidr_with_every_field_matches_go() {
     with_every_field(sample!("every-servicecidr"));
 }
 
 #[test]
-fn metadata_alone_with_every_field_is_what_go_makes_of_it() {
+fn metadata_alone_with_every_field_matches_go() {
     with_every_field(sample!("every-partialobjectmetadata"));
 }
 
 #[test]
-fn a_status_with_every_field_is_what_go_makes_of_it() {
+fn a_status_with_every_field_matches_go() {
     let (object, go) = sample!("every-status");
     assert_eq!(status(&object), go);
     with_every_field((object, go));
 }
 
 #[test]
-fn objects_as_they_are_met_say_what_their_json_says() {
+fn real_objects_match_their_json() {
     as_it_is_met(sample!("service"));
     as_it_is_met(sample!("endpointslice"));
     as_it_is_met(sample!("bookmark"));
@@ -92,7 +92,7 @@ fn objects_as_they_are_met_say_what_their_json_says() {
 }
 
 #[test]
-fn a_list_is_what_go_makes_of_it() {
+fn a_list_matches_go() {
     let (object, go) = sample!("list");
     let items: Vec<Vec<u8>> = object["items"]
         .as_array()
@@ -134,7 +134,7 @@ fn metadata_alone_can_be_said_of_an_object_of_any_kind() {
 }
 
 #[test]
-fn what_has_no_schema_or_is_not_as_its_schema_says_is_not_said_in_protobuf() {
+fn objects_that_do_not_match_a_schema_are_not_sent_in_protobuf() {
     let widget = json!({"apiVersion": "example.com/v1", "kind": "Widget", "metadata": {}});
     assert_eq!(super::object(&widget), None);
     assert!(!has("example.com/v1", "Widget"));

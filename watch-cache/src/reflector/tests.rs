@@ -161,7 +161,7 @@ async fn until(pool: &Arc<WatchCache>, version: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_in_parts_and_the_events_behind_it_fill_a_store() {
+async fn a_paged_list_and_later_events_fill_a_store() {
     let (cloud, own) = (pool(1 << 20), pool(1 << 20));
     let many = (0..1200).map(|number| object("n", &format!("s{number:04}"), number + 1));
     store(&cloud).replace(2000, many.collect());
@@ -184,7 +184,7 @@ async fn a_list_in_parts_and_the_events_behind_it_fill_a_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_a_cut_it_goes_on_from_where_it_was_and_lists_only_if_it_must() {
+async fn a_reflector_resumes_after_a_cut_and_lists_only_if_needed() {
     let (cloud, own) = (pool(10_000), pool(1 << 20));
     store(&cloud).replace(10, vec![object("n", "a", 10)]);
     store(&cloud).found(None);
@@ -226,7 +226,7 @@ async fn after_a_cut_it_goes_on_from_where_it_was_and_lists_only_if_it_must() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_source_that_is_out_of_touch_is_none_to_a_store_that_has_something() {
+async fn a_stale_source_is_no_source_for_a_filled_store() {
     let (leader, own) = (pool(1 << 20), pool(1 << 20));
     store(&leader).replace(10, vec![object("n", "a", 10)]);
     store(&leader).lost_for(Duration::from_mins(1));
@@ -255,7 +255,7 @@ async fn is_old(store: &Store, seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_view_is_as_old_as_the_last_word_of_the_source_that_was_followed() {
+async fn the_age_of_a_view_counts_from_the_sources_last_message() {
     let (cloud, here) = (pool(1 << 20), pool(1 << 20));
     store(&cloud).replace(5, vec![object("n", "a", 5)]);
     store(&cloud).found(None);
@@ -276,8 +276,7 @@ async fn a_view_is_as_old_as_the_last_word_of_the_source_that_was_followed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_view_that_is_told_to_be_old_is_so_at_the_next_level_too_and_no_older_than_it_was_followed()
- {
+async fn a_stale_view_is_stale_at_the_next_level_with_the_same_age() {
     let (leader, here) = (pool(1 << 20), pool(1 << 20));
     store(&leader).replace(5, vec![object("n", "a", 5)]);
     store(&leader).found(None);
@@ -299,7 +298,7 @@ async fn a_view_that_is_told_to_be_old_is_so_at_the_next_level_too_and_no_older_
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_never_goes_back_but_where_the_cloud_has_stayed_back_for_half_a_minute() {
+async fn a_view_never_goes_back_except_after_30_s_of_an_older_cloud() {
     let (gateway, own) = (pool(1 << 20), pool(1 << 20));
     store(&gateway).replace(10, vec![object("n", "a", 10)]);
     store(&gateway).found(None);
@@ -522,7 +521,7 @@ async fn change(
 /// 10,000 random changes in the cloud, seen through a gateway, a leader and a follower while the connections between them are cut
 /// again and again. Every client at every level ends with the true state, and never receives an inconsistent event.
 #[tokio::test(start_paused = true)]
-async fn ten_thousand_changes_and_cuts_in_between_leave_every_reader_with_the_truth() {
+async fn readers_stay_consistent_through_10000_changes_and_cuts() {
     // The windows are small: outages are longer than they are.
     let levels = [pool(200_000), pool(100_000), pool(100_000), pool(50_000)];
     store(&levels[0]).replace(100, vec![object("n", "s0", 50)]);
@@ -569,7 +568,7 @@ async fn ten_thousand_changes_and_cuts_in_between_leave_every_reader_with_the_tr
 }
 
 #[tokio::test]
-async fn a_reader_reads_what_it_is_granted_and_is_told_so_otherwise() {
+async fn a_reader_reads_granted_resources_and_others_are_forbidden() {
     let pool = pool(1 << 20);
     store(&pool).replace(10, vec![object("n", "a", 10), object("m", "b", 9)]);
     let services = AccessScope {

@@ -80,7 +80,7 @@ fn several(count: u64) -> Vec<Object> {
 }
 
 #[tokio::test]
-async fn a_list_in_parts_is_of_the_version_at_which_it_began_whatever_happens_meanwhile() {
+async fn a_paged_list_keeps_the_version_of_its_first_page() {
     let served = Served::of(100, several(7));
     let store = served.store();
     let mut page = served.list("limit=3").await;
@@ -107,7 +107,7 @@ async fn a_list_in_parts_is_of_the_version_at_which_it_began_whatever_happens_me
 }
 
 #[tokio::test]
-async fn a_list_goes_on_until_the_window_is_past_it_and_is_expired_then() {
+async fn a_list_can_continue_until_its_version_leaves_the_window() {
     let served = Served::new(20_000, 1 << 20);
     served.store().replace(100, several(7));
     let page = served.list("limit=3").await;
@@ -134,7 +134,7 @@ async fn a_list_goes_on_until_the_window_is_past_it_and_is_expired_then() {
 }
 
 #[tokio::test]
-async fn each_way_to_name_a_version_gets_what_kubernetes_says() {
+async fn each_resource_version_match_behaves_as_in_kubernetes() {
     let served = Served::of(100, several(7));
     served.store().apply(object("n", "s0000", 110), true);
     for (query, at, count) in [
@@ -172,7 +172,7 @@ async fn each_way_to_name_a_version_gets_what_kubernetes_says() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_version_that_is_not_known_yet_is_waited_for_and_then_said_to_be_too_large() {
+async fn a_future_version_is_waited_for_then_refused_as_too_large() {
     let served = Served::of(100, several(1));
     for query in [
         "resourceVersion=200",
@@ -203,7 +203,7 @@ async fn a_version_that_is_not_known_yet_is_waited_for_and_then_said_to_be_too_l
 }
 
 #[tokio::test]
-async fn what_was_never_filled_says_to_come_again() {
+async fn an_unfilled_store_asks_clients_to_retry() {
     let served = Served::new(1 << 20, 1 << 20);
     for asked in [
         "/api/v1/services",
@@ -229,7 +229,7 @@ async fn what_was_never_filled_says_to_come_again() {
 }
 
 #[tokio::test]
-async fn who_takes_gzip_gets_it_where_it_is_worth_it() {
+async fn gzip_is_used_for_large_answers_if_the_client_accepts_it() {
     let served = Served::of(1000, several(500));
     let plain = served.list("").await;
     for round in 0..2 {
@@ -250,7 +250,7 @@ async fn who_takes_gzip_gets_it_where_it_is_worth_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_view_says_how_old_it_is_and_a_young_one_does_not() {
+async fn only_an_old_view_reports_its_age() {
     let served = Served::of(100, several(1));
     served.store().lost_for(Duration::from_secs(9));
     assert!(
@@ -292,7 +292,7 @@ async fn an_old_view_says_how_old_it_is_and_a_young_one_does_not() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_done_or_is_not_there_is_said_in_a_status() {
+async fn unsupported_and_missing_resources_are_answered_by_a_status() {
     let served = Served::of(100, several(1));
     for method in ["POST", "PUT", "DELETE", "PATCH"] {
         let answer = served
@@ -364,7 +364,7 @@ async fn head_is_get_without_its_body_and_never_a_watch() {
 }
 
 #[tokio::test]
-async fn metadata_alone_is_told_to_who_asks_for_it_and_kubectl_gets_no_table() {
+async fn metadata_is_served_on_request_and_kubectl_gets_no_table() {
     let served = Served::of(100, several(2));
     let ask = async |accept: &str| {
         let answer = served
@@ -409,7 +409,7 @@ async fn metadata_alone_is_told_to_who_asks_for_it_and_kubectl_gets_no_table() {
 }
 
 #[tokio::test]
-async fn discovery_is_what_kubectl_reads() {
+async fn discovery_matches_the_needs_of_kubectl() {
     let served = Served::of(100, several(1));
     let v2 =
         "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,application/json";
@@ -460,7 +460,7 @@ async fn discovery_is_what_kubectl_reads() {
 }
 
 #[tokio::test]
-async fn a_small_cache_under_many_queries_stays_small_and_each_answer_is_right() {
+async fn a_small_cache_under_many_queries_stays_small_and_correct() {
     let served = Served::new(1 << 20, 1 << 20);
     let filler = "x".repeat(1000);
     let each = |number: u64| {
@@ -490,7 +490,7 @@ async fn a_small_cache_under_many_queries_stays_small_and_each_answer_is_right()
 }
 
 #[tokio::test]
-async fn a_version_that_comes_again_in_another_history_is_not_answered_from_the_cache() {
+async fn a_repeated_version_of_another_history_misses_the_cache() {
     let served = Served::of(100, several(2));
     assert_eq!(names(&served.list("").await).len(), 2);
     // The cloud's etcd was restored, and nothing happened up to the very same version.

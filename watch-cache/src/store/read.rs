@@ -54,7 +54,7 @@ impl Store {
         }
         let (history, next) = (inner.history, inner.window.after(version));
         let now: Vec<_> = inner.objects.values().cloned().collect();
-        // Who fills the store, and all others who read it, wait for no more than this.
+        // Released early, so that the reflector and other readers do not wait longer.
         drop(inner);
         let objects = if then.is_empty() {
             now

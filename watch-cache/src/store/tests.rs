@@ -40,7 +40,7 @@ fn of(name: &str, version: u64) -> (String, u64) {
 }
 
 #[test]
-fn what_happened_after_a_version_is_told_and_what_was_at_it_is_known() {
+fn events_after_a_version_and_the_state_at_it_are_known() {
     let store = store(1 << 20);
     assert_eq!(after(&store, 5), Err(VersionError::Empty));
     store.replace(10, vec![object("n", "a", 3), object("n", "b", 10)]);
@@ -75,7 +75,7 @@ fn what_happened_after_a_version_is_told_and_what_was_at_it_is_known() {
 }
 
 #[test]
-fn a_list_after_an_outage_becomes_the_events_that_lead_to_it() {
+fn a_list_after_an_outage_is_converted_to_events() {
     let store = store(1 << 20);
     store.replace(
         10,
@@ -140,7 +140,7 @@ fn a_version_that_went_back_is_another_history() {
 }
 
 #[test]
-fn the_window_is_bounded_in_bytes_and_what_fell_out_is_expired() {
+fn the_window_is_bounded_in_bytes_and_older_versions_expire() {
     let store = store(20_000);
     store.replace(10, vec![]);
     let (history, next) = store.after(10, false).unwrap();
@@ -172,7 +172,7 @@ fn the_window_is_bounded_in_bytes_and_what_fell_out_is_expired() {
 }
 
 #[test]
-fn what_is_known_already_is_nothing_new_and_bookmarks_pass() {
+fn known_objects_cause_no_event_and_bookmarks_pass() {
     let store = store(1 << 20);
     store.replace(10, vec![object("n", "a", 10)]);
     store.apply(object("n", "a", 10), false);
@@ -220,7 +220,7 @@ fn readers_that_begin_at_one_version_share_its_state() {
 }
 
 #[test]
-fn an_object_that_changed_again_and_again_is_known_as_it_was_at_each_version() {
+fn an_object_with_many_changes_is_known_at_each_version() {
     let store = store(1 << 20);
     store.replace(10, vec![object("n", "b", 5), object("n", "d", 6)]);
     store.apply(object("n", "b", 11), false);
@@ -259,7 +259,7 @@ fn a_list_with_more_changes_than_versions_is_of_another_cloud() {
 }
 
 #[test]
-fn the_largest_version_there_is_breaks_nothing() {
+fn the_largest_possible_version_is_handled() {
     let store = store(1 << 20);
     store.replace(u64::MAX, vec![object("n", "a", 3)]);
     store.replace(u64::MAX, vec![object("n", "b", 3)]);

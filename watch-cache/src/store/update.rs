@@ -80,7 +80,7 @@ impl Store {
     pub(crate) fn apply(&self, object: Object, deleted: bool) {
         let mut inner = self.inner();
         let version = object.version;
-        // An object of the same version may follow from another source; what is older never does in one history.
+        // Another source may send the same version again; within one history no older object follows.
         if version < inner.version && inner.version > 0 {
             return;
         }
@@ -131,7 +131,7 @@ fn advance(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
             new.push(object.clone());
         }
     }
-    // Each change has a version of its own, so there are not more of them than versions: this is another cloud.
+    // Each change has its own version. More changes than versions mean another cluster.
     if (gone.len() + new.len()) as u64 > version - old {
         inner.begin(version, objects);
         return;
@@ -147,7 +147,7 @@ fn advance(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
         inner.drop_at(first, &object);
     }
     for object in new {
-        // Whatever it says, it was not known at the old version.
+        // Its version is clamped, because it was unknown at the old version.
         inner.set(object.version.clamp(first, version), object);
     }
     if let Some(object) = last {

@@ -99,7 +99,7 @@ fn served() -> Served {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_tells_what_comes_after_a_version() {
+async fn a_watch_sends_events_after_a_version() {
     let served = served();
     served.store().apply(object("n", "c", 11), false);
     let mut from = Reader::json(&served, "resourceVersion=10").await;
@@ -115,7 +115,7 @@ async fn a_watch_tells_what_comes_after_a_version() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_from_anywhere_begins_with_what_is_there() {
+async fn a_watch_from_any_version_begins_with_the_current_objects() {
     let served = served();
     for query in ["", "resourceVersion=0"] {
         let mut reader = Reader::json(&served, query).await;
@@ -126,7 +126,7 @@ async fn a_watch_from_anywhere_begins_with_what_is_there() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_that_stands_for_a_list_marks_where_what_was_there_ends() {
+async fn a_watch_list_marks_the_end_of_the_initial_objects() {
     let served = served();
     let query = "sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true";
     for version in ["", "&resourceVersion=0", "&resourceVersion=10"] {
@@ -165,7 +165,7 @@ async fn a_watch_that_stands_for_a_list_marks_where_what_was_there_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_is_told_its_version_each_minute_until_its_time_is_up() {
+async fn a_reader_gets_a_bookmark_each_minute_until_its_timeout() {
     let served = served();
     let begun = Instant::now();
     let mut reader = Reader::json(
@@ -198,7 +198,7 @@ async fn no_time_is_too_long_to_be_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_selector_makes_of_a_change_what_it_is_to_its_reader() {
+async fn a_selector_maps_changes_to_the_readers_event_types() {
     let served = served();
     let select = "resourceVersion=10&labelSelector=app%3Dred";
     let mut reader = Reader::json(&served, select).await;
@@ -230,7 +230,7 @@ async fn a_selector_makes_of_a_change_what_it_is_to_its_reader() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_version_that_is_too_old_or_of_another_history_is_told_410_in_the_watch() {
+async fn a_version_too_old_or_of_another_history_gets_410_in_a_watch() {
     let served = served();
     assert_eq!(
         Reader::json(&served, "resourceVersion=9")
@@ -252,7 +252,7 @@ async fn a_version_that_is_too_old_or_of_another_history_is_told_410_in_the_watc
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_does_not_read_loses_its_place_and_holds_nothing() {
+async fn a_reader_that_does_not_read_is_dropped_and_frees_its_memory() {
     let filler = "x".repeat(1000);
     let each = |number: u64| labelled("n", &format!("s{number:04}"), number + 1, &filler);
     let served = Served::new(50_000, 1 << 20);
@@ -282,7 +282,7 @@ async fn a_reader_that_does_not_read_loses_its_place_and_holds_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn readers_that_begin_during_changes_hold_a_bounded_number_of_states() {
+async fn readers_that_begin_during_changes_hold_few_states() {
     let served = served();
     let mut states = Vec::new();
     for version in 11..1000 {
@@ -297,7 +297,7 @@ async fn readers_that_begin_during_changes_hold_a_bounded_number_of_states() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_follower_is_let_go_when_the_source_has_been_away_and_others_are_not() {
+async fn only_followers_are_released_after_a_source_outage() {
     let served = served();
     let mut follower = Reader::json(&served, "resourceVersion=10&fresh=true").await;
     let mut reader = Reader::json(&served, "resourceVersion=10").await;
@@ -314,7 +314,7 @@ async fn a_follower_is_let_go_when_the_source_has_been_away_and_others_are_not()
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_an_outage_no_reader_that_was_cut_off_in_the_middle_misses_the_rest() {
+async fn readers_cut_off_during_an_outage_miss_no_event_afterwards() {
     let served = Served::of(
         10,
         ["a", "b", "c", "d"]
@@ -345,7 +345,7 @@ async fn after_an_outage_no_reader_that_was_cut_off_in_the_middle_misses_the_res
 /// A follower passes on what it hears, and who comes to it from elsewhere may be at any version of an outage, and know what came
 /// and went within it: guesses are no history to it.
 #[tokio::test(start_paused = true)]
-async fn a_follower_is_not_told_guesses_but_to_list() {
+async fn a_follower_must_list_and_gets_no_guessed_events() {
     let served = served();
     let mut follower = Reader::json(&served, "resourceVersion=10&fresh=true").await;
     let mut reader = Reader::json(&served, "resourceVersion=10").await;
@@ -362,7 +362,7 @@ async fn a_follower_is_not_told_guesses_but_to_list() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn metadata_alone_is_told_as_such() {
+async fn partial_metadata_is_sent_as_such() {
     let served = served();
     let accept = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io";
     let mut reader = Reader::of(&served, "allowWatchBookmarks=true", accept).await;

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_say_what_is_wanted() {
+    fn paths_select_the_response() {
         assert_eq!(understand("/1k"), AppRequest::Bytes(1024));
         assert_eq!(understand("/1073741824"), AppRequest::Bytes(1 << 30));
         assert_eq!(understand("/source/7"), AppRequest::Source(7));

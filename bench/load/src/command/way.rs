@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_wait_for_those_before_them_and_for_the_delay() {
+    fn bytes_are_delayed_in_order() {
         let begin = Instant::now();
         let after = |millis| begin + Duration::from_millis(millis);
         let asked = cli::Way {

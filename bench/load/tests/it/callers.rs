@@ -48,7 +48,7 @@ async fn bytes_arrive_whole_plain_and_inside_an_upgrade() {
 }
 
 #[tokio::test]
-async fn what_is_refused_is_named() {
+async fn refusals_are_named() {
     let (_app, address) = app().await;
     let missing = format!("connect --front {address} --target any:1 --path /none --for 50ms");
     let outcome = Load::start(&missing).wait().await;
@@ -110,7 +110,7 @@ async fn pass_one(proxy: &TcpListener) {
 }
 
 #[tokio::test]
-async fn upgrades_rest_until_they_are_told_to_stop() {
+async fn upgrades_idle_until_stopped() {
     let (_app, address) = app().await;
     let url = format!("--url http://{address}");
     let mut idle = Load::start(&format!("idle {url}/echo --count 20"));

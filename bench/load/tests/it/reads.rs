@@ -49,7 +49,7 @@ async fn say(near: &mut TcpStream, text: &str) {
 const HEAD: &str = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
 
 #[tokio::test]
-async fn a_reader_counts_changes_with_its_mark_and_goes_on_where_a_watch_ended() {
+async fn a_reader_counts_marked_changes_and_resumes_its_watch() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = listener.local_addr().unwrap();
     let mut load = Load::start(&format!(
@@ -80,7 +80,7 @@ async fn a_reader_counts_changes_with_its_mark_and_goes_on_where_a_watch_ended()
 }
 
 #[tokio::test]
-async fn slices_are_made_and_changed_and_a_refusal_is_told() {
+async fn slices_are_created_and_changed_and_refusals_are_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = listener.local_addr().unwrap();
     let load = format!("slices --url http://{url} --count 2 --callers 1");

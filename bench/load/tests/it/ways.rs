@@ -41,7 +41,7 @@ fn ip(arguments: &[&str]) -> bool {
 }
 
 #[tokio::test]
-async fn a_link_delays_packets_keeps_its_rate_and_drops_what_is_too_much() {
+async fn a_link_delays_packets_limits_its_rate_and_drops_the_excess() {
     let Some(spaces) = Spaces::new() else {
         return;
     };

@@ -117,7 +117,7 @@ fn trusts(root: &CertificateDer<'_>, ca: &Ca) -> bool {
 }
 
 #[test]
-fn clients_that_trust_the_companys_root_only_verify_listeners_through_a_rotation() {
+fn company_root_clients_verify_listeners_through_rotation() {
     let (company, ca) = (Company::new(), requesting());
     assert!(!trusts(company.root.der(), &ca) && trusts(ca.root(), &ca));
     let chain = company.chain(&ca);
@@ -145,7 +145,7 @@ fn clients_that_trust_the_companys_root_only_verify_listeners_through_a_rotation
 }
 
 #[test]
-fn a_request_stays_until_its_chain_is_imported_and_the_next_has_a_new_key() {
+fn a_request_stays_until_its_chain_is_imported_then_key_changes() {
     let (company, ca) = (Company::new(), requesting());
     let request = |ca: &Ca| ca.listener_request_pem().unwrap().unwrap();
     let (first, key) = (request(&ca), company.chain(&ca));
@@ -173,7 +173,7 @@ fn a_request_stays_until_its_chain_is_imported_and_the_next_has_a_new_key() {
 }
 
 #[test]
-fn a_chain_that_is_renewed_for_the_key_in_use_needs_no_new_request() {
+fn a_chain_renewed_for_the_same_key_needs_no_new_request() {
     let (company, ca) = (Company::new(), requesting());
     let (first, second) = (company.chain(&ca), company.chain(&ca));
     let ca = import(ca, &first);
@@ -197,7 +197,7 @@ fn a_ca_signs_the_request_with_every_kind_of_key() {
 }
 
 #[test]
-fn a_leaf_ends_with_the_first_certificate_of_the_chain_that_ends() {
+fn a_leaf_expires_no_later_than_any_certificate_of_its_chain() {
     let company = Company::with(
         &rcgen::PKCS_ECDSA_P256_SHA256,
         |_| {},
@@ -270,7 +270,7 @@ fn a_chain_that_is_wrong_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_file_of_other_certificates_or_in_another_order_is_refused_with_the_reason() {
+fn a_chain_with_wrong_certificates_or_order_is_refused() {
     let (company, other) = (Company::new(), Company::new());
     let ca = requesting();
     let text = serde_json::to_string(&CaFile::of(&ca)).unwrap();

@@ -61,7 +61,7 @@ fn shake(
 const BOTH: [&str; 2] = ["edge-1", "edge-2"];
 
 #[test]
-fn members_of_a_pool_speak_tls_1_3_and_nothing_resumes() {
+fn pool_members_use_tls_1_3_without_resumption() {
     let ca = ca();
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let (near, far) = (
@@ -96,7 +96,7 @@ fn a_node_of_another_pool_is_refused_at_either_end() {
 }
 
 #[test]
-fn another_member_than_the_one_that_is_meant_is_not_taken_for_it() {
+fn a_different_pool_member_than_expected_is_refused() {
     let ca = ca();
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let all = ["edge-1", "edge-2", "edge-3"];
@@ -110,7 +110,7 @@ fn another_member_than_the_one_that_is_meant_is_not_taken_for_it() {
 }
 
 #[test]
-fn what_hangs_below_another_ca_is_refused_whatever_its_name() {
+fn a_certificate_of_another_ca_is_refused_for_every_name() {
     let (ours, other) = (ca(), ca());
     let (one, two) = (edge(&ours, "edge-1"), edge(&other, "edge-2"));
     for (dials, serves) in [(&one, &two), (&two, &one)] {
@@ -145,7 +145,7 @@ fn gateways_and_clients_of_the_same_ca_are_no_neighbours() {
 }
 
 #[test]
-fn what_has_ended_is_refused() {
+fn expired_certificates_are_refused() {
     let ca = ca();
     let one = edge(&ca, "edge-1");
     let later = UnixTime::since_unix_epoch(Duration::from_secs(one.leaf.not_after().as_secs() + 1));
@@ -165,7 +165,7 @@ fn a_certificate_of_another_system_has_no_site() {
 }
 
 #[test]
-fn a_member_whose_clock_is_behind_takes_its_neighbours() {
+fn a_member_with_a_slow_clock_accepts_its_neighbours() {
     let ca = ca();
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let epoch = UnixTime::since_unix_epoch(Duration::ZERO);

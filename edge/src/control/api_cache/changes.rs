@@ -8,6 +8,6 @@ pub(super) async fn any_changed(changes: &mut [watch::Receiver<u64>]) {
     if changes.is_empty() {
         return std::future::pending().await;
     }
-    // A store is there as long as whoever waits for it.
+    // The store lives at least as long as this task.
     let _ = select_all(changes.iter_mut().map(|one| Box::pin(one.changed()))).await;
 }

@@ -56,7 +56,7 @@ impl DiskWriter {
         let keep = self.clone();
         let loaded = spawn_blocking(move || {
             for fault in keep.0.saved.load(&keep.0.pool) {
-                warn!(fault, "what was read before cannot be used");
+                warn!(fault, "cannot use saved API cache data");
             }
             let versions = keep.0.pool.stores().iter().map(|store| version(store));
             *keep
@@ -66,7 +66,7 @@ impl DiskWriter {
                 .unwrap_or_else(PoisonError::into_inner) = versions.collect();
         });
         if let Err(error) = loaded.await {
-            debug!(%error, "what was read before is not loaded: this edge ends");
+            debug!(%error, "saved API cache data is not loaded, because this edge is stopping");
         }
     }
 
@@ -84,7 +84,7 @@ impl DiskWriter {
         loop {
             tokio::select! {
                 () = any_changed(&mut changes) => {
-                    // What follows soon after is written with it.
+                    // Batches changes that follow soon.
                     sleep(every).await;
                     changes.iter_mut().for_each(tokio::sync::watch::Receiver::mark_unchanged);
                     self.write().await;
@@ -101,7 +101,7 @@ impl DiskWriter {
                     }
                     told.mark_unchanged();
                     let keep = self.clone();
-                    // One that is not written is written with the next.
+                    // A failed write is repeated with the next change.
                     let _ = spawn_blocking(move || keep.0.told.keep(&keep.0.data)).await;
                 }
             }
@@ -122,13 +122,13 @@ impl DiskWriter {
                 match inner.saved.write(store) {
                     Ok(()) => *on_disk = now,
                     Err(error) => {
-                        warn!(resource = %store.resource(), %error, "what was read could not be stored; it is tried again");
+                        warn!(resource = %store.resource(), %error, "cannot save API cache data to disk; retrying");
                     }
                 }
             }
         });
         if let Err(error) = writing.await {
-            debug!(%error, "what was read is not stored: this edge ends");
+            debug!(%error, "API cache data is not saved, because this edge is stopping");
         }
     }
 
@@ -137,11 +137,11 @@ impl DiskWriter {
         let keep = self.clone();
         let noting = spawn_blocking(move || {
             if let Err(error) = keep.0.saved.write_times(&keep.0.pool) {
-                warn!(%error, "how old what was read is could not be stored; it is tried again");
+                warn!(%error, "cannot save the age of the API cache data; retrying");
             }
         });
         if let Err(error) = noting.await {
-            debug!(%error, "how old what was read is is not stored: this edge ends");
+            debug!(%error, "the age of the API cache data is not saved, because this edge is stopping");
         }
     }
 
@@ -152,7 +152,7 @@ impl DiskWriter {
             self.note().await;
         };
         if timeout(LAST, last).await.is_err() {
-            warn!("the disk takes too long: what was read last is not stored");
+            warn!("the disk is too slow: the latest API cache data is not saved");
         }
     }
 }

@@ -140,7 +140,7 @@ impl GatewaySource {
             return Ok(open);
         }
         let _turn = self.turn.lock().await;
-        // Whoever had the turn before may have dialled.
+        // The previous holder of the lock may have opened a connection.
         if let Some(open) = self.opened() {
             return Ok(open);
         }
@@ -158,7 +158,7 @@ impl GatewaySource {
                 line.backoff.reset();
                 line.after = None;
                 line.traffic = Some(traffic);
-                info!(gateway = open.gateway, "reading at a gateway");
+                info!(gateway = open.gateway, "API cache reads from a gateway");
                 Ok(line.open.insert(open).clone())
             }
             Err(trouble) => {
@@ -178,13 +178,13 @@ impl GatewaySource {
         let tls = tls.map_err(|error| ConnectError::unwelcome(error.to_string()))?;
         let dialler = GatewayConnector::new(http2_only(&tls), &self.links.config);
         let mut gateways = self.links.gateways.all();
-        // Those that refused come last, the latest of them at the very end.
+        // Gateways that refused come last, the most recent refusal at the end.
         gateways.sort_by_key(|gateway| refused.iter().position(|one| one == gateway));
         let GatewayConnection { io, place, .. } = dialler.dial(&gateways, None).await?;
-        // Before there was reading, gateways spoke HTTP/1.1 and HTTP/2 here, and TLS has agreed on one of them.
+        // Gateways without API cache support may negotiate HTTP/1.1 here.
         if io.get_ref().1.alpn_protocol() != Some(wire::ALPN_H2) {
             return Err(ConnectError::refused(format!(
-                "{place} does not speak HTTP/2 to edges"
+                "{place} does not support HTTP/2 for API cache reads; upgrade the gateway"
             )));
         }
         let traffic = io.get_ref().0.traffic();
@@ -202,7 +202,7 @@ impl GatewaySource {
         let gateway = place.gateway.clone();
         self.tasks.spawn(info_span!("reading", %place), async move {
             let ended = connection.await;
-            debug!(?ended, "the connection ended");
+            debug!(?ended, "the connection was closed");
         });
         let open = OpenConnection {
             sender,
@@ -217,7 +217,7 @@ impl GatewaySource {
         let fields = [(ACCEPT_ENCODING, HeaderValue::from_static("gzip"))];
         let uri = format!("https://{}{path_and_query}", open.gateway);
         let request = build_request(&uri, HeaderMap::from_iter(fields))?;
-        let late = "it did not answer in time";
+        let late = "no response in time";
         let answer = match timeout(ANSWER, open.sender.send_request(request)).await {
             Ok(answer) => answer.map(to_answer).map_err(|error| error_chain(&error)),
             Err(_) => Err(late.to_owned()),
@@ -225,10 +225,10 @@ impl GatewaySource {
         if answer.is_err() {
             let mut line = self.line();
             let same = |now: &OpenConnection| now.gateway == open.gateway;
-            // Whatever else is open there goes on, if it can.
+            // Other requests on this connection may still finish.
             line.open = line.open.take().filter(|now| !same(now));
         }
-        answer.map_err(|why| format!("the gateway {}: {why}", open.gateway))
+        answer.map_err(|why| format!("gateway {}: {why}", open.gateway))
     }
 }
 

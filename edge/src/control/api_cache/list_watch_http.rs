@@ -35,7 +35,7 @@ pub(super) fn to_answer(response: Response<Incoming>) -> SourceResponse {
         loop {
             match body.frame().await? {
                 Ok(frame) => {
-                    // Trailers say nothing here.
+                    // Trailers are ignored.
                     if let Ok(bytes) = frame.into_data() {
                         return Some((Ok(bytes), body));
                     }

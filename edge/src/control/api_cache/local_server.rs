@@ -45,7 +45,7 @@ pub(super) fn serve_options(
     Router::new().fallback(move |request: Request| {
         let (pool, at, grant) = (pool.clone(), at.clone(), grant.clone());
         async move {
-            // What comes with a question is not looked at: there is nothing to write.
+            // The request body is ignored, because the API cache is read-only.
             let (head, _) = request.into_parts();
             let mut answer = pool.answer(&head, grant.as_deref()).await.map(Body::new);
             if at.is_some_and(|at| !at.borrow().is_first_hand()) {
@@ -90,7 +90,7 @@ impl LocalServer {
             guests: "program",
             metrics,
             most: MOST,
-            // They are all one guest here.
+            // All programs count as one client.
             each: MOST,
         };
         door.run(router, stop).await;
@@ -108,7 +108,7 @@ async fn plain(
     let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
         served = async { axum::serve(listener, service).await } => {
-            debug!(?served, "the reader's endpoint ended");
+            debug!(?served, "the API cache listener stopped");
         }
         () = stop.cancelled() => {}
     }
@@ -120,7 +120,9 @@ struct AnyClient(watch::Receiver<Option<ServerOnlyTls>>);
 impl ClientPolicy for AnyClient {
     fn accepts(&self) -> Result<TlsAcceptor, String> {
         let shown = self.0.borrow();
-        let shown = shown.as_ref().ok_or("there is no certificate to show")?;
+        let shown = shown
+            .as_ref()
+            .ok_or("no certificate is available for this listener")?;
         Ok(shown.server().into())
     }
 

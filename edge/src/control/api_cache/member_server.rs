@@ -78,7 +78,7 @@ impl MemberTls {
             })
         };
         let both = build().map_err(|error: causeway_certs::verify::TrustError| {
-            format!("this node's certificate is not for its neighbours: {error}")
+            format!("this node's certificate cannot be used with pool members: {error}")
         })?;
         Ok(made.insert(Arc::new(both)).clone())
     }
@@ -112,10 +112,10 @@ impl ClientPolicy for MemberClients {
         Box::pin(async move {
             tokio::select! {
                 why = membership_revoked(&tls, &chain) => {
-                    info!(why, "no neighbour any more: its connection is closed");
+                    info!(why, "closing the connection of a node that is no longer a pool member");
                     why
                 }
-                () = upstream_lost(at) => "this node does not read at a gateway any more".to_owned(),
+                () = upstream_lost(at) => "this node no longer reads from a gateway".to_owned(),
             }
         })
     }
@@ -123,7 +123,7 @@ impl ClientPolicy for MemberClients {
 
 /// Returns when this node, which has read at a gateway, does not any more: its clients are then to select a source anew.
 async fn upstream_lost(mut at: watch::Receiver<Arc<SelectedSource>>) {
-    // Whoever chooses is there as long as this is.
+    // The source selector lives at least as long as this task.
     let _ = at.wait_for(|at| at.is_first_hand()).await;
     let _ = at.wait_for(|at| !at.is_first_hand()).await;
 }
@@ -137,7 +137,7 @@ async fn membership_revoked(tls: &MemberTls, chain: &[CertificateDer<'_>]) -> St
         }
         tokio::select! {
             changed = told.changed() => if changed.is_err() {
-                return "this edge ends".to_owned();
+                return "this edge is stopping".to_owned();
             },
             () = sleep(AGAIN) => {}
         }

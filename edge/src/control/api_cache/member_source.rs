@@ -52,7 +52,7 @@ impl MemberSource {
         let handshake = http1::handshake(TokioIo::new(io)).await;
         let (mut sender, connection) = handshake.map_err(|error| error_chain(&error))?;
         self.tasks.spawn(info_span!("neighbour"), async move {
-            // Whoever reads the answer hears how it ended.
+            // The reader of the response receives the error.
             let _ = connection.await;
         });
         let host = HeaderValue::try_from(&self.member.node).map_err(|error| error.to_string())?;
@@ -66,7 +66,7 @@ impl MemberSource {
         let name = ServerName::try_from(self.member.node.clone());
         let name = name.map_err(|error| error.to_string())?;
         let dials = self.tls.now()?.dials.clone();
-        let mut worst = "it has no address".to_owned();
+        let mut worst = "the node has no address".to_owned();
         for at in &self.member.at {
             let connected = match connect(at).await {
                 Ok(tcp) => dials.connect(name.clone(), tcp).await,
@@ -82,7 +82,7 @@ impl MemberSource {
 
     async fn get_within(&self, path_and_query: &str) -> Result<SourceResponse, String> {
         let answered = timeout(ANSWER, self.ask(path_and_query)).await;
-        let answered = answered.unwrap_or_else(|_| Err("it did not answer in time".to_owned()));
+        let answered = answered.unwrap_or_else(|_| Err("no response in time".to_owned()));
         answered.map_err(|why| format!("node {}: {why}", self.member.node))
     }
 

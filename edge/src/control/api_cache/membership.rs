@@ -50,7 +50,8 @@ impl MembershipUpdater {
             let most = NodePoolMembers::MOST;
             warn!(
                 count,
-                most, "a gateway told more members than a pool has; those before stay"
+                most,
+                "a gateway announced more pool members than allowed; keeping the previous list"
             );
             return;
         }
@@ -75,7 +76,7 @@ impl Membership {
     /// Loads the last announcement of the previous run.
     pub(super) fn load(store: &Store) -> Self {
         let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
-            warn!(%error, "who reads with this node is not known until a gateway says it");
+            warn!(%error, "cannot read the saved pool members; they are unknown until a gateway announces them");
             None
         });
         let read = kept.and_then(|text| serde_json::from_str(&text).ok());
@@ -107,7 +108,7 @@ impl Membership {
         self.0.now.send_if_modified(|now| {
             let differs = *now != *members;
             if differs {
-                info!(pool = ?members.pool, leader = ?members.leader, members = members.members.len(), "the gateway told with whom this node reads");
+                info!(pool = ?members.pool, leader = ?members.leader, members = members.members.len(), "the gateway announced the pool members of this node");
                 now.clone_from(members);
             }
             differs
@@ -138,7 +139,7 @@ impl Membership {
     pub(super) fn keep(&self, store: &Store) {
         let text = serde_json::to_string(&self.now()).unwrap_or_default();
         if let Err(error) = store.write_runtime(KEPT, &text) {
-            warn!(%error, "who reads with this node could not be stored; it is known until the next restart");
+            warn!(%error, "cannot save the pool members; they are lost at the next restart");
         }
     }
 }
@@ -150,7 +151,7 @@ mod tests {
     use causeway_tunnel::control_stream::NodePoolMember;
 
     #[test]
-    fn members_are_known_after_a_restart_and_what_cannot_be_dialled_is_not_among_them() {
+    fn members_survive_a_restart_without_undialable_addresses() {
         let data = tempfile::TempDir::new().unwrap();
         let store = Store::open(data.path(), OpenMode::Create).unwrap();
         let told = Membership::load(&store);
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_gateways_the_same_one_counts_for_all_edges_and_the_next_when_that_is_gone() {
+    fn membership_of_one_gateway_applies_until_it_is_lost() {
         let data = tempfile::TempDir::new().unwrap();
         let store = Store::open(data.path(), OpenMode::Create).unwrap();
         let led = |leader: &str| NodePoolMembers {
@@ -192,7 +193,7 @@ mod tests {
             leader: Some(leader.into()),
             members: Vec::new(),
         };
-        // Whatever order they come in.
+        // Independent of the order of arrival.
         for order in [["1", "2"], ["2", "1"]] {
             let told = Membership::load(&store);
             let leader = || told.now().leader.unwrap_or_default();
@@ -205,7 +206,7 @@ mod tests {
             if order[0] == "2" {
                 std::mem::swap(&mut one, &mut two);
             }
-            // A tunnel takes over from another: what is told by it counts, and by the old one not.
+            // A tunnel replaces another one: its announcement counts, and the old tunnel's does not.
             let newer = told.voice("1");
             assert_eq!(leader(), "by-1");
             newer.says(led("newer-by-1"));

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_has_its_share_and_gives_back_what_it_had() {
+    fn each_client_has_its_share_and_returns_it() {
         let shares = Quota::new();
         let mut first: Vec<_> = (0..3).filter_map(|_| shares.take("first", 2)).collect();
         assert_eq!(first.len(), 2);

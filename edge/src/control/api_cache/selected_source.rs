@@ -33,10 +33,10 @@ pub(super) struct SourceLost {
 impl fmt::Display for SourceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Nobody => f.write_str("nobody"),
+            Self::Nobody => f.write_str("no source"),
             Self::Gateway => f.write_str("a gateway"),
-            Self::Leader(leader) => write!(f, "the leader {}", leader.node),
-            Self::Neighbour(member) => write!(f, "the neighbour {}", member.node),
+            Self::Leader(leader) => write!(f, "pool leader {}", leader.node),
+            Self::Neighbour(member) => write!(f, "pool member {}", member.node),
         }
     }
 }

@@ -92,7 +92,7 @@ pub(super) fn freshest_member<T>(answered: Vec<(T, Freshness)>, has_a_view: bool
     let good = answered
         .into_iter()
         .filter(|(_, view)| view.is_fresh() || !has_a_view);
-    // Of equals the first, which is the leader if that answered.
+    // Among equal candidates the first one wins, which is the leader if it responded.
     good.min_by_key(|(_, view)| view.rank()).map(|(who, _)| who)
 }
 
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_leader_reads_at_a_gateway_and_the_others_at_the_leader_unless_it_fails() {
+    fn the_leader_reads_from_a_gateway_and_followers_from_it() {
         let (gateway, leader) = (SourceChoice::Gateway, |node| {
             SourceChoice::Leader(member(node))
         });
@@ -126,12 +126,12 @@ mod tests {
             ("b", Some("a"), false, true, leader("a")),
             ("b", Some("a"), false, false, leader("a")),
             ("b", Some("a"), true, true, gateway.clone()),
-            // Without any gateway: whoever has a fresh view, the leader first.
+            // Without a gateway: any member with a fresh view, the leader first.
             ("b", Some("c"), true, false, freshest(["c", "a"])),
             ("a", Some("a"), false, false, freshest(["b", "c"])),
             ("b", None, false, true, gateway.clone()),
             ("b", None, false, false, freshest(["a", "c"])),
-            // A leader that nobody knows where to find.
+            // A leader whose address is unknown.
             ("b", Some("d"), false, true, gateway.clone()),
         ] {
             let facts = SelectionInput {
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_pool_or_no_neighbours_or_is_no_member_reads_at_a_gateway() {
+    fn a_node_without_pool_or_neighbours_reads_from_a_gateway() {
         let none = NodePoolMembers {
             pool: None,
             ..told(Some("a"))
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_freshest_wins_and_who_has_a_view_takes_no_older_one() {
+    fn the_freshest_source_wins_and_a_view_never_goes_back() {
         let view = |age, version| Freshness { age, version };
         let of = |views: &[Freshness], has| {
             let answered = views.iter().copied().enumerate().collect();

@@ -100,7 +100,7 @@ impl SourceSelector {
                 _ = members.changed() => {
                     members.mark_unchanged();
                     let leader = self.leader();
-                    // A leader that is named anew, or is found elsewhere, has not failed yet.
+                    // A newly announced leader, or a leader with a new address, has not failed yet.
                     if leader != named {
                         named = leader;
                         known.anew();
@@ -159,7 +159,7 @@ impl SourceSelector {
                 Some(Arc::new(self.neighbour(member)))
             }
         };
-        info!(at = %who, "reads elsewhere from now on");
+        info!(at = %who, "API cache source changed");
         self.metrics.reads_elsewhere();
         let turn = self.at.borrow().turn + 1;
         let rests = who != SourceKind::Gateway;
@@ -177,19 +177,19 @@ impl SourceSelector {
     /// A store's source has ended.
     fn fell(&self, fallen: &SourceLost, known: &mut SelectorState) {
         let at = self.at.borrow().clone();
-        // What one store misses is no reason to take the others elsewhere.
+        // One disconnected store does not move the others to another source.
         if fallen.turn != at.turn || self.pool.stores().iter().any(|store| in_touch(store)) {
             return;
         }
         let broken = matches!(fallen.why, ReflectorError::Broken(_));
         match &at.who {
             SourceKind::Nobody => {}
-            // One that is out of reach is dialled anew, and another one if it still is.
+            // An unreachable gateway is dialled again, and then another one if it is still unreachable.
             SourceKind::Gateway if broken => {}
             SourceKind::Gateway => self.gateway.elsewhere(),
             SourceKind::Leader(leader) => {
                 if known.fails(broken, fallen.lasted) {
-                    info!(node = leader.node, why = ?fallen.why, "the leader cannot be read from");
+                    info!(node = leader.node, why = ?fallen.why, "cannot read from the pool leader");
                     known.leader_fails = true;
                 }
             }
@@ -237,7 +237,7 @@ impl SourceSelector {
         let path = self.path().unwrap_or_default();
         let stores = self.pool.stores();
         let has_a_view = stores.iter().all(|store| store.status().synced);
-        // Those that lost their gateways together do not ask together.
+        // Jitter for members that lost their gateway at the same time.
         let pause = pause.mul_f64(1.0 - rand::random::<f64>() / 4.0);
         Box::pin(async move {
             sleep(pause).await;
@@ -266,7 +266,7 @@ impl SelectorState {
     /// that an answer may take.
     fn fails(&mut self, broken: bool, lasted: Duration) -> bool {
         let now = Instant::now();
-        // One that was there until now has its time from now on.
+        // The timeout of a leader that was connected until now starts now.
         let since = if lasted > ANSWER + POLL_INTERVAL / 20 {
             self.silent = None;
             now
@@ -333,19 +333,19 @@ mod tests {
     use tokio::time::advance;
 
     #[tokio::test(start_paused = true)]
-    async fn a_leader_has_five_seconds_to_answer_unless_it_says_itself_that_it_has_no_fresh_view() {
+    async fn a_leader_has_five_seconds_to_answer_unless_it_reports_stale() {
         let second = Duration::from_secs(1);
         assert!(SelectorState::default().fails(false, second));
-        // One that says nothing takes all of them at once.
+        // A silent leader uses up the whole time at once.
         assert!(SelectorState::default().fails(true, ANSWER));
-        // One that refuses is asked again and again.
+        // A leader that refuses is asked repeatedly.
         let mut refuses = SelectorState::default();
         for _ in 0..5 {
             assert!(!refuses.fails(true, Duration::ZERO));
             advance(second).await;
         }
         assert!(refuses.fails(true, Duration::ZERO));
-        // One that was there until now has its time from now on.
+        // The timeout of a leader that was connected until now starts now.
         let mut was_there = SelectorState::default();
         assert!(!was_there.fails(true, 60 * second));
         advance(4 * second).await;

@@ -32,7 +32,7 @@ pub(super) async fn sync_store(
     loop {
         let now = at.borrow_and_update().clone();
         let Some(source) = &now.source else {
-            // Whoever was followed may have been silent before it was given up.
+            // The previous source may have been silent before it was given up.
             let silent = last
                 .take()
                 .map(|(was, began)| was.silent().min(began.elapsed()));
@@ -55,17 +55,17 @@ pub(super) async fn sync_store(
             },
         };
         let lasted = began.elapsed();
-        debug!(resource = %store.resource(), ?why, "a source ended");
+        debug!(resource = %store.resource(), ?why, "API cache source closed or failed");
         if lasted > GOOD {
             backoff.reset();
         }
         let random = rand::random();
         let pause = match &why {
             ReflectorError::Broken(_) => backoff.silent(random),
-            // It knows best; those that were told together do not come together.
+            // Jitter for clients that received the same delay from the source.
             ReflectorError::Refused(_, _, Some(asked)) => asked.mul_f64(1.0 + random / 2.0),
             ReflectorError::Refused(..) => backoff.refused(None, random),
-            // What has no source itself may have one soon.
+            // A member without a source may find one soon.
             ReflectorError::Stale(..) => backoff.refused(None, random).min(GOOD),
         };
         let turn = now.turn;

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use world::{Cloud, Edge, Gateway, SOON, World, get, watching};
 
 #[tokio::test]
-async fn a_node_without_a_pool_reads_at_a_gateway_by_one_connection_and_serves_lists_and_watches() {
+async fn a_poolless_node_reads_once_and_serves_lists_and_watches() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services", "v1/endpoints"])).await;
     gateway.cloud.put("v1/services", "web");
@@ -39,7 +39,7 @@ async fn a_node_without_a_pool_reads_at_a_gateway_by_one_connection_and_serves_l
 }
 
 #[tokio::test]
-async fn an_edge_says_whether_it_reads_and_where_its_neighbours_do() {
+async fn an_edge_reports_its_api_cache_and_member_addresses() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     let site = json!({ "members": { "listen": "127.0.0.1:0", "addresses": ["10.1.0.5:10271"] } });
@@ -56,7 +56,7 @@ async fn an_edge_says_whether_it_reads_and_where_its_neighbours_do() {
 }
 
 #[tokio::test]
-async fn what_was_read_is_served_after_a_restart_without_any_gateway() {
+async fn cached_state_is_served_after_a_restart_without_a_gateway() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");
@@ -81,7 +81,7 @@ async fn what_was_read_is_served_after_a_restart_without_any_gateway() {
 }
 
 #[tokio::test]
-async fn a_node_that_has_read_nothing_yet_says_so_and_refuses_for_now() {
+async fn a_node_with_an_empty_cache_reports_it_and_refuses_requests() {
     let world = World::new();
     let edge = world.edge("edge-1").start(&[], json!({})).await;
     let status = edge.until(|api_cache| api_cache.role == "pending").await;
@@ -91,7 +91,7 @@ async fn a_node_that_has_read_nothing_yet_says_so_and_refuses_for_now() {
 }
 
 #[tokio::test]
-async fn a_follower_goes_from_its_leader_to_a_gateway_and_back_and_its_readers_miss_nothing() {
+async fn a_follower_switches_sources_without_losing_events() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "first");
@@ -128,7 +128,7 @@ async fn a_follower_goes_from_its_leader_to_a_gateway_and_back_and_its_readers_m
 }
 
 #[tokio::test]
-async fn a_leader_that_lost_its_own_gateway_is_left_for_one_that_is_in_touch() {
+async fn a_leader_without_its_gateway_is_replaced_by_a_connected_one() {
     let world = World::new();
     let cloud = Cloud::with(&["v1/services"]);
     let leaders = Gateway::start(&world.ca, cloud.clone()).await;
@@ -188,7 +188,7 @@ async fn without_any_gateway_a_member_with_a_fresh_view_is_read_from() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_does_not_serve_what_is_read_is_left_for_another() {
+async fn a_gateway_without_the_wanted_resource_is_left_for_another() {
     let world = World::new();
     let none = Gateway::start(&world.ca, Cloud::with(&["v1/pods"])).await;
     let some = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
@@ -198,7 +198,7 @@ async fn a_gateway_that_does_not_serve_what_is_read_is_left_for_another() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_went_away_is_read_from_again_when_it_is_back_and_nothing_is_missed() {
+async fn a_returning_gateway_is_read_again_without_missing_events() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");
@@ -218,7 +218,7 @@ async fn a_gateway_that_went_away_is_read_from_again_when_it_is_back_and_nothing
 }
 
 #[tokio::test]
-async fn a_page_under_another_name_does_not_read_and_nothing_is_written() {
+async fn a_request_under_another_host_name_neither_reads_nor_writes() {
     let world = World::new();
     let edge = world.edge("edge-1").start(&[], json!({})).await;
     let ask = |line: &'static str, host: &'static str| {
@@ -253,7 +253,7 @@ async fn a_page_under_another_name_does_not_read_and_nothing_is_written() {
 }
 
 #[tokio::test]
-async fn an_edge_that_stops_ends_watches_and_does_not_wait_for_them() {
+async fn a_stopping_edge_ends_watches_without_delay() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");

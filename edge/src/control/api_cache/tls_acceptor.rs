@@ -90,7 +90,7 @@ impl QuotaAcceptor {
         let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
         tokio::select! {
             served = async { axum::serve(listener, service).await } => {
-                debug!(?served, "a listener of the reader's ended");
+                debug!(?served, "an API cache listener stopped");
             }
             () = hall.accept(self.listener, &tasks) => {}
             () = stop.cancelled() => {}
@@ -134,8 +134,8 @@ impl AcceptQueue {
                         hall.refused(&why);
                         hand.run(pin!(lingering_close::close(tcp))).await;
                     }
-                    Some(Err(_)) => hall.refused("no TLS in time"),
-                    // Counted and logged as such.
+                    Some(Err(_)) => hall.refused("TLS handshake timeout"),
+                    // The connection limit counts and logs evictions.
                     None => {}
                 }
             });
@@ -148,10 +148,10 @@ impl AcceptQueue {
         if self.refused.happened_within(QUIET).is_some() {
             warn!(
                 why,
-                guests, "refused; for ten minutes others are told at debug"
+                guests, "client refused; further ones are logged at debug level for ten minutes"
             );
         } else {
-            debug!(why, guests, "refused");
+            debug!(why, guests, "client refused");
         }
     }
 
@@ -166,7 +166,7 @@ impl AcceptQueue {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             let content = InvalidMessage::InvalidContentType;
             if inner == Some(&rustls::Error::InvalidMessage(content)) {
-                let why = "it does not speak TLS, and this listener does: https://";
+                let why = "the client does not use TLS, which this listener requires (https://)";
                 return (why.to_owned(), tcp);
             }
             (error.to_string(), tcp)
@@ -182,13 +182,13 @@ impl AcceptQueue {
             Err(why) => return self.refused(&why),
         };
         let Some(_share) = self.staying.take(who.clone(), self.each) else {
-            return self.refused("it has as many connections here as one may have");
+            return self.refused("the client has reached its limit of connections");
         };
         let Ok(place) = self.places.admit(from.ip()) else {
             return;
         };
         if !chain.is_empty() {
-            // It has proven its identity: no other connection gets its place.
+            // The client is authenticated, so it is not evicted for new connections.
             place.settle();
         }
         let over = self.stop.child_token();
@@ -199,7 +199,7 @@ impl AcceptQueue {
         tokio::select! {
             () = over.cancelled() => {}
             why = self.host.goes(chain) => {
-                debug!(who, why, "its connection is closed");
+                debug!(who, why, "closing the connection of a client");
                 over.cancel();
             }
         }

@@ -36,7 +36,7 @@ pub(super) const MAX_PER_CLIENT: usize = 128;
 const AGAIN: Duration = Duration::from_mins(1);
 /// Time without any tunnel, and without a member that has one, after which a node is out of touch.
 const AWAY: Duration = Duration::from_secs(5);
-/// The longest watch, in seconds, while this node is out of touch.
+/// The longest watch, in seconds, while this node has lost its source.
 const SHORT_WATCH: u64 = 30;
 /// By what a client says how long its watch may last (`ListOptions` of `k8s.io/apimachinery`).
 const TIMEOUT: &str = "timeoutSeconds";
@@ -58,7 +58,7 @@ impl UpstreamHealth {
         }
     }
 
-    /// Waits for a change. False: this edge ends.
+    /// Waits for a change. False: this edge is stopping.
     async fn changed(&mut self) -> bool {
         tokio::select! {
             changed = self.at.changed() => changed.is_ok(),
@@ -95,7 +95,9 @@ pub(super) struct YurtHubClients {
 impl ClientPolicy for YurtHubClients {
     fn accepts(&self) -> Result<TlsAcceptor, String> {
         let known = self.known.borrow();
-        let hubs = known.as_ref().ok_or("there is no certificate for hubs")?;
+        let hubs = known
+            .as_ref()
+            .ok_or("no certificate is available for YurtHubs")?;
         Ok(hubs.server().into())
     }
 
@@ -113,7 +115,7 @@ impl ClientPolicy for YurtHubClients {
                     }
                     tokio::select! {
                         changed = known.changed() => if changed.is_err() {
-                            return "this edge ends".to_owned();
+                            return "this edge is stopping".to_owned();
                         },
                         () = sleep(AGAIN) => {}
                     }
@@ -121,7 +123,7 @@ impl ClientPolicy for YurtHubClients {
             };
             tokio::select! {
                 why = stranger => why,
-                () = touch.lost() => "this node is out of touch".to_owned(),
+                () = touch.lost() => "this node has lost its source".to_owned(),
             }
         })
     }
@@ -132,7 +134,9 @@ fn guest(
     chain: &[CertificateDer<'_>],
 ) -> Result<String, String> {
     let known = known.borrow();
-    let hubs = known.as_ref().ok_or("there is no certificate for hubs")?;
+    let hubs = known
+        .as_ref()
+        .ok_or("no certificate is available for YurtHubs")?;
     let node = hubs.node(chain, UnixTime::now());
     node.map_err(|refused| refused.to_string())
 }
@@ -165,7 +169,7 @@ fn bounded(uri: &Uri) -> Option<Uri> {
     let of = |word: &&str| word.split('=').next() == Some(TIMEOUT);
     let said = words.clone().filter(of);
     let said = said.filter_map(|word| word.split_once('=')?.1.parse::<u64>().ok());
-    // None, and nothing, are the server's own bound.
+    // A missing value and 0 mean the server's own timeout.
     let least = said
         .filter(|seconds| *seconds > 0)
         .min()
@@ -193,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_node_without_neighbours_is_out_of_touch_when_its_last_tunnel_is_gone_for_a_while() {
+    async fn a_node_without_neighbours_goes_stale_after_its_last_tunnel() {
         let (who, heard) = watch::channel(at(SourceKind::Nobody));
         let (tunnels, standing) = watch::channel(0);
         let touch = UpstreamHealth {
@@ -211,7 +215,7 @@ mod tests {
             tunnels.send_replace(0);
             sleep(AWAY / 2).await;
             assert!(!touch.is());
-            // It came back in time.
+            // It reconnected in time.
             tunnels.send_replace(1);
             sleep(Duration::from_mins(1)).await;
             tunnels.send_replace(0);

@@ -92,7 +92,7 @@ fn config(data: &std::path::Path) -> Config {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_edge_waits_for_its_clusters_word_says_why_and_keeps_what_it_got() {
+async fn an_edge_waits_for_approval_logs_why_and_stores_the_result() {
     let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
     let (api, told) = (Arc::new(Api::new("edge-1")), Mutex::new(Vec::new()));
     let tell = |why: &str| told.lock().unwrap().push(why.to_owned());
@@ -118,7 +118,7 @@ async fn after_a_refusal_another_request_is_for_another_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_edge_that_starts_anew_waits_for_the_same_request() {
+async fn a_restarted_edge_waits_for_the_same_request() {
     let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
     let api = Arc::new(Api::new("edge-1"));
     // It is stopped while it waits.
@@ -153,7 +153,7 @@ async fn a_certificate_for_another_node_is_not_taken() {
 }
 
 #[tokio::test]
-async fn where_nobody_knows_the_cluster_an_edge_says_so() {
+async fn an_edge_reports_that_no_gateway_knows_its_cluster() {
     let data = tempfile::tempdir().unwrap();
     let opened = Edge::open(config(data.path()), &CancellationToken::new()).await;
     assert!(matches!(opened, Err(Error::NoCluster)));
@@ -161,7 +161,7 @@ async fn where_nobody_knows_the_cluster_an_edge_says_so() {
 
 /// On real sockets, since nothing of an edge that runs stands still.
 #[tokio::test]
-async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
+async fn a_certificate_expired_at_run_time_is_requested_again() {
     let (api, data) = (Arc::new(Api::new("edge-1")), tempfile::tempdir().unwrap());
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -188,7 +188,7 @@ async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_that_has_another_name_now_joins_by_that_and_keeps_the_old_identity() {
+async fn a_renamed_node_joins_anew_and_keeps_the_old_identity() {
     let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
     let (old, api) = (Api::new("edge-2"), Arc::new(Api::new("edge-1")));
     let store = Store::open(data.path(), OpenMode::Create).unwrap();

@@ -19,7 +19,7 @@ fn token() -> JoinToken {
 }
 
 #[test]
-fn a_token_replaces_an_identity_only_once_and_never_for_a_stranger() {
+fn a_token_rejoins_once_and_never_at_a_foreign_gateway() {
     let (token, other) = (token(), token());
     let (same, another) = ([token.root], [other.root]);
     let (itself, before) = (Some(token.id.as_str()), Some(other.id.as_str()));

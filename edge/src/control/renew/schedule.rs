@@ -67,8 +67,8 @@ impl RenewalSchedule {
             return trouble;
         }
         ConnectError::unwelcome(format!(
-            "this node's certificate ended at {}, unless this machine's clock is wrong (it is {}): rejoin \
-             with a fresh token of `causeway token create`, by --join or join_file ({})",
+            "this node's certificate expired at {}, unless this machine's clock is wrong (it is {}): rejoin \
+             with a new token of `causeway token create`, with --join or join_file ({})",
             humantime::format_rfc3339_seconds(self.not_after),
             humantime::format_rfc3339_seconds(now),
             trouble.what(),
@@ -79,7 +79,7 @@ impl RenewalSchedule {
 /// First and last second of the certificate.
 pub(super) fn dates(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
     let leaf = identity.leaf.chain().first();
-    // A leaf's certificate was read when the leaf was made.
+    // The certificate was already parsed when the leaf was created.
     let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
     let leaf = leaf.unwrap_or_default();
     let moment = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);

@@ -38,7 +38,7 @@ fn day(number: u32) -> SystemTime {
 }
 
 #[test]
-fn a_certificate_is_renewed_at_two_thirds_of_its_life_and_jitter_only_shortens() {
+fn renewal_is_due_at_two_thirds_of_life_or_earlier_by_jitter() {
     let at = |random| RenewalSchedule::new(day(100), day(115), random).renews_at;
     let second = Duration::from_secs(1);
     let near = |one: SystemTime, other: SystemTime| one < other + second && other < one + second;
@@ -68,7 +68,7 @@ impl Clock {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour() {
+async fn renewal_uses_the_wall_clock_and_follows_sleep_within_an_hour() {
     let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
     let clock = Clock {
         began: Instant::now(),
@@ -92,13 +92,13 @@ async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour()
 }
 
 #[test]
-fn a_certificate_that_has_ended_needs_a_token_whatever_the_network_says() {
+fn an_expired_certificate_needs_a_token_despite_network_errors() {
     let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
     let weighed = |now| schedule.weigh(ConnectError::silent("nobody there"), now);
     assert_eq!(weighed(day(115)).word(), "silent");
     let ended = weighed(day(116));
     assert_eq!(ended.word(), "unwelcome");
-    for words in ["rejoin with a fresh token", "clock", "nobody there"] {
+    for words in ["rejoin with a new token", "clock", "nobody there"] {
         assert!(ended.what().contains(words), "{}", ended.what());
     }
 }
@@ -274,7 +274,7 @@ fn trouble(status: &Status) -> Option<&str> {
 }
 
 #[tokio::test]
-async fn a_renewal_is_stored_with_a_new_key_and_shown_by_the_next_dial() {
+async fn a_renewal_is_stored_with_a_new_key_and_used_by_the_next_dial() {
     let ca = ca();
     let edge = Joined::new(&ca, DUE);
     let grants = ca.clone();
@@ -313,7 +313,7 @@ async fn a_renewal_is_stored_with_a_new_key_and_shown_by_the_next_dial() {
 }
 
 #[tokio::test]
-async fn a_refusal_is_told_and_keeps_what_is_stored() {
+async fn a_refused_renewal_is_reported_and_keeps_the_stored_identity() {
     let ca = ca();
     let edge = Joined::new(&ca, DUE);
     let refuse = |_| {
@@ -356,7 +356,7 @@ async fn a_certificate_for_another_node_or_of_another_ca_is_not_taken() {
 }
 
 #[tokio::test]
-async fn an_expired_certificate_is_refused_and_says_that_a_token_is_needed() {
+async fn an_expired_certificate_is_refused_and_the_token_is_named() {
     let ca = ca();
     let edge = Joined::new(&ca, ENDED);
     let gateway = Gateway::start(&ca, |_| panic!("it was let in")).await;
@@ -367,7 +367,7 @@ async fn an_expired_certificate_is_refused_and_says_that_a_token_is_needed() {
     }
     let wanted = |status: &Status| {
         trouble(status).is_some_and(|said| {
-            said.contains("rejoin with a fresh token") && said.contains("CertificateExpired")
+            said.contains("rejoin with a new token") && said.contains("CertificateExpired")
         })
     };
     edge.run_until(gateway.address, wanted).await;
@@ -443,7 +443,7 @@ async fn an_identity_of_a_lost_ca_is_replaced_by_the_clusters_word() {
 }
 
 #[tokio::test]
-async fn a_stranger_at_the_gateways_address_does_not_have_the_cluster_asked() {
+async fn a_foreign_gateway_triggers_no_request_to_the_cluster() {
     let api = Arc::new(Api::new("edge-1"));
     let edge = Joined::new(&api.ca, DAY);
     let stranger = Gateway::start(&ca(), |_| panic!("it was asked to renew")).await;

@@ -55,7 +55,7 @@ pub(super) async fn run(links: Arc<TunnelContext>, changes: NetworkMonitor) {
         every.run(changes.clone()),
         seeker.run(changes.clone(), &tasks)
     );
-    // Each place waits for its slots, and then for open streams.
+    // Each address waits for its slots, and then for open streams.
     let grace = links.config.timeouts.drain + 3 * LEAVING;
     tasks.drain(grace).await;
 }
@@ -78,7 +78,7 @@ impl AllGateways<'_> {
             let resolved = found.iter().all(|(_, places)| places.is_ok());
             let delay = if resolved {
                 backoff.reset();
-                // Edges that began together do not ask together for ever.
+                // Jitter for edges that started at the same time.
                 let jitter = 0.75 + rand::random::<f64>() / 4.0;
                 config.tunnels.resolve_after.mul_f64(jitter)
             } else {
@@ -88,7 +88,7 @@ impl AllGateways<'_> {
             tokio::select! {
                 () = sleep(delay) => {}
                 () = changes.next() => {}
-                // The sender lives as long as this.
+                // The sender lives at least as long as this task.
                 _ = told.changed() => {}
                 () = stop.cancelled() => break,
             }
@@ -123,7 +123,7 @@ impl AllGateways<'_> {
         let before = self.places.send_replace(wanted.clone());
         for place in before.difference(&wanted) {
             if self.at.contains_key(place) {
-                info!(%place, "no name of a gateway leads here any more");
+                info!(%place, "no gateway name resolves to this address any more");
             }
         }
         for place in wanted {
@@ -160,7 +160,7 @@ impl AllGateways<'_> {
         let slots = TunnelSlots::at(self.links.clone(), place, self.places.subscribe());
         self.tasks.spawn(span, async move {
             let leaving = slots.run(None, changes).await;
-            // The place may be dialled anew meanwhile.
+            // The address may be dialled again meanwhile.
             drop(ended);
             leaving.end(&stop).await;
         });
@@ -169,7 +169,7 @@ impl AllGateways<'_> {
 
     fn resolved(&mut self, gateway: &str) {
         if self.unresolved.remove(gateway).is_some() {
-            info!(gateway, "the name leads somewhere again");
+            info!(gateway, "the gateway name resolves again");
             self.links.state.mended(gateway);
         }
     }
@@ -179,7 +179,7 @@ impl AllGateways<'_> {
         self.links.state.trouble(gateway, what, false, again);
         let said = self.unresolved.insert(gateway.to_owned(), what.to_owned());
         if said.as_deref() != Some(what) {
-            warn!(gateway, what, "a gateway is not found");
+            warn!(gateway, what, "cannot resolve a gateway name");
         }
     }
 }

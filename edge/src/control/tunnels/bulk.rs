@@ -41,7 +41,7 @@ impl BulkTracker {
         let fresh = |marks: &BTreeMap<u32, Instant>| {
             marks.get(&slot).is_some_and(|at| at.elapsed() <= BULK_SPAN)
         };
-        // The sender lives as long as this.
+        // The sender lives at least as long as this task.
         let _ = marks.wait_for(fresh).await;
     }
 
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_further_tunnel_is_wanted_at_once_and_until_a_minute_without_bulk() {
+    async fn bulk_adds_a_tunnel_at_once_until_a_minute_without_bulk() {
         let bulk = BulkTracker::default();
         bulk.mark(0);
         bulk.wait(0).await;

@@ -77,7 +77,7 @@ pub(super) struct GatewayCount {
 impl GatewayCount {
     /// Whether there are others, of which those that are reached know.
     pub(super) fn is_short(self) -> bool {
-        // No gateway's word has an edge hold tunnels without end, nor has one that drains as soon as it is found.
+        // Bounds the tunnels, whatever number gateways announce and however often they drain.
         self.held < 2 * MOST_GATEWAYS && self.of.is_some_and(|of| of > self.reached)
     }
 
@@ -106,7 +106,7 @@ pub(super) struct GatewayLease {
 /// How long tunnels wait whose address led to another gateway than theirs: a balancer leads elsewhere the next time.
 pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
     let delay = backoff.refused(None, rand::random());
-    info!(retry_in = ?delay, "the address led to another gateway");
+    info!(retry_in = ?delay, "the address led to a different gateway; reconnecting");
     delay
 }
 
@@ -163,7 +163,7 @@ impl ConnectedGateways {
     /// Waits until no gateway is reached.
     pub(super) async fn none(&self) {
         let mut table = self.table.subscribe();
-        // The sender lives as long as this.
+        // The sender lives at least as long as this task.
         let _ = table.wait_for(|table| table.held.is_empty()).await;
     }
 
@@ -175,7 +175,7 @@ impl ConnectedGateways {
             } else {
                 table.dead.insert(place.clone());
             }
-            // Whoever waits waits for nothing of this.
+            // No waiting task depends on this change.
             false
         });
     }
@@ -193,7 +193,7 @@ impl ConnectedGateways {
     /// Waits until there is another count than this.
     pub(super) async fn other_than(&self, count: GatewayCount) {
         let mut table = self.table.subscribe();
-        // The sender lives as long as this.
+        // The sender lives at least as long as this task.
         let _ = table
             .wait_for(|table| GatewayCount::of(table) != count)
             .await;
@@ -202,7 +202,7 @@ impl ConnectedGateways {
     /// Waits until this gateway is reached nowhere.
     pub(super) async fn lost(&self, instance: &str) {
         let mut table = self.table.subscribe();
-        // The sender lives as long as this.
+        // The sender lives at least as long as this task.
         let _ = table
             .wait_for(|table| !table.held.contains_key(instance))
             .await;
@@ -260,7 +260,7 @@ mod tests {
     use futures_util::FutureExt;
 
     #[tokio::test]
-    async fn a_gateway_is_held_by_one_party_until_its_last_tunnel_there_ends() {
+    async fn one_group_holds_a_gateway_until_its_last_tunnel_ends() {
         let reached = ConnectedGateways::default();
         let (four, six) = (reached.party(), reached.party());
         let first = reached.claim("a", four, false).unwrap();
@@ -276,13 +276,13 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_first_tunnel_of_a_party_comes_to_no_other_gateway() {
+    fn later_tunnels_of_a_group_reach_only_its_gateway() {
         let reached = ConnectedGateways::default();
         let (one, two) = (reached.party(), reached.party());
         let _a = reached.claim("a", one, false).unwrap();
         let _b = reached.claim("b", two, false).unwrap();
         assert!(reached.claim("b", one, true).is_none());
-        // Nor to one that nobody has found yet, were it by a first tunnel that is dialled anew beside a further one.
+        // Nor to an unknown gateway, even by a first tunnel that is dialled again beside an additional one.
         assert!(reached.claim("c", one, true).is_none());
         assert!(reached.claim("c", one, false).is_none());
         assert!(reached.is_by(one) && !reached.is_by(reached.party()));
@@ -290,8 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn gateways_are_short_of_the_highest_number_that_one_of_them_says_and_none_is_sought_beyond_64()
-    {
+    fn the_highest_reported_gateway_count_is_wanted_up_to_64() {
         let reached = ConnectedGateways::default();
         let short = || {
             let count = reached.count();
@@ -304,24 +303,24 @@ mod tests {
         assert_eq!(short(), (true, 1, Some(2)));
         let b = reached.claim("b", reached.party(), false).unwrap();
         assert_eq!(short(), (false, 2, Some(2)));
-        // One that knows less, and one that draws near its end.
+        // One gateway knows fewer gateways, and one drains.
         b.says(Some(1));
         assert_eq!(short(), (false, 2, Some(2)));
         a.drains();
         assert_eq!(short(), (false, 1, Some(1)));
         b.says(Some(u32::MAX));
         assert_eq!(short(), (true, 1, Some(64)));
-        // All of them go: others come in their place.
+        // All gateways drain and are replaced.
         b.says(Some(1));
         b.drains();
         assert_eq!(short(), (true, 0, Some(2)));
         drop((a, b));
-        // Nobody is left who could be asked.
+        // No gateway is left.
         assert_eq!(short(), (false, 0, None));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_gateway_that_was_of_use_counts_when_it_drains_and_when_it_is_lost() {
+    async fn a_useful_gateway_counts_when_draining_and_when_lost() {
         let reached = ConnectedGateways::default();
         let brief = reached.claim("brief", reached.party(), false).unwrap();
         brief.drains();
@@ -344,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn gateways_that_drain_as_soon_as_they_are_found_are_not_sought_without_end() {
+    fn gateways_that_drain_at_once_do_not_cause_endless_discovery() {
         let reached = ConnectedGateways::default();
         let stays = reached.claim("stays", reached.party(), false).unwrap();
         stays.says(Some(64));

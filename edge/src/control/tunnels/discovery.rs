@@ -66,9 +66,9 @@ impl GatewayDiscovery {
     pub(super) async fn run(mut self, mut changes: NetworkMonitor, tasks: &TaskGroup) {
         let links = self.links.clone();
         let most = links.config.backoff.refused_max;
-        // When it is dialled next, and the earliest that a gateway has asked for.
+        // Time of the next attempt, and the earliest time that a gateway requested.
         let (mut due, mut not_before) = (None, Instant::now());
-        // The last attempt failed by what a change of network may mend.
+        // Whether the last attempt failed for a reason that a network change may resolve.
         let mut cut_off = false;
         let (mut count, mut said) = (GatewayCount::default(), None);
         let (mut tries, mut backoff) = (DiscoveryBackoff::default(), links.backoff());
@@ -84,7 +84,7 @@ impl GatewayDiscovery {
                 links.state.reached(count.reached, count.of);
                 say(count, &mut said);
             }
-            // What changes brings the next attempt nearer, and never puts it off.
+            // Changes make the next attempt earlier, never later.
             let of = count.of.filter(|_| count.is_short());
             due = of.map(|of| tries.next(of, most, due));
             let next = due.map(|due| due.max(not_before));
@@ -117,7 +117,7 @@ impl GatewayDiscovery {
                     tries.found();
                 }
                 Err(TunnelUnavailable::Reached(_)) => {}
-                // It may have said when to come again.
+                // The gateway may have requested a delay.
                 Err(TunnelUnavailable::Trouble(trouble)) => {
                     self.troubled(&place, &trouble);
                     cut_off = trouble.may_be_the_network();
@@ -143,7 +143,7 @@ impl GatewayDiscovery {
     fn troubled(&mut self, place: &GatewayAddr, trouble: &ConnectError) {
         let what = trouble.what();
         if trouble.is_refusal() && self.refused.as_deref() != Some(what) {
-            warn!(%place, reason = trouble.word(), what, "a further gateway has no tunnel");
+            warn!(%place, reason = trouble.word(), what, "no tunnel to a further gateway");
             self.refused = Some(what.to_owned());
         } else {
             debug!(%place, what, "no further gateway found");
@@ -175,7 +175,7 @@ impl DiscoveryBackoff {
     fn pause(&self, gateways: u32, most: Duration, random: f64) -> Duration {
         let doubled = self.tries / gateways.saturating_mul(ATTEMPTS_PER_GATEWAY).max(1);
         let longest = FIRST.saturating_mul(1 << doubled.min(16)).min(most);
-        // Whether what was found lasts is seen by then.
+        // By then it is known whether the last discovered gateway stays connected.
         let longest = self.found.map_or(longest, |_| longest.min(OF_USE));
         longest.mul_f64(0.5 + random / 2.0)
     }
@@ -187,7 +187,7 @@ impl DiscoveryBackoff {
     }
 
     fn tried(&mut self) {
-        // What was found lasts: the next one may be there as well.
+        // The last discovered gateway stays connected, so the next one may be available too.
         if self
             .found
             .take_if(|found| found.elapsed() > OF_USE)
@@ -229,12 +229,12 @@ fn say(count: GatewayCount, said: &mut Option<GatewayCount>) {
         if said.is_none_or(|said| said.of != count.of) {
             info!(
                 reached,
-                of, "looking for the other gateways behind the addresses of these"
+                of, "searching for further gateways behind the known addresses"
             );
             *said = Some(count);
         }
     } else if reached > 0 && said.take().is_some() {
-        info!(reached, of, "all gateways are reached");
+        info!(reached, of, "connected to all gateways");
     }
 }
 
@@ -255,12 +255,12 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_among_three_is_sought_eighteen_times_in_half_a_minute_and_then_ever_less_often() {
+    fn discovery_of_three_gateways_tries_18_times_then_backs_off() {
         let half_a_minute = takes(&mut DiscoveryBackoff::default(), 18, 0.5);
         assert_eq!(half_a_minute, Duration::from_millis(31_500));
         let mut pace = DiscoveryBackoff::default();
         assert_eq!(pace.pause(3, MOST, 0.0), FIRST / 2);
-        // Six at a second, at 2, 4, 8, 16 and 32, and one a minute from there.
+        // Six attempts each at 1, 2, 4, 8, 16 and 32 s, then one per minute.
         assert_eq!(takes(&mut pace, 36, 1.0), Duration::from_secs(6 * 63));
         assert_eq!(takes(&mut pace, 1, 1.0), MOST);
         pace.tries = u32::MAX;
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_changes_has_gateways_sought_anew_unless_one_was_found_and_lost_at_once() {
+    async fn changes_restart_discovery_unless_a_gateway_was_lost_at_once() {
         let mut pace = DiscoveryBackoff::default();
         takes(&mut pace, 36, 1.0);
         pace.found();
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_changes_all_the_time_has_pauses_begin_anew_once_in_the_longest() {
+    async fn constant_changes_reset_the_pause_once_per_longest_pause() {
         let mut pace = DiscoveryBackoff::default();
         for _ in 0..ANEW {
             takes(&mut pace, 36, 1.0);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_gateway_that_is_lost_is_sought_anew_at_once_however_soon_after_another() {
+    async fn each_lost_gateway_restarts_discovery_at_once() {
         let mut pace = DiscoveryBackoff::default();
         for _ in 0..20 {
             takes(&mut pace, 36, 1.0);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_one_that_lasts_the_next_is_sought_anew() {
+    async fn discovery_restarts_after_a_lasting_tunnel() {
         let mut pace = DiscoveryBackoff::default();
         takes(&mut pace, 100, 1.0);
         pace.found();

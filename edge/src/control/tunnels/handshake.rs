@@ -52,7 +52,7 @@ impl TunnelHandshake {
                 done = &mut future => return done.map_err(|error| self.trouble(&error)),
                 next = self.server.next() => match next {
                     Ok(IncomingStream::Stream(asked)) => self.early.push(*asked),
-                    Ok(IncomingStream::Control(_)) => debug!("a second control stream was opened"),
+                    Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
                     Err(ended) => return Err(self.fault.trouble(&ended)),
                 },
             }
@@ -64,7 +64,8 @@ impl TunnelHandshake {
             match self.server.next().await {
                 Ok(IncomingStream::Control(control)) => return Ok(*control),
                 Ok(IncomingStream::Stream(asked)) => {
-                    let refused = RejectCode::Malformed.because("a stream before the hello");
+                    let refused = RejectCode::Malformed
+                        .because("the gateway opened a stream before its hello");
                     asked.reply.refuse(&refused);
                 }
                 Err(ended) => return Err(self.fault.trouble(&ended)),
@@ -74,7 +75,7 @@ impl TunnelHandshake {
 
     fn trouble(&self, error: &ControlStreamError) -> ConnectError {
         match error {
-            // The tunnel's own end says more than the stream's.
+            // The error of the tunnel has more detail than the error of the stream.
             ControlStreamError::Stream(_) | ControlStreamError::Closed => self.fault.trouble(
                 &TunnelEnd::Failed(format!("the tunnel ended during the hello: {error}")),
             ),
@@ -99,10 +100,10 @@ impl TunnelHandshake {
         info!(
             gateway = hello.gateway,
             version = hello.version,
-            "the gateway said hello"
+            "received the gateway's hello"
         );
         let welcome = EdgeMessage::Welcome(Box::new(EdgeHello {
-            // Whichever way the earlier session of this slot ends, this one must not end its streams.
+            // This session must not end the streams of the earlier session of this slot.
             takes_over: links.newest.stands(process(&hello), slot),
             ..welcome(links, slot, &hello.gateways)
         }));
@@ -157,7 +158,7 @@ fn claim(
 fn check(hello: &GatewayHello, links: &TunnelContext) -> Result<(), ConnectError> {
     if hello.protocol != wire::VERSION {
         return Err(ConnectError::unwelcome(format!(
-            "the gateway {} (version {}) speaks protocol {}, this edge {}",
+            "the gateway {} (version {}) uses protocol {}, but this edge uses {}",
             hello.gateway,
             hello.version,
             hello.protocol,
@@ -166,7 +167,7 @@ fn check(hello: &GatewayHello, links: &TunnelContext) -> Result<(), ConnectError
     }
     if hello.node != links.node {
         return Err(ConnectError::unwelcome(format!(
-            "the gateway takes this edge for {}, its certificate is for {}",
+            "the gateway identifies this edge as {}, but its certificate is for {}",
             hello.node, links.node,
         )));
     }
@@ -175,7 +176,7 @@ fn check(hello: &GatewayHello, links: &TunnelContext) -> Result<(), ConnectError
 
 fn welcome(links: &TunnelContext, slot: u32, told: &[String]) -> EdgeHello {
     let config = &links.config;
-    // What the hello tells is learnt with the registration, and counts from there on.
+    // Addresses from the hello are stored at registration, and count as known already here.
     let mut known = links.gateways.all();
     known.extend_from_slice(told);
     known.sort_unstable();
@@ -191,7 +192,7 @@ fn welcome(links: &TunnelContext, slot: u32, told: &[String]) -> EdgeHello {
         pool: config.pool.clone(),
         ports: links.ports.load().to_vec(),
         turns: true,
-        // With tunnels at every gateway it has no other one to go to.
+        // With tunnels to every gateway there is no other gateway to move to.
         elsewhere: config.tunnels.gateways == TunnelMode::One && known.len() > 1,
         listed: true,
         long_targets: true,
@@ -216,7 +217,7 @@ pub(super) fn unexpected(line: &GatewayMessage) -> ConnectError {
             detail,
             retry_after_ms,
         } => ConnectError::dismissed(*why, detail, Duration::from_millis(*retry_after_ms)),
-        GatewayMessage::Drain { .. } => ConnectError::silent("the gateway drains"),
-        _ => ConnectError::refused("the gateway said something that has no place in a hello"),
+        GatewayMessage::Drain { .. } => ConnectError::silent("the gateway is draining"),
+        _ => ConnectError::refused("the gateway sent an unexpected message during the hello"),
     }
 }

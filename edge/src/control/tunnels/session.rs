@@ -179,7 +179,7 @@ impl TunnelSession {
                 .await?;
             Ok::<_, TunnelUnavailable>((greeting, greeted))
         };
-        let late = || ConnectError::silent(format!("{} said no hello in time", place.gateway));
+        let late = || ConnectError::silent(format!("{} sent no hello in time", place.gateway));
         let greeted = timeout(bound, greeting).await.map_err(|_| late())?;
         let (greeting, greeted) = greeted?;
         let load = greeting.server.load();
@@ -231,13 +231,13 @@ impl TunnelSession {
             reason = ended.what(),
             "tunnel ended"
         );
-        // Whoever hears that it is over dials anew, and may have this gateway again.
+        // The slot dials again after this session ends, and may then own this gateway again.
         drop((self.claim.take(), self.voice.take(), self.newest.take()));
         let Self { server, row, .. } = self;
-        // Whether another tunnel stands decides about the identity that was refused here.
+        // Removed first: whether another tunnel is open decides how a refused identity is handled.
         drop(row);
         if let Some(told) = told {
-            // A slot that stopped does not listen.
+            // A stopped slot does not receive this.
             let _ = told.send(SessionEnd::Ended(ended));
         }
         drop(server);
@@ -256,17 +256,17 @@ impl TunnelSession {
             tokio::select! {
                 next = self.server.next() => match next {
                     Ok(IncomingStream::Stream(asked)) => self.accept_stream(*asked, streams),
-                    Ok(IncomingStream::Control(_)) => debug!("a second control stream was opened"),
+                    Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
                     Err(ended) => return self.fault.trouble(&ended),
                 },
                 line = self.control.exchange(), if heard => {
                     let Some(line) = line.transpose() else { continue };
                     if let Ok(line @ GatewayMessage::Dismiss { why: GoAway::Superseded, .. }) = &line {
-                        // Another process of this node gets the new streams; the open ones go on until they end.
+                        // New streams go to another process of this node; open streams continue here.
                         self.leaves();
                         phase = Phase::Leaving { quiet: Instant::now() };
                         if let Some(told) = told.take() {
-                            // A slot that stopped does not listen.
+                            // A stopped slot does not receive this.
                             let _ = told.send(SessionEnd::Ended(unexpected(line)));
                         }
                         continue;
@@ -280,7 +280,7 @@ impl TunnelSession {
                         Err(trouble) => return trouble,
                     }
                 }
-                // What leaves takes no new streams that bulk could hold up.
+                // A leaving tunnel gets no new streams that bulk transfers could delay.
                 () = self.load.bulk(), if phase == Phase::Standing => self.bulk.mark(self.slot),
                 () = leave.cancelled(), if phase == Phase::Standing => {
                     self.leaves();
@@ -299,7 +299,7 @@ impl TunnelSession {
                     }
                     Phase::Leaving { quiet } if !streams.is_empty() => *quiet = Instant::now(),
                     Phase::Leaving { quiet } if quiet.elapsed() >= LINGER => {
-                        return ConnectError::silent("this edge left");
+                        return ConnectError::silent("this edge closed the tunnel");
                     }
                     Phase::Leaving { .. } | Phase::Standing => {}
                 },
@@ -330,7 +330,7 @@ impl TunnelSession {
 
     fn say_leave(&mut self, serves: bool) -> Phase {
         self.tell(&EdgeMessage::Leave {
-            detail: "this edge leaves".into(),
+            detail: "this edge is closing the tunnel".into(),
             until_idle: !self.links.stop.is_cancelled(),
             serves,
         });
@@ -341,7 +341,7 @@ impl TunnelSession {
     /// Gives up what only a tunnel has that gets new streams.
     fn leaves(&mut self) {
         self.row.leaves();
-        // A gateway that is reached by leaving tunnels alone is dialled like any other.
+        // A gateway with only leaving tunnels is dialled like any other.
         self.claim = None;
         self.voice = None;
     }
@@ -374,10 +374,10 @@ impl TunnelSession {
                 if let Some(claim) = &self.claim {
                     claim.drains();
                 }
-                // It says no more of who leads.
+                // A draining gateway no longer announces the pool leader.
                 self.voice = None;
                 if let Some(told) = told.take() {
-                    // A slot that stopped does not listen.
+                    // A stopped slot does not receive this.
                     let _ = told.send(SessionEnd::Draining);
                 }
             }
@@ -410,7 +410,7 @@ impl TunnelSession {
     /// Queues a line for the gateway. One that does not hear it sees the tunnel close.
     fn tell(&mut self, message: &EdgeMessage) {
         if let Err(error) = self.control.queue(message) {
-            debug!(%error, "a line for the gateway is lost");
+            debug!(%error, "cannot send a control message to the gateway");
         }
     }
 

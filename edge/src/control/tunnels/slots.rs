@@ -66,7 +66,7 @@ impl Leaving {
         if left > 0 {
             info!(
                 left,
-                "tunnels were closed with streams that had not ended in time"
+                "tunnels were closed, although some of their streams had not ended in time"
             );
         }
     }
@@ -139,7 +139,7 @@ impl TunnelSlots {
             all.spawn(info_span!("tunnel", slot), async move {
                 if slot == 0 {
                     Box::pin(slots.hold((0, begun), &enough, changes, &tasks)).await;
-                    // The further ones are nothing without it.
+                    // The additional tunnels end with the first one.
                     enough.cancel();
                 } else {
                     Box::pin(slots.hold_while_bulky(slot, &enough, changes, &tasks)).await;
@@ -151,7 +151,7 @@ impl TunnelSlots {
         if let Some(place) = self.named() {
             self.links.reached.answers(place, true);
         }
-        // Each of these ends as soon as it has told its tunnel to leave.
+        // Each task ends once it has asked its tunnel to leave.
         all.drain(LEAVING).await;
         Leaving {
             grace: self.links.config.timeouts.drain + LEAVING,
@@ -175,7 +175,7 @@ impl TunnelSlots {
             let enough = stop.child_token();
             let idle = async {
                 self.bulk.idle(self.links.config.tunnels.bulk_idle).await;
-                info!("no bulk any more: the further tunnel leaves");
+                info!("no bulk transfer any more: closing the additional tunnel");
                 enough.cancel();
             };
             tokio::join!(
@@ -187,7 +187,7 @@ impl TunnelSlots {
 
     /// A first tunnel at another gateway than those that are reached.
     pub(super) async fn begin(&self) -> Result<PredialledTunnel, TunnelUnavailable> {
-        // A certificate that comes meanwhile is not the one that is shown.
+        // Subscribed first, so that a certificate that arrives meanwhile counts as new.
         let anew = self.links.anew.subscribe();
         Ok((self.connect(None, 0, None).await?, anew))
     }
@@ -206,7 +206,7 @@ impl TunnelSlots {
         let (mut begun, anew) = begun.unzip();
         let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
         while begun.is_some() || old.is_some() || self.is_wanted(slot) {
-            // What changes during an attempt is tried again at once.
+            // A change during an attempt causes another attempt at once.
             changes.forget();
             if begun.is_none() {
                 anew.mark_unchanged();
@@ -232,17 +232,17 @@ impl TunnelSlots {
                 }
                 SlotEvent::Draining if self.place.is_some() => self.outlast(served, stop).await,
                 SlotEvent::Draining => {
-                    info!("the gateway drains: connecting elsewhere");
+                    info!("the gateway is draining: connecting to another gateway");
                     old = served.map(SessionHandle::draining);
                 }
                 SlotEvent::Renewed => {
-                    info!("connecting anew with this node's new certificate");
+                    info!("reconnecting with this node's new certificate");
                     old = served;
                 }
                 SlotEvent::Reached(instance) if old.is_none() && self.is_to_stand_by(slot) => {
                     self.stand_by(&instance, stop).await;
                 }
-                // A balancer led to another gateway than the one that these tunnels are at.
+                // A load balancer led to another gateway than the one of these tunnels.
                 SlotEvent::Reached(_) => {
                     let woken = (sleep(wrong_gateway_backoff(&mut backoff)), &mut anew, stop);
                     self.wait(woken, &mut backoff, old.as_ref()).await;
@@ -287,7 +287,7 @@ impl TunnelSlots {
             TunnelSession::register(&self.links, dialled, whose).await
         };
         let attempted = attempt.await;
-        // Only the first tunnel of an address is dialled for as long as nothing answers there.
+        // While an address does not respond, only its first tunnel is dialled.
         if let Some(place) = self.named().filter(|_| slot == 0) {
             let is_dead = matches!(&attempted, Err(TunnelUnavailable::Trouble(trouble)) if !trouble.is_refusal());
             links.reached.answers(place, !is_dead);
@@ -319,7 +319,7 @@ impl TunnelSlots {
     /// Waits until no name leads to the one address any more.
     async fn unwanted(&self) {
         match self.place.as_ref().zip(self.wanted.clone()) {
-            // Whoever wanted it is gone with the edge.
+            // An error means that the edge is stopping.
             Some((place, mut wanted)) => {
                 drop(wanted.wait_for(|wanted| !wanted.contains(place)).await);
             }
@@ -330,7 +330,7 @@ impl TunnelSlots {
     /// A gateway that drains serves on until it closes the tunnel: there is no other place to go to.
     async fn outlast(&self, served: Option<SessionHandle>, stop: &CancellationToken) {
         let Some(served) = served else { return };
-        info!("the gateway drains");
+        info!("the gateway is draining");
         tokio::select! {
             () = served.over.cancelled() => {}
             () = stop.cancelled() => request_drain(Some(served)),
@@ -344,7 +344,7 @@ impl TunnelSlots {
 
     /// Waits until the gateway of this instance is not reached elsewhere any more.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
-        info!("the gateway at this address is reached already");
+        info!("another address already leads to this gateway: waiting");
         self.links.state.mended(&self.whose());
         tokio::select! {
             () = self.links.reached.lost(instance) => {}
@@ -385,14 +385,14 @@ impl TunnelSlots {
             tokio::select! {
                 () = session.serve(leave, told) => {}
                 () = disbelieved => {
-                    warn!(gateway, "its CA is not believed any more (identity.ca): left at once");
+                    warn!(gateway, "the gateway's CA is no longer trusted (identity.ca): closed the tunnel");
                 }
             }
             drop(over);
         });
         let event = tokio::select! {
             () = stop.cancelled() => SlotEvent::Stopped,
-            // The sender lives as long as this.
+            // The sender lives at least as long as this task.
             _ = anew.changed() => SlotEvent::Renewed,
             finish = ended => match finish {
                 Ok(SessionEnd::Draining) => SlotEvent::Draining,
@@ -415,7 +415,7 @@ impl TunnelSlots {
         ),
         old: Option<&SessionHandle>,
     ) {
-        // While another gateway is reached it is this address that is dead, and not the network.
+        // If another gateway is connected, the network works and only this address does not respond.
         let is_alone = self.place.is_none() || !self.links.reached.is_any();
         let delay = if is_alone {
             trouble.delay(backoff, rand::random())
@@ -428,9 +428,9 @@ impl TunnelSlots {
             None => trouble.what().to_owned(),
         };
         if said.is_news(&what) {
-            warn!(reason = trouble.word(), what, retry_in = ?delay, "no tunnel");
+            warn!(reason = trouble.word(), what, retry_in = ?delay, "cannot open a tunnel");
         } else {
-            debug!(reason = trouble.word(), what, retry_in = ?delay, "still no tunnel");
+            debug!(reason = trouble.word(), what, retry_in = ?delay, "still cannot open a tunnel");
         }
         self.links.state.trouble(&whose, &what, refused, delay);
         if let Some(refusal) = trouble.identity_refusal() {
@@ -453,7 +453,7 @@ impl TunnelSlots {
         let wait = async { lost = wait.await };
         self.wait((wait, anew, stop), backoff, old).await;
         if lost {
-            // It may be the network now. Those who lost their last gateway together do not come together.
+            // The network may have failed. Jitter for edges that lost their last gateway together.
             backoff.reset();
             sleep(backoff.silent(rand::random())).await;
         }
@@ -478,11 +478,11 @@ impl TunnelSlots {
         };
         tokio::select! {
             () = pause => {}
-            // The sender lives as long as this.
+            // The sender lives at least as long as this task.
             _ = anew.changed() => backoff.reset(),
             () = stop.cancelled() => {}
             () = old_is_over => {}
-            // While one stands another attempt is made all the same: at its time.
+            // While the old tunnel is open, the next attempt is still made on schedule.
             () = self.unwanted(), if old.is_none() => {}
         }
     }
@@ -504,7 +504,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_an_old_tunnel_begins_the_back_off_anew() {
+    fn the_end_of_an_old_tunnel_resets_the_backoff() {
         let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
         let old = SessionHandle {
             place: GatewayAddr {

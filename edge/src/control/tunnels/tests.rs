@@ -307,7 +307,7 @@ async fn round_trip(
 }
 
 #[tokio::test]
-async fn an_edge_says_who_it_is_and_serves() {
+async fn an_edge_identifies_itself_and_serves() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
@@ -352,7 +352,7 @@ async fn an_edge_says_who_it_is_and_serves() {
 }
 
 #[tokio::test]
-async fn told_gateways_are_kept_and_used_after_a_restart() {
+async fn reported_gateways_are_stored_and_used_after_a_restart() {
     let ca = ca();
     let mut told = Gateway::start(&ca).await;
     let says = Says {
@@ -387,7 +387,7 @@ async fn told_gateways_are_kept_and_used_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
+async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let app = echo(&tasks).await;
     let (mut old, mut new) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
@@ -470,7 +470,7 @@ async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
 }
 
 #[tokio::test]
-async fn an_unknown_certificate_is_told_as_such() {
+async fn an_unknown_certificate_is_reported_as_unknown() {
     let (ca, other) = (ca(), ca());
     let says = Says {
         instance: "gateway".into(),
@@ -491,7 +491,7 @@ async fn an_unknown_certificate_is_told_as_such() {
 }
 
 #[tokio::test]
-async fn a_gateway_of_another_ca_gets_nothing() {
+async fn a_gateway_of_another_ca_receives_no_data() {
     let (ca, other) = (ca(), ca());
     let gateway = Gateway::start(&other).await;
     let world = World::joined(&ca);
@@ -524,7 +524,7 @@ async fn an_edge_is_back_soon_after_its_gateway_is() {
 }
 
 #[tokio::test]
-async fn bulk_brings_a_second_tunnel_that_goes_when_it_is_over() {
+async fn bulk_adds_a_second_tunnel_until_bulk_ends() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
@@ -553,7 +553,7 @@ async fn bulk_brings_a_second_tunnel_that_goes_when_it_is_over() {
 }
 
 #[tokio::test]
-async fn a_further_tunnel_that_leaves_is_kept_by_the_one_that_bulk_brings_next() {
+async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
@@ -912,7 +912,7 @@ async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
 }
 
 #[tokio::test]
-async fn an_edge_without_identity_token_or_gateway_says_which() {
+async fn an_edge_without_identity_token_or_gateway_names_the_lack() {
     let (stop, ca) = (CancellationToken::new(), ca());
     let nobody = World {
         data: TempDir::new().unwrap(),

@@ -41,7 +41,7 @@ async fn refusal(world: &World, ask: StreamKind, target: &str) -> RejectCode {
 }
 
 #[tokio::test]
-async fn no_spelling_of_an_address_leads_where_the_owner_has_not_allowed() {
+async fn no_address_spelling_reaches_a_target_that_is_not_allowed() {
     let secret = TcpListener::bind("[::]:0").await.unwrap();
     let port = secret.local_addr().unwrap().port();
     // The second owner allows every network, and yet no service of this machine.

@@ -91,7 +91,7 @@ async fn watch(world: &World, times: usize) -> Vec<gateway_side::OpenStream> {
 }
 
 #[tokio::test]
-async fn streams_beyond_what_an_http2_app_allows_get_a_further_connection_which_goes_with_them() {
+async fn streams_over_the_http2_limit_share_a_temporary_connection() {
     let (world, app, _tasks) = App::start(2, json!({ "app_idle": "1ms" })).await;
     let watches = watch(&world, 5).await;
     app.watched(5).await;
@@ -113,7 +113,7 @@ async fn streams_beyond_what_an_http2_app_allows_get_a_further_connection_which_
 }
 
 #[tokio::test]
-async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_not_for_ever() {
+async fn a_stream_at_the_http2_limit_waits_for_a_slot_within_a_bound() {
     let (world, app, _tasks) = App::start(1, json!({ "dial": "300ms" })).await;
     let mut watches = Vec::new();
     for _ in 0..MAX_CONNECTIONS {
@@ -123,7 +123,10 @@ async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_n
     let answer = world.get("/").await;
     let (reason, detail) = failure(&answer);
     assert_eq!(reason, "target-timeout", "{detail}");
-    assert!(detail.contains("as many streams as it allows"), "{detail}");
+    assert!(
+        detail.contains("has reached its own limit of streams"),
+        "{detail}"
+    );
     let waiting = world
         .open(get("/"), StreamKind::Request, "edge-1:80", true)
         .await;
@@ -134,7 +137,7 @@ async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_n
 }
 
 #[tokio::test]
-async fn streams_whose_connection_closed_share_the_one_that_follows() {
+async fn streams_of_a_closed_connection_share_the_next_connection() {
     let (world, app, _tasks) = App::start(1_000, json!({})).await;
     assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
     let mut herd = Vec::new();
@@ -211,7 +214,7 @@ async fn a_request_that_goes_on_over_http1_has_its_form() {
 #[tokio::test]
 async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
     for (says, reason, words) in [
-        (&b""[..], "target-timeout", "did not begin HTTP/2"),
+        (&b""[..], "target-timeout", "did not start HTTP/2"),
         (b"HTTP/1.1 400 No\r\n\r\n", "target-broken", "HTTP/2"),
     ] {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -251,7 +254,7 @@ async fn asked(app: &mut TcpStream) {
 }
 
 #[tokio::test]
-async fn an_http2_app_that_sends_interim_answers_without_end_is_target_broken() {
+async fn endless_interim_answers_over_http2_are_target_broken() {
     let (world, app) = World::with_app_as("h2c").await;
     let serving = async {
         let mut app = accept(&app).await;
@@ -267,7 +270,7 @@ async fn an_http2_app_that_sends_interim_answers_without_end_is_target_broken() 
     let (reason, detail) = failure(&answer);
     assert_eq!(reason, "target-broken", "{detail}");
     assert!(
-        detail.contains("interim answers without end") && detail.contains("on edge-1"),
+        detail.contains("too many interim responses") && detail.contains("on edge-1"),
         "{detail}"
     );
 }

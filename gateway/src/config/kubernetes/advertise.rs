@@ -56,7 +56,7 @@ impl Config {
                     all.push(each);
                 }
             }
-            // Who says a number himself knows why.
+            // A number that the user sets explicitly is intended.
             self.tunnel.replicas = self.tunnel.replicas.or(found.replicas);
         }
         self
@@ -69,7 +69,10 @@ impl Config {
         };
         let (namespace, name) = rules.names();
         if !is_name(namespace) || !is_name(name) {
-            let message = format!("\"{}\" is no Service; write NAMESPACE/NAME", rules.service);
+            let message = format!(
+                "\"{}\" is not a valid Service name; write NAMESPACE/NAME",
+                rules.service
+            );
             faults.add("kubernetes.advertise.service", message);
         }
     }
@@ -90,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_service_says_stands_before_what_is_configured_and_each_once() {
+    fn service_addresses_precede_configured_ones_without_duplicates() {
         let found = DiscoveredEndpoints {
             addresses: ["192.0.2.1:10262", "gw.example.com:10262"]
                 .map(str::to_owned)
@@ -109,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_service_is_a_fault() {
+    fn an_invalid_service_name_is_a_fault() {
         assert!(config(&json!({})).validate().is_empty());
         for service in ["tunnels", "a/b/c", "A/b", "/b"] {
             let said = config(&json!({ "service": service })).validate();

@@ -58,23 +58,25 @@ impl CsrSigning {
             let parts = account.split_once('/');
             if !parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name)) {
                 let path = format!("kubernetes.certificates.service_accounts[{index}]");
-                let message = format!("\"{account}\" is no service account; write NAMESPACE/NAME");
+                let message =
+                    format!("\"{account}\" is not a valid service account; write NAMESPACE/NAME");
                 faults.add(path, message);
             }
         }
         let by_nodes = self.subject() == Some(SignerProfile::Kubelet);
         if by_nodes && !self.service_accounts.is_empty() {
-            let message = "the cluster itself approves what this signer is asked for, and for nodes alone; leave the accounts out, or write signer: kubernetes.io/kube-apiserver-client";
+            let message = "the cluster approves the requests to this signer itself, and only for nodes; remove the accounts, or write signer: kubernetes.io/kube-apiserver-client";
             faults.add("kubernetes.certificates.service_accounts", message);
         }
         let path = "kubernetes.certificates.client_ca";
         match (self.subject(), self.client_ca.is_empty()) {
             (Some(_), true) => {
-                let message = "the cluster signs, so its CA for clients has to be known here; name the file (kubeadm: /etc/kubernetes/pki/ca.crt)";
+                let message = "the cluster signs the certificates, so the gateway needs the cluster's client CA; set this key to its file (kubeadm: /etc/kubernetes/pki/ca.crt)";
                 faults.add(path, message);
             }
             (None, false) => {
-                let message = "this gateway signs itself, by its own CA; leave the key out";
+                let message =
+                    "this gateway signs the certificates with its own CA; remove this key";
                 faults.add(path, message);
             }
             _ => {}
@@ -90,7 +92,7 @@ impl CsrSigning {
                 if domain == "kubernetes.io" || domain.ends_with(".kubernetes.io") =>
             {
                 let message = format!(
-                    "\"{}\" is a signer of the cluster's own, which this gateway cannot be, and none for clients; write a name of another domain, such as causeway.io/edge, or kubernetes.io/kube-apiserver-client",
+                    "\"{}\" is a built-in signer of Kubernetes that this gateway cannot implement, and it does not sign client certificates; write a name in another domain, such as causeway.io/edge, or kubernetes.io/kube-apiserver-client",
                     self.signer
                 );
                 faults.add(path, message);
@@ -98,7 +100,7 @@ impl CsrSigning {
             Some((domain, name)) if domain.contains('.') && is_name(domain) && is_name(name) => {}
             _ => {
                 let message = format!(
-                    "\"{}\" is no name of a signer; write DOMAIN/NAME, such as causeway.io/edge",
+                    "\"{}\" is not a valid signer name; write DOMAIN/NAME, such as causeway.io/edge",
                     self.signer
                 );
                 faults.add(path, message);
@@ -119,7 +121,7 @@ impl Config {
         };
         certificates.validate(faults);
         if self.tunnel.identity.is_some() {
-            let message = "edges bring certificates of another system (tunnel.identity), and this gateway signs none; keep one of the two";
+            let message = "edges use certificates of an external CA (tunnel.identity), so this gateway signs no certificates; keep one of the two";
             faults.add("kubernetes.certificates", message);
         }
     }
@@ -139,24 +141,24 @@ mod tests {
     }
 
     #[test]
-    fn a_signer_of_the_clusters_own_and_what_is_no_name_are_refused() {
+    fn a_cluster_owned_or_malformed_signer_is_refused() {
         assert_eq!(faults(&json!({})), "");
         let all = json!({ "signer": "example.com/edges.site", "service_accounts": ["causeway-edge/causeway-edge"] });
         assert_eq!(faults(&all), "");
         for (given, says) in [
             (
                 json!({ "signer": "kubernetes.io/kubelet-serving" }),
-                "the cluster's own",
+                "a built-in signer",
             ),
             (
                 json!({ "signer": "x.kubernetes.io/edge" }),
-                "the cluster's own",
+                "a built-in signer",
             ),
             (json!({ "signer": "edge" }), "DOMAIN/NAME"),
             (json!({ "signer": "causeway/edge" }), "DOMAIN/NAME"),
             (json!({ "signer": "causeway.io/edge/1" }), "DOMAIN/NAME"),
             (json!({ "service_accounts": ["edge"] }), "NAMESPACE/NAME"),
-            (json!({ "name": "A b" }), "no name of an object"),
+            (json!({ "name": "A b" }), "not a valid object name"),
         ] {
             let said = faults(&given);
             assert!(said.contains(says), "{given}: {said}");
@@ -164,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn where_edges_bring_certificates_of_another_system_none_are_signed() {
+    fn no_certificates_are_signed_for_edges_of_an_external_ca() {
         let config = json!({
             "kubernetes": { "certificates": {} },
             "tunnel": { "identity": { "chain": "a", "key": "b", "client_ca": ["c"] } },

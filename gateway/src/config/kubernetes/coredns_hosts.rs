@@ -101,22 +101,26 @@ impl CoreDnsHosts {
         let plain = |each: char| each.is_ascii_alphanumeric() || "-_.".contains(each);
         let key = self.key();
         if key.is_empty() || key.len() > MAX_NAME || !key.chars().all(plain) {
-            let message = format!("\"{key}\" is no key; write letters, digits, -, _ and .");
+            let message = format!("\"{key}\" is not a valid key; use letters, digits, -, _ and .");
             faults.add("kubernetes.hosts.key", message);
         }
         if self.format == HostsFormat::OpenYurt && !self.zones.is_empty() {
-            let message = "there is one name to a line in OpenYurt's format; use causeway's";
+            let message =
+                "OpenYurt's format has only one name in each line; use the format of causeway";
             faults.add("kubernetes.hosts.zones", message);
         }
         if let Some(index) = self.zones.iter().position(|zone| zone == ".") {
             let path = format!("kubernetes.hosts.zones[{index}]");
-            faults.add(path, "bare names are there without it; remove it");
+            faults.add(
+                path,
+                "is the root zone, but names without a zone are always written; remove it",
+            );
         }
         dns::check_zones("kubernetes.hosts.zones", &self.zones, faults);
         dns::check_addresses("kubernetes.hosts.addresses", &self.addresses, faults);
         if self.addresses.is_empty() && named.iter().all(IpAddr::is_loopback) {
-            let message = "what the name of an edge's node means is not known, since listeners listen on all addresses, or on this \
-                           machine's alone; give those at which clients reach them";
+            let message = "the addresses for edge node names are not known, because the listeners listen on all addresses or only on this \
+                           machine's loopback addresses; list the addresses at which clients reach the listeners";
             faults.add("kubernetes.hosts.addresses", message);
         }
         let lasts = self.lease_duration;
@@ -136,7 +140,7 @@ pub(super) fn check_names<'a>(
     for (key, name) in names {
         if let Some(name) = name.filter(|name| !is_name(name)) {
             let message = format!(
-                "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
+                "\"{name}\" is not a valid object name; use lower-case letters, digits, - and ."
             );
             faults.add(format!("{section}.{key}"), message);
         }

@@ -80,8 +80,7 @@ impl PortList {
         check_names("kubernetes.ports", names, faults);
         let needs_none = |listener: &Listener| listener.protocol == ListenerProtocol::Connect;
         if self.listeners().next().is_none() && !listeners.iter().any(needs_none) {
-            let message =
-                "lists for no listener; name one as \"http\" or \"https\" here, or remove this key";
+            let message = "lists ports but no listener; set \"http\" or \"https\" to a listener, or remove this key";
             faults.add("kubernetes.ports", message);
         }
         for (key, protocol, name) in self.listeners() {
@@ -90,17 +89,18 @@ impl PortList {
                 None => faults.add(path, format!("there is no listener \"{name}\"")),
                 Some(listener) if listener.protocol != protocol => {
                     let message = format!(
-                        "listener \"{name}\" has another protocol than {}",
+                        "listener \"{name}\" does not have the protocol {}",
                         protocol.as_str()
                     );
                     faults.add(path, message);
                 }
                 Some(listener) if matches!(listener.listen, ListenAddr::Unix(_)) => {
-                    let message = format!("listener \"{name}\" listens on no port of an address");
+                    let message =
+                        format!("listener \"{name}\" does not listen on an IP address and port");
                     faults.add(path, message);
                 }
                 Some(listener) if listener.node.is_some() => {
-                    let message = format!("listener \"{name}\" is for one node");
+                    let message = format!("listener \"{name}\" serves only one node");
                     faults.add(path, message);
                 }
                 Some(_) => {}
@@ -122,7 +122,7 @@ impl Config {
         let mut faults = ConfigErrors::default();
         let each = listed.http.intersection(&listed.https);
         for port in each {
-            faults.add(port.to_string(), "is listed as http and as https");
+            faults.add(port.to_string(), "is listed both as http and as https");
         }
         for (key, kind, ports) in [
             ("https", ListenerProtocol::Https, &listed.https),
@@ -140,7 +140,7 @@ impl Config {
                 None => faults.add(
                     format!("{key}-proxy-ports"),
                     format!(
-                        "this gateway has no listener for them; name one in kubernetes.ports.{key}"
+                        "this gateway has no listener for these ports; name one in kubernetes.ports.{key}"
                     ),
                 ),
             }
@@ -149,8 +149,9 @@ impl Config {
         let count = told.http.len() + told.tcp.len();
         if count > AnnouncedPorts::MOST {
             let most = AnnouncedPorts::MOST;
-            let message =
-                format!("with all others {count} ports are listed, and edges take {most}");
+            let message = format!(
+                "with all others, {count} ports are listed, but edges accept at most {most}"
+            );
             faults.add("localhost-proxy-ports", message);
         }
         self.listed = Some(told);
@@ -203,7 +204,7 @@ impl Config {
             {
                 let Some(app) = &app else {
                     let message = format!(
-                        "apps does not say how the apps of listener \"{}\" are asked; add its port there",
+                        "the section apps does not say how to connect to the apps of listener \"{}\"; add its port there",
                         listener.name
                     );
                     faults.add(format!("https-proxy-ports {port}"), message);
@@ -228,7 +229,7 @@ impl Config {
             if let ListenAddr::Tcp(address) = &mut own.listen {
                 address.set_port(port);
             }
-            // Whoever opened this listener to anybody named ports: those that are listed are meant as well, here and above.
+            // The user opened this listener to anonymous clients for some ports; the listed ports are included, here and above.
             if !own.anonymous_ports.is_empty() {
                 own.anonymous_ports = vec![port];
             }
@@ -306,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_listener_sees_original_destinations_the_port_is_redirected_to_it() {
+    fn a_listener_with_original_destinations_gets_redirected_ports() {
         let config = config(&json!({
             "redirect": { "listeners": ["kubelets"] },
             "listeners": [{ "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn where_there_are_connect_listeners_alone_edges_are_told_and_nobody_listens() {
+    fn connect_listeners_alone_send_ports_to_edges_without_sockets() {
         let config = config(&json!({
             "kubernetes": { "ports": {} },
             "listeners": [{ "name": "api", "protocol": "connect", "listen": "unix:/run/it.sock" }],
@@ -338,9 +339,9 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_named() {
+    fn unsupported_ports_are_named() {
         let both = config(&json!({})).listing(&listed(&[9443], &[9443]));
-        assert!(said(&both.unwrap_err()).contains("9443: is listed as http and as https"));
+        assert!(said(&both.unwrap_err()).contains("9443: is listed both as http and as https"));
         let alone = json!({ "kubernetes": { "ports": { "https": "kubelets" } } });
         let alone = config(&alone).listing(&listed(&[9051], &[]));
         assert!(said(&alone.unwrap_err()).contains("kubernetes.ports.http"));
@@ -349,16 +350,22 @@ mod tests {
             ..NodePorts::default()
         };
         let crowd = config(&json!({})).listing(&crowd);
-        assert!(said(&crowd.unwrap_err()).contains("65536 ports are listed, and edges take 4096"));
+        assert!(
+            said(&crowd.unwrap_err())
+                .contains("65536 ports are listed, but edges accept at most 4096")
+        );
         let bare = config(&json!({ "upstream_tls": {} })).listing(&listed(&[], &[9443]));
         assert!(said(&bare.unwrap_err()).contains("apps does not say"));
         for (ports, says) in [
-            (json!({}), "lists for no listener"),
-            (json!({ "http": "kubelets" }), "another protocol than http"),
+            (json!({}), "lists ports but no listener"),
+            (
+                json!({ "http": "kubelets" }),
+                "does not have the protocol http",
+            ),
             (json!({ "http": "nobody" }), "there is no listener"),
             (
                 json!({ "http": "plain", "service": "A b" }),
-                "no name of an object",
+                "not a valid object name",
             ),
         ] {
             let config = config(&json!({ "kubernetes": { "ports": ports } }));

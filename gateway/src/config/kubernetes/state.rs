@@ -13,7 +13,7 @@ impl Config {
         };
         let parts = secret.split_once('/');
         if !parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name)) {
-            let message = format!("\"{secret}\" is no Secret; write NAMESPACE/NAME");
+            let message = format!("\"{secret}\" is not a valid Secret name; write NAMESPACE/NAME");
             faults.add("kubernetes.state", message);
         }
     }

@@ -28,12 +28,11 @@ impl Config {
             return;
         };
         if hubs.namespace.is_empty() {
-            let message = "is empty; name the namespace of the hubs, kube-system with most";
+            let message = "is empty; set the namespace of the YurtHubs, usually kube-system";
             faults.add("kubernetes.yurthub.namespace", message);
         }
         if self.api_cache.is_none() {
-            let message =
-                "there is nothing that hubs could read at edges; add the section api_cache";
+            let message = "YurtHubs can read nothing at the edges; add the section api_cache";
             faults.add("kubernetes.yurthub", message);
         }
     }
@@ -46,7 +45,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn hubs_need_something_to_read() {
+    fn yurthubs_need_resources_to_read() {
         for (config, expected) in [
             (
                 json!({ "kubernetes": { "yurthub": {} }, "api_cache": {} }),

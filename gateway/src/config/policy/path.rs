@@ -10,7 +10,7 @@ use percent_encoding::percent_decode_str;
 
 /// Returns the path as every upstream reads it, decoded once; `None` if upstreams may differ.
 pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
-    // An encoded slash is one to some, and a letter to others.
+    // Some apps decode an encoded slash to a separator, others treat it as a character.
     let hidden = |triple: &[u8]| {
         let [b'%', high, low] = triple else {
             return false;
@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_apps_may_read_in_two_ways_means_nothing() {
+    fn an_ambiguous_path_is_not_normalized() {
         for sent in [
             "",
             "*",

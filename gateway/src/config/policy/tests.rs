@@ -12,7 +12,7 @@ fn faults(rule: Value) -> Vec<String> {
 }
 
 #[test]
-fn a_rule_that_says_something_is_sound() {
+fn a_rule_with_conditions_is_valid() {
     let rule = json!({
         "name": "scraping",
         "who": { "users": ["prometheus", "*"], "groups": ["ops"], "spiffe": ["spiffe://td/ns/*"], "networks": ["10.0.0.0/8", "::1"] },
@@ -32,7 +32,7 @@ fn a_rule_that_says_something_is_sound() {
 }
 
 #[test]
-fn what_is_there_and_empty_is_a_fault_and_never_any() {
+fn a_present_but_empty_list_is_a_fault_and_never_any() {
     for (rule, path) in [
         (json!({ "who": {} }), "rules[0].who"),
         (json!({ "who": { "users": [] } }), "rules[0].who.users"),
@@ -62,7 +62,7 @@ fn what_is_there_and_empty_is_a_fault_and_never_any() {
 }
 
 #[test]
-fn what_could_never_match_is_a_fault() {
+fn a_rule_that_cannot_match_is_a_fault() {
     for (rule, path) in [
         (
             json!({ "where": { "labels": { "tier": "g*" } } }),

@@ -22,11 +22,11 @@ impl ListenerValidator<'_> {
         if listener.protocol == ListenerProtocol::Tcp && !listener.client_auth.jwt.is_empty() {
             self.add(
                 "client_auth.jwt",
-                "plain bytes have no place for a token; use client_auth.client_ca",
+                "a plain TCP connection cannot carry a token; use client_auth.client_ca",
             );
         }
         if matches!(listener.listen, ListenAddr::Unix(_)) && !listener.client_auth.jwt.is_empty() {
-            let message = "clients of a unix socket are known by the kernel, and show no token; remove this key";
+            let message = "clients of a Unix socket are identified by the kernel and send no token; remove this key";
             self.add("client_auth.jwt", message);
         }
         let mut known = HashSet::new();
@@ -34,7 +34,7 @@ impl ListenerValidator<'_> {
             let key = format!("client_auth.jwt[{index}]");
             if !known.insert(jwt.issuer.as_str()) {
                 let message = format!(
-                    "\"{}\" is an earlier issuer of this listener; give one entry all of its audiences",
+                    "\"{}\" is listed earlier as an issuer of this listener; list all of its audiences in one entry",
                     jwt.issuer
                 );
                 self.add(&format!("{key}.issuer"), message);
@@ -48,19 +48,19 @@ impl ListenerValidator<'_> {
         if jwt.issuer.is_empty() {
             self.add(
                 &format!("{key}.issuer"),
-                "is empty; write what tokens say in iss",
+                "is empty; write the value of the tokens' iss claim",
             );
         }
         if jwt.audiences.is_empty() || jwt.audiences.iter().any(String::is_empty) {
             self.add(
                 &format!("{key}.audiences"),
-                "names nobody; without an audience a token for any other service would count here",
+                "is empty; without an audience, the listener would accept a token for any other service",
             );
         }
         if jwt.algorithms.is_empty() {
             self.add(
                 &format!("{key}.algorithms"),
-                "names none, so no token would count; remove this key for all that are safe",
+                "is empty, so the listener would accept no token; remove this key to allow all safe algorithms",
             );
         }
         for (name, claim) in [
@@ -68,7 +68,10 @@ impl ListenerValidator<'_> {
             ("groups_claim", &jwt.groups_claim),
         ] {
             if claim.is_empty() {
-                self.add(&format!("{key}.{name}"), "is empty; name a claim");
+                self.add(
+                    &format!("{key}.{name}"),
+                    "is empty; write the name of a claim",
+                );
             }
         }
         for (name, prefix) in [
@@ -80,7 +83,7 @@ impl ListenerValidator<'_> {
                 .is_some_and(|prefix| prefix.starts_with(UID))
             {
                 let message =
-                    "\"uid:\" is what clients of unix sockets are called; write another prefix";
+                    "\"uid:\" is the prefix for clients of Unix sockets; write another prefix";
                 self.add(&format!("{key}.{name}"), message);
             }
         }
@@ -91,14 +94,15 @@ impl ListenerValidator<'_> {
             Jwks::File(file) => self.faults.file(format!("{}.{key}.jwks", self.path), file),
             Jwks::Url(url) => {
                 if jwt.jwks_ca.is_some() && url.scheme_str() == Some("http") {
-                    let message = "http:// shows no certificate; remove this key or write https://";
+                    let message =
+                        "an http:// URL uses no certificate; remove this key or write https://";
                     self.add(&format!("{key}.jwks_ca"), message);
                 }
                 if jwt.jwks_refresh < SHORTEST_REFRESH {
                     self.add(&format!("{key}.jwks_refresh"), "is at least 10s");
                 }
                 if jwt.jwks_max_age < jwt.jwks_refresh {
-                    let message = "is shorter than jwks_refresh: keys would not last from one time to the next";
+                    let message = "is shorter than jwks_refresh, so the keys would expire before the next refresh";
                     self.add(&format!("{key}.jwks_max_age"), message);
                 }
             }
@@ -106,7 +110,7 @@ impl ListenerValidator<'_> {
         match (&jwt.jwks_ca, &jwt.jwks) {
             (Some(_), Jwks::File(_)) => self.add(
                 &format!("{key}.jwks_ca"),
-                "is for a URL of keys; remove this key",
+                "applies only if jwks is a URL; remove this key",
             ),
             (Some(file), Jwks::Url(_)) => {
                 self.faults
@@ -125,7 +129,10 @@ impl ListenerValidator<'_> {
                 (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
-                    self.add(&key, "is the name of the other field too; each has its own");
+                    self.add(
+                        &key,
+                        "is also the name of the other field; use two different names",
+                    );
                 }
                 _ => {}
             }

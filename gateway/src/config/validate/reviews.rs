@@ -35,21 +35,21 @@ impl Config {
             (&access, !listener.subject_access_review.is_empty()),
         ] {
             if given && self.kubernetes.is_none() {
-                let message = "asks a cluster's API, and there is none; add the section \"kubernetes\", which says how it is reached";
+                let message = "needs the API of a cluster; add the section \"kubernetes\"";
                 faults.add(key.as_str(), message);
             }
         }
         if tokens.is_some() && listener.protocol == ListenerProtocol::Tcp {
-            let message = "plain bytes have no place for a token; use client_auth.client_ca";
+            let message = "a plain TCP connection cannot carry a token; use client_auth.client_ca";
             faults.add(token.as_str(), message);
         }
         if tokens.is_some() && matches!(listener.listen, ListenAddr::Unix(_)) {
-            let message = "clients of a unix socket are known by the kernel, and show no token; remove this key";
+            let message = "clients of a Unix socket are identified by the kernel and send no token; remove this key";
             faults.add(token.as_str(), message);
         }
         let audiences = tokens.map_or(&[][..], |review| &review.audiences);
         if let Some(empty) = audiences.iter().position(String::is_empty) {
-            let message = "is empty; name an audience, or none for the API server's own";
+            let message = "is empty; write an audience, or remove the key to use the audience of the API server";
             faults.add(format!("{token}.audiences[{empty}]"), message);
         }
         if let Some(zero) = listener
@@ -57,7 +57,7 @@ impl Config {
             .iter()
             .position(|port| *port == 0)
         {
-            let message = "0 is no node port; ports run from 1 to 65535";
+            let message = "0 is not a valid node port; use a port from 1 to 65535";
             faults.add(format!("{access}[{zero}]"), message);
         }
     }

@@ -34,7 +34,7 @@ fn the_default_is_sound_and_opens_one_authenticated_listener() {
 }
 
 #[test]
-fn what_is_written_reads_back() {
+fn written_configuration_parses_back() {
     let text = serde_json::to_value(Config::default()).unwrap();
     assert_eq!(
         serde_json::from_value::<Config>(text).unwrap(),
@@ -96,12 +96,12 @@ fn client_certificate_by_csr_needs_a_signer_for_clients() {
     let sound: Config = serde_json::from_value(asked(json!({ "signer": clients }))).unwrap();
     assert_eq!(sound.validate(), []);
     for (app, key, words) in [
-        (json!({ "approve": true }), "approve", "there is none"),
+        (json!({ "approve": true }), "approve", "no signer is set"),
         (json!({ "signer": "clients" }), "signer", "DOMAIN/NAME"),
         (
             json!({ "signer": format!("{clients}-kubelet") }),
             "signer",
-            "for nodes alone",
+            "only for nodes",
         ),
         (
             json!({ "signer": clients, "certificate": file, "key": file }),
@@ -111,7 +111,7 @@ fn client_certificate_by_csr_needs_a_signer_for_clients() {
         (
             json!({ "signer": clients, "user": "system:admin" }),
             "user",
-            "of a gateway's own",
+            "that a gateway may use",
         ),
     ] {
         one_fault(asked(app), &format!("upstream_tls.10250.{key}"), words);
@@ -142,7 +142,7 @@ fn a_name_serves_one_listener() {
 }
 
 #[test]
-fn a_tcp_listener_says_whom_it_is_for() {
+fn a_tcp_listener_names_its_clients() {
     let listener = |more: Value| {
         let mut listener = json!({ "name": "ssh", "protocol": "tcp", "listen": "127.0.0.1:0" });
         listener
@@ -174,7 +174,7 @@ fn a_tcp_listener_says_whom_it_is_for() {
 }
 
 #[test]
-fn a_tcp_listener_for_anybody_is_one_without_tls() {
+fn a_tcp_listener_with_open_access_has_no_tls() {
     let certificate = json!({ "chain": "chain.pem", "key": "key.pem" });
     let listener = |anonymous: bool| {
         json!({ "listeners": [{
@@ -196,7 +196,7 @@ fn a_tcp_listener_for_anybody_is_one_without_tls() {
 }
 
 #[test]
-fn nothing_is_open_unless_it_says_so() {
+fn a_listener_is_open_only_by_explicit_configuration() {
     let http = |more: Value| {
         let mut listener = json!({ "name": "plain", "protocol": "http", "listen": "127.0.0.1:0" });
         listener
@@ -215,16 +215,16 @@ fn nothing_is_open_unless_it_says_so() {
             "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "anonymous_from": ["10.0.0.0/8"],
         }]}),
         "listeners[0].anonymous_from",
-        "narrows",
+        "restricts",
     );
 }
 
 #[test]
-fn a_listener_without_certificates_and_tokens_serves_nobody() {
+fn a_listener_without_certificates_and_tokens_is_refused() {
     let https = json!({ "listeners": [{
         "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "client_auth": { "own_ca": false },
     }]});
-    one_fault(https, "listeners[0]", "no client");
+    one_fault(https, "listeners[0]", "no method to authenticate clients");
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn with_issuers(kind: &str, issuers: &[Value]) -> Value {
 }
 
 #[test]
-fn a_listener_takes_jwts_where_there_is_a_place_for_them() {
+fn only_listeners_that_read_headers_accept_jwts() {
     for kind in ["https", "http", "connect"] {
         let sound = with_issuers(kind, &[issuer(&json!({}))]);
         assert_eq!(faults(sound), Vec::<String>::new(), "{kind}");
@@ -278,31 +278,35 @@ fn a_listener_takes_jwts_where_there_is_a_place_for_them() {
     one_fault(
         bytes,
         "listeners[0].client_auth.jwt",
-        "no place for a token",
+        "cannot carry a token",
     );
     let mut socket = with_issuers("http", &[issuer(&json!({}))]);
     socket["listeners"][0]["listen"] = json!("unix:/run/a.sock");
     one_fault(
         socket,
         "listeners[0].client_auth.jwt",
-        "known by the kernel",
+        "identified by the kernel",
     );
 }
 
 #[test]
-fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
+fn an_issuer_needs_audiences_and_a_key_source() {
     let at = |key: &str| format!("listeners[0].client_auth.jwt[0].{key}");
     for (more, key, part) in [
         (json!({ "audiences": [] }), "audiences", "any other service"),
         (json!({ "issuer": "" }), "issuer", "empty"),
-        (json!({ "algorithms": [] }), "algorithms", "names none"),
+        (
+            json!({ "algorithms": [] }),
+            "algorithms",
+            "would accept no token",
+        ),
         (json!({ "username_claim": "" }), "username_claim", "empty"),
         (
             json!({ "username_prefix": "uid:" }),
             "username_prefix",
             "unix",
         ),
-        (json!({ "groups_prefix": "uid:0" }), "groups_prefix", "unix"),
+        (json!({ "groups_prefix": "uid:0" }), "groups_prefix", "Unix"),
         (
             json!({ "jwks": "/nowhere" }),
             "jwks",
@@ -326,12 +330,12 @@ fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
         (
             json!({ "jwks": "http://127.0.0.1/", "jwks_ca": "/dev/null" }),
             "jwks_ca",
-            "shows no certificate",
+            "uses no certificate",
         ),
         (
             json!({ "jwks": "/dev/null", "jwks_ca": "/dev/null" }),
             "jwks_ca",
-            "for a URL",
+            "only if jwks is a URL",
         ),
     ] {
         one_fault(with_issuers("http", &[issuer(&more)]), &at(key), part);
@@ -340,7 +344,7 @@ fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
     one_fault(
         with_issuers("http", &twice),
         "listeners[0].client_auth.jwt[1].issuer",
-        "earlier issuer",
+        "listed earlier as an issuer",
     );
     for unsafe_one in ["HS256", "none"] {
         let jwt = issuer(&json!({ "algorithms": [unsafe_one] }));
@@ -350,7 +354,7 @@ fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
 }
 
 #[test]
-fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_listener() {
+fn identity_fields_need_unique_names_and_an_http_listener() {
     let listener = |kind: &str, fields: Value| {
         json!({ "listeners": [{
             "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
@@ -362,13 +366,17 @@ fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_listener() {
     let user = json!({ "user": "X-Remote-User" });
     for kind in ["tcp", "connect"] {
         let at = "listeners[0].identity_headers.user";
-        one_fault(listener(kind, user.clone()), at, "not looked into");
+        one_fault(
+            listener(kind, user.clone()),
+            at,
+            "does not parse what it forwards",
+        );
     }
     let host = json!({ "groups": "Host" });
     one_fault(
         listener("http", host),
         "listeners[0].identity_headers.groups",
-        "something else",
+        "another meaning",
     );
     let same = json!({ "user": "X-Who", "groups": "x-who" });
     one_fault(
@@ -385,7 +393,7 @@ fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_listener() {
     one_fault(
         listener("tcp", prefixes("X-Remote-")),
         at,
-        "not looked into",
+        "does not parse what it forwards",
     );
     one_fault(listener("http", prefixes("X-")), at, "longer prefix");
 }
@@ -420,13 +428,17 @@ fn forwarding_headers_need_requests_and_addresses() {
         one_fault(
             listener(kind, "127.0.0.1:0", trusted()),
             at,
-            "not looked into",
+            "does not parse what it forwards",
         );
         let at = "listeners[0].forwarding_headers";
-        one_fault(listener(kind, "127.0.0.1:0", some()), at, "not looked into");
+        one_fault(
+            listener(kind, "127.0.0.1:0", some()),
+            at,
+            "does not parse what it forwards",
+        );
     }
     let unix = listener("http", "unix:/run/a.sock", trusted());
-    one_fault(unix, "listeners[0].trusted_proxies", "have no address");
+    one_fault(unix, "listeners[0].trusted_proxies", "have no IP address");
     let unknown = listener(
         "http",
         "127.0.0.1:0",
@@ -436,9 +448,13 @@ fn forwarding_headers_need_requests_and_addresses() {
 }
 
 #[test]
-fn an_identity_that_lets_nobody_in_is_a_fault() {
+fn an_identity_that_admits_no_client_is_a_fault() {
     let identity = |client_ca: &[&str]| json!({ "tunnel": { "identity": { "chain": "a.pem", "key": "a.key", "client_ca": client_ca } } });
-    one_fault(identity(&[]), "tunnel.identity.client_ca", "names nobody");
+    one_fault(
+        identity(&[]),
+        "tunnel.identity.client_ca",
+        "no edge would be admitted",
+    );
     let config: Config = serde_json::from_value(identity(&["ca.pem"])).unwrap();
     assert_eq!(config.validate(), []);
     let files = ["a.pem", "a.key", "ca.pem"].map(PathBuf::from);
@@ -446,7 +462,7 @@ fn an_identity_that_lets_nobody_in_is_a_fault() {
 }
 
 #[test]
-fn names_mean_what_is_said_or_where_all_listeners_listen_and_nothing_is_guessed() {
+fn names_are_explicit_or_the_listen_addresses_of_all_listeners() {
     let config = |addresses: Value, listens: &[&str]| {
         let listener = |(index, listen): (usize, &&str)| json!({ "name": index.to_string(), "protocol": "https", "listen": listen });
         let listeners: Vec<Value> = listens.iter().enumerate().map(listener).collect();
@@ -461,7 +477,7 @@ fn names_mean_what_is_said_or_where_all_listeners_listen_and_nothing_is_guessed(
     let wild = ["0.0.0.0:1", "127.0.0.1:2"];
     one_fault(config(json!([]), &wild), "dns.addresses", "all addresses");
     one_fault(config(json!(["::"]), &wild), "dns.addresses[0]", "reach");
-    one_fault(config(json!([]), &[]), "dns.addresses", "is not known");
+    one_fault(config(json!([]), &[]), "dns.addresses", "are not known");
     let said = json!(["10.0.0.2", "fd00::2", "::ffff:10.0.0.2"]);
     assert_eq!(named(config(said, &wild)), ["10.0.0.2", "fd00::2"]);
     let definite = ["127.0.0.1:1", "10.0.0.7:1", "10.0.0.7:2"];
@@ -491,7 +507,7 @@ fn the_dns_server_needs_zones_that_are_names_and_whole_seconds() {
 }
 
 #[test]
-fn what_a_cluster_is_asked_needs_one_and_its_answers_count_for_a_while() {
+fn cluster_reviews_need_a_cluster_and_their_answers_are_cached() {
     let asking = |more: &Value| {
         let mut config = json!({ "listeners": [{
             "name": "a", "protocol": "https", "listen": "127.0.0.1:0", "subject_access_review": [10250],
@@ -511,6 +527,6 @@ fn what_a_cluster_is_asked_needs_one_and_its_answers_count_for_a_while() {
         "token_refused_for",
     ] {
         let never = asking(&json!({ "kubernetes": { key: "0s" } }));
-        one_fault(never, &format!("kubernetes.{key}"), "longer than zero");
+        one_fault(never, &format!("kubernetes.{key}"), "greater than zero");
     }
 }

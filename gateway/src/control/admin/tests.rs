@@ -79,7 +79,7 @@ async fn a_fault_is_named_and_leaves_the_gateway_ready() {
 }
 
 #[tokio::test]
-async fn a_scraper_elsewhere_reads_metrics_by_any_name_and_nothing_else() {
+async fn a_remote_scraper_reads_only_metrics_by_any_name() {
     let world = World::start();
     let get = |path| {
         get_from(
@@ -125,7 +125,7 @@ async fn only_this_machines_own_names_are_answered() {
 }
 
 #[tokio::test]
-async fn edges_are_listed_whether_they_are_here_or_away() {
+async fn connected_and_disconnected_edges_are_listed() {
     let world = World::start();
     let away = world.enrolled("edge-2");
     drop(world.joined(&away, "b", 0).await);
@@ -177,7 +177,7 @@ async fn one_edge_is_shown_with_its_tunnels() {
 }
 
 #[tokio::test]
-async fn metrics_come_as_openmetrics_with_the_round_trips_of_the_moment() {
+async fn openmetrics_output_has_current_round_trip_times() {
     let world = World::start();
     let _edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let (status, kind, body) = get(&world, "/metrics", "localhost").await;
@@ -191,7 +191,7 @@ async fn metrics_come_as_openmetrics_with_the_round_trips_of_the_moment() {
 }
 
 #[tokio::test]
-async fn metrics_come_in_the_text_format_to_a_scraper_that_asks_for_it() {
+async fn metrics_use_the_text_format_if_the_scraper_asks_for_it() {
     let world = World::start();
     let request = http::Request::get("/metrics")
         .header("host", "localhost")

@@ -109,10 +109,10 @@ mod tests {
     }
 
     #[test]
-    fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
+    fn a_leader_stays_else_the_steady_least_loaded_node_leads() {
         let nodes = ["a", "b", "c"].map(node);
         let seconds = Duration::from_secs;
-        // Of each: how long it is here, its streams, and how long it has been silent; for 9 s whoever does not answer a probe of 3 s ago.
+        // For each candidate: its connection time, its streams, and its silence; 9 s if it has not answered a probe for 3 s.
         for (current, candidates, expected) in [
             (None, vec![], None),
             (None, vec![(0, 0, 0, 0)], Some(0)),
@@ -127,7 +127,7 @@ mod tests {
             (None, vec![(0, 30, 5, 9), (2, 30, 1, 9)], Some(2)),
             (Some(2), vec![(0, 30, 0, 0), (2, 1, 9, 4)], Some(2)),
             (Some(2), vec![(0, 30, 4, 0), (1, 10, 0, 0)], Some(1)),
-            // A leader that is late gives way to whoever was heard since it was asked.
+            // A leader that is late is replaced by a candidate that has answered since the leader was probed.
             (
                 Some(2),
                 vec![(0, 1, 4, 0), (1, 30, 5, 2), (2, 30, 0, 9)],
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn others_are_probed_once_a_leader_does_not_answer_unless_they_were_heard_since() {
+    fn candidates_are_probed_after_leader_silence_unless_just_heard() {
         let nodes = ["a", "b", "c"].map(node);
         let seconds = Duration::from_secs;
         for (unanswered, expected) in [(0, &[][..]), (1, &nodes[1..]), (2, &nodes[2..])] {

@@ -90,7 +90,7 @@ impl LeaderAssigner {
         let mut nodes = self.nodes.changes();
         let stirred = self.reading.stirred.clone();
         loop {
-            // Each is only a reason to look sooner.
+            // Each event only causes an earlier check.
             let sooner = async {
                 tokio::select! {
                     changed = nodes.changed() => changed.is_ok(),
@@ -150,7 +150,7 @@ impl LeaderAssigner {
         });
         self.reading.metrics.leaders(led.len());
         if led != before {
-            tracing::debug!(?led, "who leads each pool");
+            tracing::debug!(?led, "pool leaders changed");
             self.reading.led.replace(led);
         }
     }
@@ -176,7 +176,7 @@ impl LeaderAssigner {
         own: &[&'a ConnectedReader],
         now: Instant,
     ) -> Option<&'a NodeName> {
-        // Whoever leads does so, suspect or not, while nobody has been heard who could.
+        // The current leader stays, suspect or not, until another candidate has answered.
         let leads = |here: &ConnectedReader| Some(&here.node) == current && here.serves();
         let able = own.iter().filter(|here| here.may_lead() || leads(here));
         let candidates = able.map(|here| {
@@ -267,7 +267,7 @@ impl LeaderAssigner {
             }
             let saying = if told.is_some() { saying } else { now };
             let line = GatewayMessage::Pool(with_itself(&saying.members, here));
-            // One that has no room for a line now is told at the next look.
+            // An edge whose send buffer is full receives the message at the next check.
             if edge.admitted.control.try_send(Box::new(line)).is_ok() {
                 self.told.insert(edge.id, saying.clone());
             }
@@ -287,7 +287,7 @@ fn gather(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
         let welcome = &tunnels.last()?.admitted.welcome;
         let known = nodes.get(&node)?;
         let site = welcome.site.iter().flatten();
-        // What an edge says of itself is told to others.
+        // The data that an edge reports about itself is sent to the other edges.
         let site = site.filter(|at| at.len() <= LONGEST && host_port(at).is_ok());
         let site = site.cloned();
         Some(ConnectedReader {

@@ -138,7 +138,7 @@ fn is_open(watch: &mut Incoming) -> bool {
 }
 
 #[tokio::test]
-async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever() {
+async fn a_reader_needs_an_edge_certificate_and_others_join_as_before() {
     let world = world(&ApiCache::default()).await;
     let identity = world.enrolled("edge-1");
     let mut reader = Client::dial(&world, Some(&identity)).await;
@@ -159,7 +159,7 @@ async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever()
 }
 
 #[tokio::test]
-async fn no_more_edges_read_at_once_than_readers_connections_allows_and_it_is_counted() {
+async fn readers_are_limited_by_readers_connections_and_counted() {
     let rules = ApiCache {
         connections: 1,
         ..ApiCache::default()
@@ -196,7 +196,7 @@ async fn a_fifth_connection_of_a_node_ends_its_oldest() {
 }
 
 #[tokio::test]
-async fn what_a_node_watches_ends_when_it_is_revoked_and_it_does_not_read_again() {
+async fn revocation_ends_a_nodes_watches_and_refuses_new_ones() {
     let world = world(&ApiCache::default()).await;
     let identity = world.enrolled("edge-1");
     let mut reader = Client::dial(&world, Some(&identity)).await;
@@ -211,7 +211,7 @@ async fn what_a_node_watches_ends_when_it_is_revoked_and_it_does_not_read_again(
 }
 
 #[tokio::test]
-async fn what_a_node_watches_ends_when_its_root_is_retired_though_nothing_else_is_new_of_it() {
+async fn retirement_of_its_root_ends_an_idle_nodes_watches() {
     let world = world(&ApiCache::default()).await;
     let identity = world.enrolled("edge-1");
     let mut reader = Client::dial(&world, Some(&identity)).await;
@@ -240,7 +240,7 @@ async fn a_drain_ends_watches_in_order() {
 }
 
 #[tokio::test]
-async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
+async fn a_pool_reads_by_its_rule_until_the_node_changes_pool() {
     let texts = |all: &[&str]| Some(all.iter().map(ToString::to_string).collect());
     let rules = ApiCache {
         allow: Some(vec![AccessRule {
@@ -291,7 +291,7 @@ async fn told(edge: &mut FakeEdge) -> NodePoolMembers {
 }
 
 #[tokio::test]
-async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it() {
+async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     let world = World::read(&ApiCache::default());
     for node in ["edge-1", "edge-2", "edge-4"] {
         is_of_north(&world, node);
@@ -332,7 +332,7 @@ async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it
 }
 
 #[tokio::test]
-async fn a_leader_that_does_not_answer_stays_until_somebody_else_was_heard() {
+async fn a_silent_leader_stays_until_another_node_was_heard() {
     let world = World::read(&ApiCache::default());
     for node in ["edge-1", "edge-2"] {
         is_of_north(&world, node);

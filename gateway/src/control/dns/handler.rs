@@ -152,7 +152,7 @@ fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) 
     reply.metadata.authoritative = true;
     let meaning = meaning(&question.name, zone, nodes);
     let unknown = matches!(meaning, QueryMatch::Nobody) && nodes.pending().is_some();
-    // Resolvers cache that a name does not exist. In the root zone, forwarders ask somebody else after NXDOMAIN only, and
+    // Resolvers cache that a name does not exist. In the root zone, forwarders try another server only after NXDOMAIN, and
     // the name of the cluster's API may be among those.
     if unknown && !zone.apex.is_root() {
         return refuse(reply, ResponseCode::ServFail);
@@ -165,7 +165,7 @@ fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) 
         reply.add_answers(records.into_iter().map(named));
     }
     if reply.answers.is_empty() {
-        // How long it may be kept that there is nothing (RFC 2308).
+        // The time for which resolvers may cache a negative answer (RFC 2308).
         let soa = RData::SOA(zone.soa.clone());
         reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE, soa));
     }
@@ -197,7 +197,7 @@ fn meaning(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
 /// Returns the records of this type.
 fn records(meaning: &QueryMatch, asked: RecordType, (zone, zones): (&Zone, &Zones)) -> Vec<RData> {
     if asked == RecordType::ANY && !matches!(meaning, QueryMatch::Between) {
-        // All of it would be more than somebody who did not ask should get (RFC 8482).
+        // The full answer would help amplification attacks with forged sources (RFC 8482).
         return vec![RData::HINFO(HINFO::new(
             "RFC8482".to_owned(),
             String::new(),

@@ -31,7 +31,7 @@ pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &Cancell
     let listener = match listener.attach() {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::error!(%error, "cannot answer DNS over TCP: the system does not take the listener");
+            tracing::error!(%error, "cannot answer DNS over TCP: the listener cannot be registered with the runtime");
             return;
         }
     };
@@ -53,7 +53,7 @@ pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &Cancell
             let serving = pin!(serve(socket, &names, &slot, &stop));
             let ended = slot.run(serving).await;
             if let Some(Err(error)) = ended {
-                tracing::debug!(%error, "a connection for DNS ended out of order");
+                tracing::debug!(%error, "a DNS connection ended with an error");
             }
         });
     }
@@ -89,7 +89,7 @@ async fn serve(
             return Ok(());
         };
         let length = u16::try_from(answer.len()).map_err(io::Error::other)?;
-        // One segment: some clients take the length alone for an answer.
+        // Sent as one segment: some clients treat the length alone as an answer.
         let whole = [&length.to_be_bytes()[..], &answer].concat();
         timeout(TRANSFER, socket.write_all(&whole)).await??;
     }

@@ -42,7 +42,7 @@ pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &Cancel
     let socket = match attach(socket) {
         Ok(socket) => socket,
         Err(error) => {
-            tracing::error!(%error, "cannot answer DNS over UDP: the system does not take the socket");
+            tracing::error!(%error, "cannot answer DNS over UDP: the socket cannot be registered with the runtime");
             return;
         }
     };
@@ -62,7 +62,7 @@ pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &Cancel
             }
             Err(error) => {
                 if !std::mem::replace(&mut said, true) {
-                    tracing::warn!(%error, "cannot take questions, trying again");
+                    tracing::warn!(%error, "cannot receive DNS queries, retrying");
                 }
                 sleep(PAUSE).await;
             }
@@ -87,7 +87,7 @@ fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Received> {
         recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
     let asked = message.cmsgs()?.find_map(|control| match control {
         ControlMessageOwned::Ipv4PacketInfo(info) => Some(LocalAddr::V4(in_pktinfo {
-            // The way back is the routing table's business.
+            // The routing table decides the return path.
             ipi_ifindex: 0,
             ipi_addr: in_addr { s_addr: 0 },
             ..info
@@ -120,6 +120,6 @@ fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Optio
         )?)
     });
     if let Err(error) = sent {
-        tracing::debug!(%error, "an answer was dropped");
+        tracing::debug!(%error, "a DNS answer was dropped");
     }
 }

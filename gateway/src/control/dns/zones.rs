@@ -64,7 +64,7 @@ impl Zone {
         apex.set_fqdn(true);
         let server = Name::from_ascii("ns.dns")?.append_domain(&apex)?;
         let answerable = Name::from_ascii("hostmaster")?.append_domain(&apex)?;
-        // Nobody copies the zone: serial and times of secondaries say nothing.
+        // No secondary server copies the zone: the serial and the timers have no effect.
         let soa = SOA::new(server.clone(), answerable, 1, 3600, 600, 86_400, NEGATIVE);
         Ok(Self {
             apex,

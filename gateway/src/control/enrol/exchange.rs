@@ -17,9 +17,9 @@ impl HandlerState {
     ) -> Result<JoinResponse, ProblemDetails> {
         let Some(VerifiedNodeCertificate { node, since }) = peer.vouched.clone() else {
             let detail = if self.enrolment.by_cluster {
-                "this needs the certificate that the cluster's signer has made for the node"
+                "this request requires the certificate that the cluster's signer has issued for the node"
             } else {
-                "this gateway signs for the cluster itself, or not at all: kubernetes.signer of the edge has to be kubernetes.certificates.signer of the gateway"
+                "this gateway does not exchange certificates of another signer: kubernetes.signer of the edge must equal kubernetes.certificates.signer of the gateway"
             };
             let status = StatusCode::UNAUTHORIZED;
             return Err(refuse(status, "certificate_missing", detail));
@@ -33,12 +33,12 @@ impl HandlerState {
         let known = self.enrolment.nodes.reader().get(&node);
         if known.is_some_and(|known| since < known.joined_at) {
             let why = format!(
-                "node {node} has joined since this certificate was made: ask the cluster for another"
+                "node {node} has joined after this certificate was issued: request a new certificate from the cluster"
             );
             return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
         }
         let version = asked.version;
-        info!(%node, ?version, "a node joins by a certificate of its cluster's");
+        info!(%node, ?version, "a node joins with a certificate issued by its cluster");
         let issued = signer.issue((key, &node), None, since).await;
         let issued = issued.map_err(|error| broken(&error))?;
         Ok(self.granted(node, &issued))
@@ -54,9 +54,9 @@ impl HandlerState {
     }
 }
 
-/// Returns the error while the nodes of the cluster are not known yet.
+/// Returns the error while the nodes of the cluster have not been loaded yet.
 pub(super) fn not_yet() -> ProblemDetails {
-    let detail = "the cluster has not named its nodes to this gateway yet; come again";
+    let detail = "this gateway has not received the nodes of the cluster yet; try again later";
     let status = StatusCode::SERVICE_UNAVAILABLE;
     let mut problem = refuse(status, "nodes_unknown", detail);
     problem.retry_after = Some(5);

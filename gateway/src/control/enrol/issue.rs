@@ -36,9 +36,9 @@ impl HandlerState {
         token: &JoinToken,
         node: Option<NodeName>,
     ) -> Result<(NodeName, TokenRecord), ProblemDetails> {
-        // An edge that does not say who it is becomes who the token says.
+        // An edge that does not name its node takes the node name in the token.
         let node = node.map_or_else(|| self.meant(token), Ok)?;
-        // A cluster that has a node of this name has let nobody in as it.
+        // A node that only the cluster knows has not joined here yet, so it is new.
         let nodes = self.enrolment.nodes.reader();
         let standing = match nodes.recorded(&node) {
             Some(_) => NodeStatus::Known,
@@ -58,7 +58,7 @@ impl HandlerState {
     /// Checks that a node may take this name by a token that does not name it. A cluster's node that is not at the edge may not,
     /// or the owner of such a token would get that node's traffic. The token is not spent, and the reason may be temporary.
     fn may_name_itself(&self, token: &JoinToken, node: &NodeName) -> Result<(), ProblemDetails> {
-        // What is wrong with the token itself, spending it says.
+        // Faults of the token itself are reported when the token is used.
         let names_it = |meant: NodePattern| meant.node().is_some();
         if self.tokens().meant(token).map_or(true, names_it) {
             return Ok(());
@@ -68,7 +68,7 @@ impl HandlerState {
             not_yet()
         } else if nodes.is_clusters_edge(node) == Some(false) {
             let detail = format!(
-                "the cluster's Node {node} is not at the edge: give it one of the labels of kubernetes.edge_labels, or join with a token that names it (`causeway token create --node {node}`)"
+                "the cluster's Node {node} is not an edge node: give it one of the labels in kubernetes.edge_labels, or join with a token that names it (`causeway token create --node {node}`)"
             );
             refuse(StatusCode::SERVICE_UNAVAILABLE, "node_elsewhere", detail)
         } else {
@@ -87,9 +87,8 @@ impl HandlerState {
     fn meant(&self, token: &JoinToken) -> Result<NodeName, ProblemDetails> {
         let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
         nodes.node().ok_or_else(|| {
-            let detail = format!(
-                "the join token is for nodes {nodes}: the edge has to say which it is (node)"
-            );
+            let detail =
+                format!("the join token is for nodes {nodes}: set the name of the edge (node)");
             refuse(StatusCode::FORBIDDEN, "node_missing", detail)
         })
     }
@@ -132,7 +131,7 @@ impl HandlerState {
             serial: issued.serial_hex(),
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),
-            // What was noted of that stays.
+            // A revocation that is already recorded stays.
             revoked: None,
             follows_cluster: confirmed.follows_cluster,
         };
@@ -152,7 +151,7 @@ impl HandlerState {
         let (desk, of) = (self.clone(), node.clone());
         let (nodes, issued_at) = (self.enrolment.nodes.reader(), shown.issued_at);
         let issued = spawn_blocking(move || {
-            // The connection may be older than the end of the root by which it was let in.
+            // The root that admitted this connection may have been retired in the meantime.
             let ca = desk.enrolment.ca.get();
             let believed = |root| ca.fingerprints().contains(&root);
             let believed = shown.root.is_none_or(believed);

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_address_waits_after_too_many_wrong_tokens_and_others_do_not() {
+    async fn only_an_address_with_too_many_wrong_tokens_waits() {
         let strangers = JoinRateLimiter::default();
         let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
         for token in ["a", "b", "c", "d", "a", "d", "e"] {

@@ -127,7 +127,7 @@ async fn a_token_becomes_the_certificate_of_its_node() {
 }
 
 #[tokio::test]
-async fn an_edge_that_does_not_name_itself_becomes_who_the_token_says() {
+async fn an_unnamed_edge_gets_the_node_name_of_its_token() {
     let counter = Counter::open();
     let token = counter.token("edge-7", Duration::from_mins(1));
     let (status, said) = counter.join(&token, None, &counter.csr()).await;
@@ -187,7 +187,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
 
 /// A token for any node must not redirect the traffic of a node that the cluster has elsewhere.
 #[tokio::test]
-async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_token() {
+async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     let counter = Counter::open();
     let nodes = &counter.world.nodes;
     let book = counter.world.store.tokens().unwrap();
@@ -256,7 +256,7 @@ async fn a_bad_request_does_not_burn_the_token() {
 
 /// Unfinished bodies of peers without a certificate use the permits of one address, and of no other.
 #[tokio::test(start_paused = true)]
-async fn strangers_have_so_many_requests_at_once_and_leave_room_to_others() {
+async fn requests_without_certificate_are_limited_per_address() {
     let counter = Counter::open();
     let from = |last: u8, identity, body: Body| {
         let peer = Peer {
@@ -345,7 +345,7 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
 }
 
 #[tokio::test]
-async fn an_edge_that_another_gateway_let_in_by_the_clusters_word_is_renewed_here() {
+async fn an_edge_that_another_gateway_admitted_by_cluster_renews_here() {
     let counter = Counter::open();
     let body = || json!({ "csr": counter.csr() }).to_string();
     let edge = || Some(Identity::Edge(name("edge-1")));
@@ -369,7 +369,7 @@ async fn an_edge_that_another_gateway_let_in_by_the_clusters_word_is_renewed_her
 
 /// On a connection that is older than the end of a root, or than its node's new enrolment.
 #[tokio::test]
-async fn a_certificate_that_is_good_no_more_renews_nothing() {
+async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     let counter = Counter::open();
     let token = counter.token("edge-1", Duration::from_mins(1));
     assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);

@@ -62,8 +62,7 @@ impl JwksSource {
         let encrypted = url.scheme_str() == Some("https");
         let tls = if encrypted {
             let name = ServerName::try_from(host.clone());
-            let name =
-                name.map_err(|_| format!("{host} is no name that a certificate could have"))?;
+            let name = name.map_err(|_| format!("{host} is not a valid name in a certificate"))?;
             Some((connector(roots(ca)?)?, name))
         } else {
             None
@@ -98,9 +97,9 @@ impl JwksSource {
         let found = resolve(host, port).await;
         let found = found.map_err(|error| format!("{host} cannot be resolved: {error}"))?;
         let mut failed =
-            format!("{host} is not this machine, and http:// is for this machine only");
+            format!("{host} is not this machine, but http:// is allowed only for this machine");
         for address in found {
-            // A name may lead anywhere, whatever it was when the configuration was read.
+            // A name may resolve to another address than at the time when the configuration was read.
             if self.tls.is_none() && !address.ip().to_canonical().is_loopback() {
                 continue;
             }
@@ -134,7 +133,7 @@ impl JwksSource {
         let status = response.status();
         if status.is_redirection() {
             return Err(format!(
-                "{status}: redirects are not followed; name the URL that it leads to"
+                "{status}: redirects are not followed; configure the URL to which it redirects"
             ));
         }
         if status != StatusCode::OK {
@@ -143,7 +142,7 @@ impl JwksSource {
         let body = Limited::new(response.into_body(), LARGEST).collect().await;
         body.map(http_body_util::Collected::to_bytes)
             .map_err(|error| {
-                format!("the answer is longer than {LARGEST} bytes or breaks off: {error}")
+                format!("the answer is larger than {LARGEST} bytes or is incomplete: {error}")
             })
     }
 }
@@ -162,7 +161,7 @@ fn roots(ca: Option<&str>) -> Result<RootCertStore, String> {
     let Some(ca) = ca else {
         let found = rustls_native_certs::load_native_certs();
         if roots.add_parsable_certificates(found.certs).0 == 0 {
-            return Err("the system has no CAs to prove the URL of keys by (install ca-certificates, or set jwks_ca)".to_owned());
+            return Err("the system has no CA certificates to verify the URL of the keys (install ca-certificates, or set jwks_ca)".to_owned());
         }
         return Ok(roots);
     };
@@ -171,7 +170,7 @@ fn roots(ca: Option<&str>) -> Result<RootCertStore, String> {
         roots.add(root).map_err(|error| error.to_string())?;
     }
     if roots.is_empty() {
-        return Err("there is no certificate in it".to_owned());
+        return Err("it contains no certificate".to_owned());
     }
     Ok(roots)
 }

@@ -49,7 +49,7 @@ async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_issuer_that_does_not_answer_is_asked_ever_more_seldom_but_again_and_again() {
+async fn a_silent_issuer_is_retried_at_growing_intervals() {
     let table = JwksCache::fetched(REFRESH);
     let work = async |keys: &JwksCache| {
         seconds(60).await;
@@ -62,7 +62,7 @@ async fn an_issuer_that_does_not_answer_is_asked_ever_more_seldom_but_again_and_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flood_of_unknown_key_ids_costs_an_issuer_one_fetch_in_ten_seconds() {
+async fn unknown_key_ids_cause_one_fetch_in_ten_seconds_per_issuer() {
     let table = JwksCache::fetched(REFRESH);
     let bound = Duration::from_secs(3);
     let work = async |keys: &JwksCache| {
@@ -119,7 +119,7 @@ async fn fetch(answer: String) -> Result<KeySet, String> {
 }
 
 #[tokio::test]
-async fn what_is_no_set_of_keys_is_refused_and_says_what_it_is() {
+async fn an_invalid_key_set_is_refused_and_described() {
     assert_eq!(fetch(answer("200 OK", KEYS)).await, Ok(set()));
     for (answer, says) in [
         (answer("404 Not Found", KEYS), "404"),
@@ -127,14 +127,14 @@ async fn what_is_no_set_of_keys_is_refused_and_says_what_it_is() {
             answer("302 Found\r\nLocation: http://127.0.0.1/", KEYS),
             "redirects are not followed",
         ),
-        (answer("200 OK", "<html>"), "no set of keys"),
+        (answer("200 OK", "<html>"), "not a JSON Web Key Set"),
         (
             answer("200 OK", &" ".repeat((1 << 20) + 1)),
             "longer than 1048576",
         ),
         (
             "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{".to_owned(),
-            "breaks off",
+            "is incomplete",
         ),
         ("what?\r\n\r\n".to_owned(), "no answer"),
     ] {
@@ -144,18 +144,18 @@ async fn what_is_no_set_of_keys_is_refused_and_says_what_it_is() {
 }
 
 #[tokio::test]
-async fn a_name_for_this_machine_that_leads_elsewhere_brings_no_keys_in_the_clear() {
+async fn a_loopback_name_with_a_remote_address_serves_no_plain_keys() {
     let url = "http://192.0.2.1/keys".parse().unwrap();
     let refused = JwksSource::new(&url, None)
         .unwrap()
         .fetch()
         .await
         .unwrap_err();
-    assert!(refused.contains("for this machine only"), "{refused}");
+    assert!(refused.contains("only for this machine"), "{refused}");
 }
 
 #[tokio::test]
-async fn listeners_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fetching() {
+async fn listeners_share_a_key_set_and_the_last_one_stops_the_fetches() {
     install_provider();
     let answers: &'static [String] = vec![answer("200 OK", KEYS)].leak();
     let (url, asked, _server) = server(answers).await;

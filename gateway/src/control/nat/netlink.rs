@@ -50,7 +50,7 @@ impl Netlink {
         socket.connect(&SocketAddr::new(0, 0))?;
         socket.set_non_blocking(true)?;
         socket.set_cap_ack(true)?;
-        // Refused to who may do nothing here anyway: that is said when something is done.
+        // Fails only for processes without permission for nftables: later operations report that error.
         let _ = setsockopt(&socket, SndBufForce, &ROOM);
         socket.set_rx_buf_sz(i32::try_from(ROOM).unwrap_or(i32::MAX))?;
         Ok(Self {
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_told_apart_and_complaints_from_acknowledgements() {
+    fn netlink_errors_are_separated_from_acknowledgements() {
         let refused = (-1_i32).to_ne_bytes();
         let sent = [
             message(2, 0, &refused),
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_short_is_left() {
+    fn truncated_messages_are_skipped() {
         let whole = message(9, 0, b"abcd");
         for cut in 0..whole.len() {
             each(&whole[..cut], |_, _| panic!("{cut}"));

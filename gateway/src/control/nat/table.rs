@@ -43,7 +43,7 @@ impl Table {
     /// Opens the table of this name, which does not exist yet.
     pub(super) fn open(name: &str) -> Result<Self, NatError> {
         let mut netlink = Netlink::open().map_err(NatError::Unsupported)?;
-        // The first thing said tells whether anything may be.
+        // The first message shows whether the process has permission.
         let sequence = netlink.reserve(1);
         let mut batch = Chained::new(sequence);
         batch.request().op_getgen_do(&header());
@@ -62,7 +62,7 @@ impl Table {
     /// Replaces the table of this name in one step.
     pub(super) fn replace(&mut self, led: &RedirectSet, ports: &PortMap) -> Result<(), NatError> {
         let done = self.batch(|batch, name| {
-            // Deleting what may not be there fails on kernels before 6.3; made first, it is there.
+            // Deleting a table that does not exist fails on kernels before 6.3, so the table is created first.
             make(batch, name, None);
             batch
                 .request()
@@ -135,7 +135,7 @@ impl Table {
     ) -> Result<(), NetlinkError> {
         let mut outer = Nfgenmsg::new();
         outer.set_res_id(NFTABLES);
-        // More than there ever are: 100,000 addresses are 100 messages.
+        // More than ever needed: 100,000 addresses take 100 messages.
         let sequence = self.netlink.reserve(1 << 16);
         let mut batch = Chained::new(sequence);
         batch.request().op_batch_begin_do(&outer);

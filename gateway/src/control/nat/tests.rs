@@ -13,7 +13,7 @@ fn listener(name: &str, port: u16) -> Listener {
 }
 
 #[test]
-fn a_listener_takes_what_reaches_its_socket_and_no_more() {
+fn a_listener_receives_only_traffic_for_its_socket() {
     let redirect = Redirect {
         listeners: vec!["kubelet".to_owned(), "gone".to_owned()],
         ports: [(9100, "here".to_owned()), (9200, "both".to_owned())].into(),
@@ -41,7 +41,7 @@ fn a_listener_takes_what_reaches_its_socket_and_no_more() {
 }
 
 #[test]
-fn pods_lead_to_their_listener_only_where_it_is_reached() {
+fn pod_addresses_are_redirected_only_to_reachable_listeners() {
     let redirect = Redirect {
         pods: Some("pods".to_owned()),
         ..Redirect::default()
@@ -61,7 +61,7 @@ fn pods_lead_to_their_listener_only_where_it_is_reached() {
 }
 
 #[test]
-fn what_is_never_elsewhere_is_never_redirected() {
+fn local_addresses_are_never_redirected() {
     for text in [
         "127.0.0.1",
         "::1",

@@ -128,8 +128,8 @@ impl World {
         Self::with(&Workers::here(), true)
     }
 
-    pub(crate) fn on(cores: &Workers) -> Self {
-        Self::with(cores, false)
+    pub(crate) fn on(workers: &Workers) -> Self {
+        Self::with(workers, false)
     }
 
     /// Starts a gateway at which edges read by these rules.
@@ -137,8 +137,8 @@ impl World {
         Self::made(&Workers::here(), false, Some(api_cache))
     }
 
-    fn with(cores: &Workers, cluster: bool) -> Self {
-        Self::made(cores, cluster, None)
+    fn with(workers: &Workers, cluster: bool) -> Self {
+        Self::made(workers, cluster, None)
     }
 
     /// Starts a gateway with these limits, and with the default timeouts.
@@ -147,12 +147,17 @@ impl World {
         Self::built(&Workers::here(), false, None, (settings, places))
     }
 
-    fn made(cores: &Workers, cluster: bool, api_cache: Option<&config::ApiCache>) -> Self {
-        Self::built(cores, cluster, api_cache, (impatient(), Places::default()))
+    fn made(workers: &Workers, cluster: bool, api_cache: Option<&config::ApiCache>) -> Self {
+        Self::built(
+            workers,
+            cluster,
+            api_cache,
+            (impatient(), Places::default()),
+        )
     }
 
     fn built(
-        cores: &Workers,
+        workers: &Workers,
         cluster: bool,
         api_cache: Option<&config::ApiCache>,
         (settings, places): (config::Tunnel, Places),
@@ -164,7 +169,7 @@ impl World {
         store.save_ca(&ca).unwrap();
         let leaf = shown(&ca);
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
-        let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
+        let (registry, tickets) = (Registry::new(workers), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
         let tls = Tls::new(leaf.resolver(), TrustStore::of(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
@@ -173,7 +178,7 @@ impl World {
         let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
         let admission = TunnelListener {
             instance: "gateway".into(),
-            cores: cores.clone(),
+            workers: workers.clone(),
             registry: registry.clone(),
             nodes: nodes.reader(),
             cluster: cluster.then(|| nodes.changes()),

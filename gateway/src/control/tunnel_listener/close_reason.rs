@@ -14,13 +14,15 @@ use tracing::{debug, warn};
 pub(super) enum CloseReason {
     #[error("{0}")]
     Tunnel(TunnelEnd),
-    #[error("the edge left: {0:?}")]
+    #[error("the edge disconnected: {0:?}")]
     Left(String),
-    #[error("another tunnel of the same process has taken over, and its last stream has ended")]
+    #[error(
+        "a newer tunnel of the same edge process replaced this tunnel, and the last stream of this tunnel has ended"
+    )]
     TakenOver,
     #[error("{1}")]
     Dismissed(GoAway, String),
-    #[error("the nodes of the cluster are not known yet")]
+    #[error("the nodes of the cluster have not been loaded yet")]
     Early,
     #[error("control stream: {0}")]
     Control(#[from] ControlStreamError),
@@ -51,11 +53,11 @@ impl CloseReason {
     pub(super) fn log_refusal(&self, edge: &str, from: SocketAddr, early: &LogThrottle) {
         if matches!(self, Self::Early) {
             if let Some(times) = early.happened() {
-                warn!(edge, peer = %from, times, why = %self, "sent edges away for now");
+                warn!(edge, peer = %from, times, why = %self, "temporarily refused edges");
                 audit::log_rejected_edge(edge, &from, self.word(), self);
             }
         } else if self.word() == "control_lost" {
-            debug!(edge, peer = %from, why = %self, "an edge hung up during its hello");
+            debug!(edge, peer = %from, why = %self, "an edge closed the connection during its hello");
         } else {
             warn!(edge, peer = %from, why = %self, "refused an edge");
             audit::log_rejected_edge(edge, &from, self.word(), self);

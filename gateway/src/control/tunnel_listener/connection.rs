@@ -77,7 +77,7 @@ impl TunnelConnection {
                 close_after: config.close_after,
             },
             budget: config.memory,
-            // Who is refused has no streams.
+            // A refused edge has no streams.
             siblings: node.map_or_else(
                 |_| Arc::default(),
                 |node| admission.registry.siblings(&node),
@@ -96,7 +96,7 @@ impl TunnelConnection {
         let tasks = TaskGroup::default();
         let drive = Box::pin(driver.run());
         tasks.spawn(Span::current(), async move {
-            // Nobody listens only where the conversation is being dropped.
+            // The send fails only if the session is being dropped.
             let _ = tell.send(drive.await);
         });
         Ok(Self {
@@ -243,11 +243,12 @@ impl Drop for Registration {
 pub(super) fn register_error(node: &NodeName, refused: &RegisterError) -> (GoAway, String) {
     match refused {
         RegisterError::Superseded { from, .. } => {
-            let detail = format!("{node} is served by a later process that dialled from {from}");
+            let detail = format!("a newer edge process of {node} has connected from {from}");
             (GoAway::Superseded, detail)
         }
         RegisterError::Full => {
-            let detail = format!("{node} has as many tunnels as it may have: {MOST_TUNNELS}");
+            let detail =
+                format!("{node} has reached its maximum number of tunnels: {MOST_TUNNELS}");
             (GoAway::Full, detail)
         }
     }
@@ -259,12 +260,13 @@ pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<R
         let old = edge.admitted;
         match fate {
             ReplaceMode::TakenOver => old.taken_over.cancel(),
-            // The same process knows that it dialled anew.
+            // The same edge process knows that it has opened a new connection.
             ReplaceMode::Lost => old.tunnel.close(),
             ReplaceMode::Superseded => {
-                let detail = format!("a later process of node {node} dialled from {from}");
+                let detail =
+                    format!("a newer edge process of node {node} has connected from {from}");
                 let line = goaway_message(GoAway::Superseded, detail);
-                // One that reads no lines hears nothing.
+                // An edge that does not read the control stream receives nothing.
                 if old.control.try_send(Box::new(line)).is_err() {
                     old.taken_over.cancel();
                 }

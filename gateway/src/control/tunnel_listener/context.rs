@@ -32,7 +32,7 @@ pub struct Places {
 impl Default for Places {
     fn default() -> Self {
         Self {
-            // As many as the kernel's queue holds, at 7 KiB for a task.
+            // As many as the accept queue of the kernel holds; each task takes 7 KiB.
             arriving: 4096,
             handshakes: 1024,
             joining: 256,
@@ -47,7 +47,7 @@ pub struct TunnelListener {
     /// Random identifier of the process.
     pub instance: Arc<str>,
     /// Workers that serve tunnels.
-    pub cores: Workers,
+    pub workers: Workers,
     /// Registry of tunnels.
     pub registry: Registry,
     /// The table of nodes.

@@ -58,11 +58,11 @@ fn heed(tunnel: &Tunnel, welcome: &EdgeHello) {
 pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenEdge>) {
     let (node, from) = (arrived.node.clone(), arrived.from);
     let certificate = arrived.certificate.clone().unwrap_or_default();
-    // What comes once is boxed and gone when the tunnel idles.
+    // The state that is needed once is boxed, so that an idle tunnel does not hold it.
     let mut link = match Box::pin(TunnelConnection::open(&admission, arrived)).await {
         Ok(link) => link,
         Err(ended) => {
-            debug!(why = %ended, "an edge hung up before its hello");
+            debug!(why = %ended, "an edge closed the connection before its hello");
             return admission.metrics.registration(ended.word());
         }
     };
@@ -80,7 +80,7 @@ pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenE
             }
             Err((name, end)) => {
                 let end = match (end, link.close().await) {
-                    // An edge that broke the protocol did not just hang up.
+                    // A protocol violation by an edge is not an ordinary disconnect.
                     (CloseReason::Control(_), TunnelEnd::Failed(why)) => {
                         CloseReason::Tunnel(TunnelEnd::Failed(why))
                     }
@@ -122,7 +122,7 @@ impl TunnelListener {
             let end = self.defer(link, &name).await;
             return Err((name, end));
         }
-        // Who is refused whatever it says is refused for that, and not for having said nothing.
+        // An edge that would be refused anyway receives that reason, and not the error that its hello is missing.
         let refused = match &node {
             Ok(node) => match self.record_arrival(node, link.bound).await {
                 Ok(()) => rejection_reason(&self.nodes, node, &shown.1),
@@ -168,7 +168,7 @@ impl TunnelListener {
 
     /// Makes an edge retry that cannot be checked yet.
     async fn defer(&self, link: &mut TunnelConnection, name: &str) -> CloseReason {
-        // One that does not listen comes again as well.
+        // An edge that does not read the message reconnects as well.
         if let Ok(Ok((mut control, _))) = timeout(link.bound, self.ask(link, name)).await {
             link.send_away(&mut control, &retry_later_message()).await;
         }
@@ -180,16 +180,21 @@ impl TunnelListener {
         if !self.tls.load().lets_any_in() {
             return Ok(());
         }
-        // Half of what the edge waits for its hello: it is to hear why.
+        // Half of the time that the edge waits for the answer to its hello, so that it receives the reason.
         let noted = timeout(bound / 2, self.ledger.arrived(node)).await;
-        let late = || format!("the data directory was not written within {:?}", bound / 2);
+        let late = || {
+            format!(
+                "the data directory could not be written within {:?}",
+                bound / 2
+            )
+        };
         let noted = noted.map_or_else(
             |_| Err(late()),
             |noted| noted.map_err(|why| why.to_string()),
         );
         noted.map_err(|why| {
-            tracing::error!(%node, %why, "a node that comes first cannot be noted");
-            format!("node {node} cannot be noted at this gateway; its log says why")
+            tracing::error!(%node, %why, "a new node cannot be recorded");
+            format!("node {node} cannot be recorded at this gateway; see its log for the cause")
         })
     }
 
@@ -222,7 +227,7 @@ impl TunnelListener {
     fn judge(welcome: &EdgeHello) -> Result<(), (GoAway, String)> {
         if welcome.protocol != wire::VERSION {
             let detail = format!(
-                "the edge speaks version {} of the tunnel's protocol and this gateway {}",
+                "the edge uses version {} of the tunnel protocol, but this gateway uses version {}",
                 welcome.protocol,
                 wire::VERSION
             );
@@ -231,7 +236,7 @@ impl TunnelListener {
         let instance = welcome.instance.as_bytes();
         if instance.is_empty() || instance.len() > MAX_INSTANCE {
             let detail = format!(
-                "an instance has 1 to {MAX_INSTANCE} bytes, not {}",
+                "the instance id must have 1 to {MAX_INSTANCE} bytes, but has {}",
                 instance.len()
             );
             return Err((GoAway::Malformed, detail));
@@ -252,7 +257,7 @@ impl TunnelListener {
             let retired = || untrusted_reason(self.tls.load().believes(&by), node, &by);
             rejection_reason(&self.nodes, node, &by).or_else(retired)
         };
-        // An edge may take its time to say its welcome; nobody makes room for one that is not welcome any more.
+        // The edge may take some time to send its welcome; if it was rejected meanwhile, it replaces no other tunnel.
         if let Some(why) = unwelcome() {
             return Err(link.dismiss(&mut control, GoAway::Unwelcome, why).await);
         }
@@ -281,13 +286,13 @@ impl TunnelListener {
         };
         let registered = Registration::new(self, node, id, &link.tunnel);
         retire_replaced(node, from, replaced);
-        // Whoever was sent away between the two was not here to be sent away.
+        // A node that was revoked between the two checks was not registered yet and could not be disconnected.
         if let Some(why) = unwelcome() {
             link.tunnel.drain();
             return Err(link.dismiss(&mut control, GoAway::Unwelcome, why).await);
         }
         control.queue(&GatewayMessage::Registered)?;
-        // What changed before it was registered is told here, and what changes now to all that are.
+        // Changes before the registration are sent here; later changes are sent to all registered tunnels.
         for line in ca_rotation::missing(&self.ca.get(), &admitted, || self.registry.connected()) {
             control.queue(&line)?;
         }
@@ -365,7 +370,7 @@ impl TunnelSession {
                 until_idle,
                 serves,
             } => {
-                debug!(?detail, until_idle, serves, "the edge leaves");
+                debug!(?detail, until_idle, serves, "the edge is disconnecting");
                 self.registered.leaves();
                 if serves {
                     return None;
@@ -381,8 +386,8 @@ impl TunnelSession {
             EdgeMessage::Roots { roots } => {
                 self.roots.store(Some(Arc::new(ca_rotation::named(&roots))));
             }
-            EdgeMessage::Welcome(_) => debug!("the edge says a second welcome"),
-            EdgeMessage::Unknown => debug!("the edge says something that is not known here"),
+            EdgeMessage::Welcome(_) => debug!("the edge sent a second welcome message"),
+            EdgeMessage::Unknown => debug!("the edge sent a message of an unknown type"),
         }
         None
     }

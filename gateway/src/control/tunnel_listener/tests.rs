@@ -55,7 +55,7 @@ async fn alert(world: &World, config: Arc<ClientConfig>) -> String {
 }
 
 #[tokio::test]
-async fn an_edge_is_registered_after_its_hello_and_gone_when_it_hangs_up() {
+async fn an_edge_is_registered_after_its_hello_and_removed_on_close() {
     let world = World::start();
     let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let GatewayMessage::Hello(hello) = &edge.hello else {
@@ -83,9 +83,9 @@ async fn an_edge_is_registered_after_its_hello_and_gone_when_it_hangs_up() {
 }
 
 #[tokio::test]
-async fn a_tunnel_serves_streams_on_the_core_of_its_node() {
-    let cores = Workers::start(2).unwrap();
-    let world = World::on(&cores);
+async fn a_tunnel_serves_streams_on_the_worker_of_its_node() {
+    let workers = Workers::start(2).unwrap();
+    let world = World::on(&workers);
     let mut edges: Vec<FakeEdge> = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
         let mut edge = world.joined(&world.enrolled(node), "a", 0).await;
@@ -103,12 +103,12 @@ async fn a_tunnel_serves_streams_on_the_core_of_its_node() {
         edges.push(edge);
     }
     let used: std::collections::HashSet<_> = ["edge-1", "edge-2", "edge-3", "edge-4"]
-        .map(|node| cores.of(&name(node)).0)
+        .map(|node| workers.of(&name(node)).0)
         .into();
     assert_eq!(
         used.len(),
         2,
-        "the names of this test spread over both cores"
+        "the names of this test spread over both workers"
     );
 }
 
@@ -123,7 +123,7 @@ async fn a_hello_that_is_never_answered_ends_the_tunnel() {
 }
 
 #[tokio::test]
-async fn a_hello_that_is_too_long_or_nonsense_is_told_so() {
+async fn an_oversized_or_malformed_hello_is_answered_with_the_reason() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let long = welcome(&"x".repeat(80 * 1024), 0);
@@ -134,7 +134,7 @@ async fn a_hello_that_is_too_long_or_nonsense_is_told_so() {
     };
     for (said, words) in [
         (long, "longer than"),
-        (nameless, "an instance has"),
+        (nameless, "the instance id must have"),
         (newer, "version 99"),
     ] {
         let (edge, heard) = world.says(&identity, said).await;
@@ -150,7 +150,7 @@ async fn a_hello_that_is_too_long_or_nonsense_is_told_so() {
 }
 
 #[tokio::test]
-async fn a_node_that_is_not_enrolled_is_unwelcome() {
+async fn a_node_that_is_not_enrolled_is_refused() {
     let world = World::start();
     let stranger = identity(&world.ca, "edge-9");
     let (edge, heard) = world.says(&stranger, welcome("a", 0)).await;
@@ -164,8 +164,7 @@ async fn a_node_that_is_not_enrolled_is_unwelcome() {
 }
 
 #[tokio::test]
-async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_long_for_being_none_of_them()
-{
+async fn before_the_node_list_is_known_refusals_are_short() {
     let world = World::of_a_cluster();
     let (known, other) = (world.enrolled("edge-1"), identity(&world.ca, "edge-2"));
     world.joined(&known, "a", 0).await;
@@ -179,7 +178,7 @@ async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_long_for_b
         panic!("{heard:?}")
     };
     assert!(matches!(why, GoAway::Full), "it is to come again: {why:?}");
-    assert!(detail.contains("come again"), "{detail}");
+    assert!(detail.contains("try again later"), "{detail}");
     assert_eq!(retry_after_ms, 10_000, "edges add up to half of that");
     early.ended().await;
     world
@@ -200,7 +199,7 @@ async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_long_for_b
 }
 
 #[tokio::test]
-async fn who_is_let_in_whatever_the_cluster_says_does_not_wait_for_it() {
+async fn nodes_admitted_without_the_cluster_do_not_wait_for_it() {
     let world = World::of_a_cluster();
     world.let_any_in();
     let stranger = identity(&world.ca, "edge-1");
@@ -222,7 +221,7 @@ async fn a_clients_certificate_gets_no_tunnel() {
 }
 
 #[tokio::test]
-async fn who_has_no_certificate_or_anothers_or_no_protocol_is_told_by_alert() {
+async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
     let world = World::start();
     let ours = world.enrolled("edge-1");
     let join = verify::join_client(world.ca.fingerprint()).unwrap();
@@ -249,7 +248,7 @@ async fn who_has_no_certificate_or_anothers_or_no_protocol_is_told_by_alert() {
 }
 
 #[tokio::test]
-async fn a_peer_that_says_nothing_is_hung_up_on() {
+async fn a_silent_peer_is_disconnected() {
     let world = World::start();
     let mut silent = TcpStream::connect(world.address).await.unwrap();
     let mut rest = Vec::new();
@@ -274,7 +273,7 @@ async fn nonsense_instead_of_tls_is_refused_without_ado() {
 }
 
 #[tokio::test]
-async fn the_newest_instance_wins_and_the_old_one_stays_away_while_it_lives() {
+async fn the_newest_instance_wins_and_locks_out_the_old_one() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let mut old = world.joined(&identity, "old", 0).await;
@@ -308,7 +307,7 @@ async fn a_superseded_edge_that_does_not_listen_is_hung_up_on() {
 }
 
 #[tokio::test]
-async fn the_same_slot_dialled_anew_replaces_the_old_tunnel_only() {
+async fn a_redialled_slot_replaces_only_its_old_tunnel() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let first = world.joined(&identity, "a", 0).await;
@@ -325,7 +324,7 @@ async fn the_same_slot_dialled_anew_replaces_the_old_tunnel_only() {
 }
 
 #[tokio::test]
-async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
+async fn a_draining_edge_gets_no_new_streams_and_its_open_ones_end() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
@@ -358,7 +357,7 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
 }
 
 #[tokio::test]
-async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_the_last() {
+async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let mut old = world.joined(&identity, "a", 0).await;
@@ -405,7 +404,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
 }
 
 #[tokio::test]
-async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revocation_ends_all() {
+async fn superseded_tunnels_keep_streams_and_revocation_ends_all() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let (target, mut edges, mut open) = (Target::new("edge-1", 9100), Vec::new(), Vec::new());
@@ -438,7 +437,7 @@ async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revoca
 }
 
 #[tokio::test]
-async fn removing_a_node_ends_its_tunnel_though_a_cluster_has_the_node() {
+async fn removing_a_node_ends_its_tunnel_despite_a_cluster_node() {
     let world = World::start();
     let node = name("edge-1");
     let identity = world.enrolled("edge-1");
@@ -463,7 +462,7 @@ async fn removing_a_node_ends_its_tunnel_though_a_cluster_has_the_node() {
 }
 
 #[tokio::test]
-async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with_the_reason() {
+async fn a_tunnel_ends_with_the_reason_if_its_node_changes_kind() {
     let world = World::start();
     let [moves, stays, deleted] = ["edge-1", "edge-2", "edge-3"].map(name);
     let member = |edge| ClusterNode {
@@ -489,7 +488,7 @@ async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, GoAway::Unwelcome, "{detail}");
     assert!(
-        detail.contains("Node edge-1 is not at the edge"),
+        detail.contains("Node edge-1 is not an edge node"),
         "{detail}"
     );
     world.until(|world| !world.registry.holds(&moves)).await;
@@ -507,7 +506,7 @@ fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
 
 /// The edge has connected by the old root and delays its hello.
 #[tokio::test]
-async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
+async fn a_refused_edge_replaces_no_other_tunnel() {
     let world = World::start();
     let old = world.enrolled("edge-1");
     turn(&world, Ca::prepare);
@@ -530,7 +529,7 @@ async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
 }
 
 #[tokio::test]
-async fn a_disk_that_does_not_read_keeps_nobody_whose_root_is_gone() {
+async fn an_unreadable_disk_admits_no_node_of_a_retired_root() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     for step in [Ca::prepare, Ca::activate, Ca::retire] {
@@ -545,8 +544,7 @@ async fn a_disk_that_does_not_read_keeps_nobody_whose_root_is_gone() {
 }
 
 #[tokio::test]
-async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_has_come_by_the_new_one()
- {
+async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     let world = World::start();
     for node in ["edge-1", "edge-2"] {
         world
@@ -574,7 +572,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
     assert_eq!(why, GoAway::Unwelcome);
-    assert!(detail.contains("a root that was retired"), "{detail}");
+    assert!(detail.contains("a retired root"), "{detail}");
     drop(late);
     world
         .until(|world| !world.registry.holds(&name("edge-1")))
@@ -635,8 +633,7 @@ async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
 }
 
 #[tokio::test]
-async fn edges_hear_of_other_roots_when_they_come_and_when_these_change_but_none_that_does_not_ask()
-{
+async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     let world = World::start();
     let asks = |roots: &[causeway_certs::Fingerprint]| causeway_tunnel::control_stream::EdgeHello {
         roots: Some(roots.iter().map(ToString::to_string).collect()),
@@ -693,7 +690,7 @@ async fn edges_hear_of_other_roots_when_they_come_and_when_these_change_but_none
 }
 
 #[tokio::test]
-async fn ending_the_gateway_leaves_nothing_behind() {
+async fn shutdown_of_the_gateway_leaves_no_task_or_socket() {
     let mut world = World::start();
     let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
@@ -850,7 +847,7 @@ async fn begun_client_hellos_keep_no_edge_out() {
 }
 
 #[tokio::test]
-async fn strangers_that_finish_tls_keep_nobody_from_joining_or_renewing() {
+async fn unknown_tls_peers_block_neither_enrolment_nor_renewal() {
     let world = World::with_places(FEW);
     let stranger = verify::join_client(world.ca.fingerprint()).unwrap();
     let stranger = offering(&stranger, wire::ALPN_HTTP11);

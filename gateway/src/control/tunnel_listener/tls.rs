@@ -91,7 +91,7 @@ impl Tls {
     /// Whether a certificate that was trusted when it was presented still is. Its dates were checked then.
     pub(in crate::control) fn believes(&self, shown: &EdgeCertificate) -> bool {
         let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
-        // Where a root takes the place of an intermediate that counted as one, those below it stay.
+        // If a root replaces an intermediate that was a trust anchor, certificates below it stay valid.
         by_root
             || shown
                 .given
@@ -131,7 +131,7 @@ impl Tls {
         });
         let shown = EdgeCertificate {
             serial: proven.serial,
-            // How a node joins anew is another system's affair, and so is when.
+            // The external CA decides how and when a node gets a new certificate.
             issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
             not_after: proven.not_after,
             root: proven.root,
@@ -177,7 +177,7 @@ impl Tls {
         if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
             (AlpnProtocol::Tunnel, self.tunnel.clone())
         } else {
-            // What offers neither is refused by this configuration, with the right alert.
+            // A client that offers neither is refused by this configuration with the correct alert.
             (AlpnProtocol::Join, self.join.clone())
         }
     }
@@ -194,8 +194,8 @@ pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
         | Alert::BadCertificate
         | Alert::DecryptError
         | Alert::AccessDenied => Some(
-            "an edge refuses this gateway's certificate: its token or its certificate is of another CA or of a root that \
-             was retired; on the gateway: causeway token create --node NODE, on the node: causeway edge --rejoin with \
+            "an edge refuses this gateway's certificate: the edge's token or certificate comes from another CA or from a root that \
+             was retired; run `causeway token create --node NODE` on the gateway, then `causeway edge --rejoin` on the node with \
              that token",
         ),
         _ => None,

@@ -81,7 +81,7 @@ impl ReviewCache {
             kind,
             cache: Cache::new(MOST),
             lives: Ttl { allowed, refused },
-            // Whoever waits here is neither evicted nor refused.
+            // Waiting reviews are neither evicted nor refused.
             room: ConnectionLimit::new(kind, AT_ONCE, drop),
             heard: heard.clone(),
         };
@@ -113,7 +113,7 @@ impl ReviewCache {
         audiences: &[String],
         from: impl Into<Source>,
     ) -> Result<Option<Arc<UserInfo>>, ReviewError> {
-        // Nobody else has to be asked about one that is over.
+        // An expired token needs no review.
         let until = jwt::end(token);
         if until.is_some_and(is_over) {
             return Ok(None);
@@ -189,14 +189,14 @@ impl ReviewCache {
         let (known, question, bound) = (known.clone(), question(), self.bound);
         let asking = async move {
             let fetch = known.ask(question, from, bound);
-            // Who has left waits for no answer.
+            // A client that has disconnected waits for no answer.
             let _ = tell.send(known.cache.get_or_fetch(key, fetch).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("review"), asking);
         match timeout(bound, told).await {
             Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => unknown("the gateway is ending"),
+            Ok(Err(_)) => unknown("the gateway is shutting down"),
             Err(_) => silent(bound),
         }
     }
@@ -243,9 +243,9 @@ impl ReviewHealth {
             return;
         }
         if let CachedResult::Unknown(ReviewError { says, cause }) = answer {
-            tracing::warn!(kind, %cause, "clients cannot be reviewed, and are refused: {says}");
+            tracing::warn!(kind, %cause, "clients cannot be reviewed and are refused: {says}");
         } else {
-            tracing::info!("clients are reviewed again");
+            tracing::info!("clients can be reviewed again");
         }
     }
 }

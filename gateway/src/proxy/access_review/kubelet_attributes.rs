@@ -18,7 +18,7 @@ pub(super) fn verb(ask: &AuthzRequest<'_>) -> &'static str {
         return "create";
     }
     match *ask.method {
-        // To kubelet HEAD has no verb at all; it tells no more than GET does.
+        // kubelet has no verb for HEAD, which reveals no more than GET.
         Method::GET | Method::HEAD => "get",
         Method::POST => "create",
         Method::PUT => "update",
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_what_kubelet_says_it_is() {
+    fn a_path_has_the_attributes_that_kubelet_assigns() {
         for (path, subresources) in [
             ("/attach/ns/pod/app", &["proxy"][..]),
             ("/checkpoint/ns/pod/app", &["checkpoint"]),
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_read_in_two_ways_and_what_cannot_be_read_is_all_of_it() {
+    fn ambiguous_and_unreadable_paths_need_all_attributes() {
         for path in [
             "//metrics",
             "/metrics//x",

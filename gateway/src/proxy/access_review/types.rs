@@ -56,7 +56,7 @@ pub struct ReviewError {
 impl ReviewError {
     /// Returns the error of a stream that needed a decision about `what`.
     pub(in crate::proxy) fn of(self, what: &str) -> Error {
-        let detail = format!("{what} was not decided: {}", self.says);
-        Reason::Undecided.with_source(detail, &*self.cause)
+        let detail = format!("{what} could not be reviewed: {}", self.says);
+        Reason::DependencyUnavailable.with_source(detail, &*self.cause)
     }
 }

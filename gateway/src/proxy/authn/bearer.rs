@@ -42,7 +42,7 @@ pub(super) async fn identify(
     let token = match text.split_once(' ') {
         Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
         _ => {
-            let nothing = "the Authorization field holds no bearer token";
+            let nothing = "the Authorization field contains no bearer token";
             return Err(Reason::Unauthenticated.error(nothing));
         }
     };
@@ -67,7 +67,7 @@ async fn tried(
     let refuse = |why| Reason::Unauthenticated.error(why).of_token();
     let unproven = |refused| match refused {
         jwt::Rejection::Wrong(why) => refuse(why),
-        jwt::Rejection::Undecided(why) => Reason::Undecided.error(why),
+        jwt::Rejection::DependencyUnavailable(why) => Reason::DependencyUnavailable.error(why),
     };
     let for_jwts = |jwts: &jwt::JwtAuthenticator| match &listener.review {
         Some(_) => jwts.lists(token),
@@ -99,7 +99,7 @@ async fn tried(
             ))
         }
         (None, Some(review)) => review.identify((token, expired), from, shared).await,
-        (None, None) => Err(refuse("token: not one that this listener knows".into())),
+        (None, None) => Err(refuse("token: not known to this listener".into())),
     }
 }
 

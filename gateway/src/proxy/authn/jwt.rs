@@ -45,7 +45,7 @@ pub enum Rejection {
     /// The token is not accepted here.
     Wrong(Cow<'static, str>),
     /// The keys of its issuer are missing, so the token cannot be verified now.
-    Undecided(Cow<'static, str>),
+    DependencyUnavailable(Cow<'static, str>),
 }
 
 impl<T: Into<Cow<'static, str>>> From<T> for Rejection {
@@ -141,7 +141,7 @@ impl Issuer {
         bound: Duration,
     ) -> Result<JwtIdentity, Rejection> {
         let check = self.checks.iter().find(|(known, _)| *known == header.alg);
-        let (_, check) = check.ok_or("jwt: its algorithm is not taken here")?;
+        let (_, check) = check.ok_or("jwt: its algorithm is not accepted")?;
         let mut check = Cow::Borrowed(check);
         if matches!(expired, Expired::Taken(_)) {
             check.to_mut().validate_exp = false;
@@ -178,15 +178,19 @@ impl Issuer {
             KeyLookup::Key(key) => prove(token, key, check).map_err(VerifyError::Wrong)?,
             KeyLookup::Several => {
                 return Err(VerifyError::Wrong(
-                    "jwt: more than one key of its issuer could be meant".into(),
+                    "jwt: more than one key of its issuer matches".into(),
                 ));
             }
             KeyLookup::None if header.kid.is_none() => {
                 return Err(VerifyError::Missing(
-                    "jwt: no key of its issuer is for its algorithm".into(),
+                    "jwt: its issuer has no key for its algorithm".into(),
                 ));
             }
-            KeyLookup::None => return Err(VerifyError::Missing("jwt: no key with this id".into())),
+            KeyLookup::None => {
+                return Err(VerifyError::Missing(
+                    "jwt: its issuer has no key with this id".into(),
+                ));
+            }
         };
         Ok((set, claims))
     }
@@ -233,21 +237,21 @@ impl JwtAuthenticator {
         bound: Duration,
     ) -> Result<JwtIdentity, Rejection> {
         if token.len() > LARGEST {
-            return Err(format!("jwt: it is larger than {} KiB", LARGEST >> 10).into());
+            return Err(format!("jwt: larger than {} KiB", LARGEST >> 10).into());
         }
         if !is_one(token) {
-            return Err("jwt: the bearer token is none".into());
+            return Err("jwt: the bearer token is not a JWT".into());
         }
         let header = decode_header(token).map_err(|_| unreadable(token))?;
         if header.crit.is_some() {
-            // RFC 7515 §4.1.11: nothing that it could name is understood here.
-            return Err("jwt: it has extensions that are not known here (crit)".into());
+            // RFC 7515 §4.1.11: this gateway supports no extension that `crit` could name.
+            return Err("jwt: it requires unsupported extensions (crit)".into());
         }
         let claimed: UnverifiedClaims =
-            dangerous::insecure_decode_claims(token).map_err(|_| "jwt: it does not read")?;
-        let name = claimed.iss.ok_or("jwt: it names no issuer")?;
+            dangerous::insecure_decode_claims(token).map_err(|_| "jwt: not readable")?;
+        let name = claimed.iss.ok_or("jwt: it has no issuer")?;
         let issuer = self.0.iter().find(|issuer| issuer.name == name);
-        let issuer = issuer.ok_or("jwt: issuer is not one of this listener's")?;
+        let issuer = issuer.ok_or("jwt: its issuer is not configured for this listener")?;
         issuer.identify((token, expired), &header, bound).await
     }
 }
@@ -258,19 +262,20 @@ fn unreadable(token: &str) -> Rejection {
     let header = URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
     let header: Value = serde_json::from_slice(&header).unwrap_or_default();
     if header["alg"].is_string() {
-        "jwt: its algorithm is not taken here".into()
+        "jwt: its algorithm is not accepted".into()
     } else {
-        "jwt: it does not read".into()
+        "jwt: not readable".into()
     }
 }
 
 fn unavailable(missing: KeyError) -> Rejection {
-    Rejection::Undecided(match missing {
-        KeyError::NotYet => "jwt: the keys of its issuer are not here yet; try again".into(),
+    Rejection::DependencyUnavailable(match missing {
+        KeyError::NotYet => {
+            "jwt: the keys of its issuer have not been loaded yet; try again later".into()
+        }
         KeyError::TooOld(age) => {
             let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
-            format!("jwt: the keys of its issuer are {age} old and could not be fetched anew")
-                .into()
+            format!("jwt: the keys of its issuer are {age} old and could not be refreshed").into()
         }
     })
 }
@@ -295,14 +300,14 @@ fn prove(
 
 fn refused(token: &str, error: &Error) -> Rejection {
     match error.kind() {
-        ErrorKind::InvalidSignature => "jwt: its signature is not its issuer's".into(),
+        ErrorKind::InvalidSignature => "jwt: its signature is not valid".into(),
         ErrorKind::ExpiredSignature => dated("jwt: expired", "at", token, "exp"),
         ErrorKind::ImmatureSignature => dated("jwt: not valid", "before", token, "nbf"),
         ErrorKind::InvalidAudience => "jwt: not for this audience".into(),
         ErrorKind::MissingRequiredClaim(claim) | ErrorKind::InvalidClaimFormat(claim) => {
-            format!("jwt: it has no {claim} that reads").into()
+            format!("jwt: it has no valid claim {claim}").into()
         }
-        _ => "jwt: it does not read".into(),
+        _ => "jwt: not readable".into(),
     }
 }
 

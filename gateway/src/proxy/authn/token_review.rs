@@ -30,16 +30,18 @@ impl TokenReview {
     /// before: the API takes none that has expired, and cannot be asked whether it would but for that.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`], or [`Reason::Undecided`] if there is no answer.
+    /// [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if there is no answer.
     pub(super) async fn identify(
         &self,
         (token, expired): (&str, Expired<'_>),
         from: RemoteAddr,
         shared: &ProxyState,
     ) -> Result<ClientIdentity, Error> {
-        let what = "who you are";
+        let what = "your identity";
         let Some(answers) = &shared.reviews else {
-            return Err(Reason::Undecided.error(format!("{what} can be asked of nobody")));
+            return Err(Reason::DependencyUnavailable.error(format!(
+                "{what} cannot be reviewed: this gateway has no API of a cluster"
+            )));
         };
         if token.is_empty() || token.len() > jwt::LARGEST {
             return Err(refuse("token_review: the token is empty or too large"));
@@ -51,7 +53,7 @@ impl TokenReview {
             let account = asked.map_err(|unanswered| unanswered.of(what))?;
             // It may have expired meanwhile.
             let account = account.or_else(|| self.before_it_expired(expired));
-            account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?
+            account.ok_or_else(|| refuse("token_review: the cluster does not accept the token"))?
         };
         let audiences = || self.audiences.clone();
         Ok(ClientIdentity {
@@ -79,7 +81,7 @@ impl TokenReview {
         let given =
             |name: &String| claims::is_sound(name) && !claims::is_others(name, &self.domain);
         if !given(&account.user) || !groups.iter().all(given) {
-            let why = "token_review: a name or group of its holder is one that no token can give";
+            let why = "token_review: one of its names or groups is reserved and must not come from a token";
             return Err(refuse(why));
         }
         let client = ClientIdentity::new(

@@ -83,7 +83,7 @@ pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
     let own = match getifaddrs() {
         Ok(all) => Arc::new(all.filter_map(|each| own_address(&each)).collect()),
         Err(error) => {
-            tracing::warn!(%error, "the addresses of this host cannot be listed: those known before hold on for listeners with direct");
+            tracing::warn!(%error, "the addresses of this host cannot be listed: listeners with direct continue with the previous list");
             known.take().map(|(_, own)| own).unwrap_or_default()
         }
     };
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wide_network_does_not_mean_the_gateways_own_host_nor_metadata() {
+    fn a_wide_network_excludes_the_gateways_host_and_metadata() {
         let all = "0.0.0.0/0,::/0,10.0.0.0/8,127.0.0.0/8,127.0.0.1,169.254.0.0/16,::1,100.64.0.0/10,\
                    fd00::/8,10.0.0.7/32,64:ff9b::/96,64:ff9b::a9fe:a9fe,fd00:ec2::/32";
         let own: [IpAddr; 2] = ["10.0.0.7", "2001:db8::7"].map(|text| text.parse().unwrap());
@@ -130,7 +130,7 @@ mod tests {
             ("::ffff:10.0.0.7", "10.0.0.7/32"),
             ("2001:db8::7", ""),
             ("10.0.0.8", "0.0.0.0/0,10.0.0.0/8"),
-            // No machine's.
+            // Addresses that belong to no machine.
             ("0.0.0.0", ""),
             ("0.1.2.3", ""),
             ("::", ""),
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hosts_own_addresses_are_those_of_its_interfaces_but_for_loopback() {
+    fn host_addresses_are_those_of_interfaces_except_loopback() {
         let own = own_addresses();
         assert!(!own.contains(&IpAddr::from([127, 0, 0, 1])));
         // The address from which this host would send, if it can.

@@ -48,7 +48,7 @@ pub(in crate::proxy) fn unparsed_detail(reason: Reason) -> &'static str {
             "the head of the request is larger than can be parsed: it has more than twice limits.max_header_bytes or limits.max_headers"
         }
         Reason::VersionNotSupported => {
-            "the request line names a version of HTTP other than 1; without HTTP/2's preface HTTP/1.1 is served"
+            "the request line has an HTTP version other than 1; a connection without the HTTP/2 preface must use HTTP/1.1"
         }
         _ => "the head of the request is not HTTP/1.1",
     }

@@ -42,10 +42,10 @@ pub struct ListenerSocket {
 
 impl ListenerSocket {
     /// Returns a socket that leads to these proxies, by worker, and closes when `stop` is cancelled.
-    pub fn new(cores: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
+    pub fn new(workers: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
         Arc::new_cyclic(|entrance| {
             let door = ListenerConfig {
-                cores: cores.clone(),
+                workers: workers.clone(),
                 proxies: proxies.into(),
                 stop: stop.child_token(),
                 entrance: entrance.clone(),
@@ -57,21 +57,23 @@ impl ListenerSocket {
         })
     }
 
-    /// Accepts on every core until it is closed. Returns at once.
+    /// Accepts on every worker until it is closed. Returns at once.
     ///
     /// # Errors
-    /// If the socket cannot be shared with the cores.
+    /// If the socket cannot be shared with the workers.
     pub fn open(self: &Arc<Self>, listener: &BoundSocket) -> std::io::Result<()> {
         let door = self.door.load_full();
-        for core in door.cores.all() {
+        for worker in door.workers.all() {
             let (entrance, listener) = (self.clone(), listener.try_clone()?);
-            let proxy = &door.proxies[core.0];
+            let proxy = &door.proxies[worker.0];
             let span = debug_span!("listener", name = proxy.listener.name);
-            let runtime = door.cores.runtime(core);
+            let runtime = door.workers.runtime(worker);
             proxy.tasks.spawn_on(runtime, span, async move {
                 match listener.attach() {
-                    Ok(listener) => entrance.accept(core, listener).await,
-                    Err(error) => tracing::error!(%error, "a listener cannot listen on this core"),
+                    Ok(listener) => entrance.accept(worker, listener).await,
+                    Err(error) => {
+                        tracing::error!(%error, "a listener cannot listen on this worker");
+                    }
                 }
             });
         }
@@ -101,21 +103,21 @@ impl ListenerSocket {
         self.stop.cancel();
     }
 
-    async fn accept(self: Arc<Self>, core: WorkerId, listener: SocketListener) {
+    async fn accept(self: Arc<Self>, worker: WorkerId, listener: SocketListener) {
         loop {
             let (socket, peer) = tokio::select! {
                 biased;
                 () = self.stop.cancelled() => break,
                 accepted = listener.accept() => accepted,
             };
-            self.door.load().dispatch(core, socket, peer);
+            self.door.load().dispatch(worker, socket, peer);
         }
-        // Whoever is in the kernel's queue would be reset, with the request: it is emptied first.
+        // The kernel would reset connections in its accept queue, with their requests: the queue is emptied first.
         let end = Instant::now() + EMPTYING;
         while Instant::now() < end
             && let Ok((socket, peer)) = timeout(QUEUED, listener.accept()).await
         {
-            self.door.load().dispatch(core, socket, peer);
+            self.door.load().dispatch(worker, socket, peer);
         }
     }
 }
@@ -123,7 +125,7 @@ impl ListenerSocket {
 /// Current configuration of one listener: its proxy on each worker, and the token that ends its connections.
 #[derive(Clone, Debug)]
 pub(super) struct ListenerConfig {
-    cores: Workers,
+    workers: Workers,
     /// By worker.
     pub(super) proxies: Arc<[Proxy]>,
     pub(super) stop: CancellationToken,
@@ -148,9 +150,9 @@ impl ListenerConfig {
         (same && !new.is_retired()).then(|| Self::clone(&now))
     }
 
-    fn dispatch(&self, core: WorkerId, socket: Socket, peer: RemoteAddr) {
-        let proxy = &self.proxies[core.0];
-        // Not even TLS is spoken yet: the metric and a line of the log are all that tells why.
+    fn dispatch(&self, worker: WorkerId, socket: Socket, peer: RemoteAddr) {
+        let proxy = &self.proxies[worker.0];
+        // TLS has not started yet: only the metric and the log show the reason.
         let Some(room) = proxy.shared.limits.connection(peer) else {
             return;
         };
@@ -158,14 +160,14 @@ impl ListenerConfig {
         let span = debug_span!("connection", %peer);
         proxy.tasks.spawn(span, async move {
             let place = room.clone();
-            let welcome = pin!(door.welcome(core, socket, peer, room));
+            let welcome = pin!(door.welcome(worker, socket, peer, room));
             place.run(welcome).await;
         });
     }
 
-    async fn welcome(self, core: WorkerId, mut socket: Socket, peer: RemoteAddr, room: Slot) {
-        let listener = &self.proxies[core.0].listener;
-        let Some((peer, original)) = self.told(core, &mut socket, peer).await else {
+    async fn welcome(self, worker: WorkerId, mut socket: Socket, peer: RemoteAddr, room: Slot) {
+        let listener = &self.proxies[worker.0].listener;
+        let Some((peer, original)) = self.told(worker, &mut socket, peer).await else {
             return;
         };
         let arrival = AcceptedSocket {
@@ -174,10 +176,10 @@ impl ListenerConfig {
             room,
         };
         if listener.tls.is_some() {
-            return https::accept_tls(self, core, socket, arrival).await;
+            return https::accept_tls(self, worker, socket, arrival).await;
         }
-        let home = self.home(core, None, original);
-        self.hand_over((core, home), socket, move |door, socket| async move {
+        let home = self.home(worker, None, original);
+        self.hand_over((worker, home), socket, move |door, socket| async move {
             let Some(door) = door.by_now() else {
                 return;
             };
@@ -207,11 +209,11 @@ impl ListenerConfig {
     /// due, else from the kernel.
     async fn told(
         &self,
-        core: WorkerId,
+        worker: WorkerId,
         socket: &mut Socket,
         peer: RemoteAddr,
     ) -> Option<(RemoteAddr, Option<SocketAddr>)> {
-        let proxy = &self.proxies[core.0];
+        let proxy = &self.proxies[worker.0];
         let listener = &proxy.listener;
         let asked = |original| listener.original_destination.then_some(original).flatten();
         if !listener.is_proxied(peer) {
@@ -224,7 +226,7 @@ impl ListenerConfig {
             Err(error) => {
                 let kind = listener.kind.as_str();
                 proxy.shared.metrics.handshake_failed(kind, "proxy");
-                tracing::debug!(listener = listener.name, %error, "no PROXY header that can be used");
+                tracing::debug!(listener = listener.name, %error, "a connection has no valid PROXY header");
                 None
             }
         }
@@ -245,10 +247,10 @@ impl ListenerConfig {
             fixed: proxy.listener.node.as_ref(),
             ..RouteInput::default()
         };
-        route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.cores.of(&node))
+        route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.workers.of(&node))
     }
 
-    /// Serves the socket on its home core: here if that is here, else it moves.
+    /// Serves the socket on its home worker: here if that is here, else it moves.
     pub(super) fn hand_over<F>(
         self,
         (here, home): (WorkerId, WorkerId),
@@ -262,15 +264,19 @@ impl ListenerConfig {
         if here == home {
             return tasks.spawn(span, serve(self, socket));
         }
-        let runtime = self.cores.runtime(home).clone();
+        let runtime = self.workers.runtime(home).clone();
         let detached = match socket.detach() {
             Ok(detached) => detached,
-            Err(error) => return tracing::warn!(%error, "a connection could not change cores"),
+            Err(error) => {
+                return tracing::warn!(%error, "a connection could not be moved to another worker");
+            }
         };
         tasks.spawn_on(&runtime, span, async move {
             match DetachedSocket::attach(detached) {
                 Ok(socket) => serve(self, socket).await,
-                Err(error) => tracing::warn!(%error, "a connection could not change cores"),
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be moved to another worker");
+                }
             }
         });
     }

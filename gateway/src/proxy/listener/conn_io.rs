@@ -192,7 +192,7 @@ impl ConnState {
             let now = Instant::now();
             let began = self.head.load(Relaxed).checked_sub(1);
             let began = began.map(|began| self.began + Duration::from_millis(began));
-            // A head that begins from now on is not late before the next look: nobody has to tell of it.
+            // A head that begins from now on is not late before the next check, so no notification is needed.
             due = began.unwrap_or(now) + bound;
             if due <= now {
                 return;
@@ -333,7 +333,7 @@ impl Agreed {
             Self::Http2 => blocks.is_other(),
         };
         if breaks {
-            let why = "the client speaks another version of HTTP than ALPN has agreed on";
+            let why = "the client uses another HTTP version than the one negotiated by ALPN";
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
         Ok(())

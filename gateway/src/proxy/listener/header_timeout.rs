@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_open_from_its_first_frame_to_the_end_of_its_last_however_it_is_cut() {
+    fn a_header_list_is_open_until_its_last_frame_for_every_split() {
         let mut bytes = PREFACE.to_vec();
         let mut opened = Vec::new();
         for (kind, flags, length, open) in [
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_http2_is_not_looked_at() {
+    fn non_http2_bytes_are_not_inspected() {
         let mut blocks = HeaderBlockTracker::default();
         for _ in 0..3 {
             let mut text = b"PRINT / HTTP/1.1\r\n".to_vec();

@@ -128,7 +128,7 @@ pub(super) async fn serve(
     let builder = builder(proxy, connection.window);
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
-        // Here and not below: the engine hands streams over in their order.
+        // Done here and not below, because h2 returns streams in their order.
         let exchange = exchange(&connection, request.version());
         async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
     });
@@ -149,11 +149,11 @@ pub(super) async fn serve(
             () = condition.evicted() => return,
             Some(event) = events.next() => match event {
                 Event::Stuck => {
-                    tracing::debug!("a client reads nothing, and lost a stream");
+                    tracing::debug!("a stream was reset because its client did not read");
                     return;
                 }
                 Event::SlowHead => {
-                    tracing::debug!("a client's head was too slow");
+                    tracing::debug!("a client did not send the request head in time");
                     proxy.shared.metrics.limit("slow_head");
                     return;
                 }
@@ -163,7 +163,7 @@ pub(super) async fn serve(
                     events.push(idle.map(|()| Event::StillIdle).boxed());
                 }
                 Event::StillIdle => {
-                    tracing::debug!("an idle client did not take its leave");
+                    tracing::debug!("an idle client did not close its connection");
                     return;
                 }
                 Event::Stop => served.as_mut().graceful_shutdown(),
@@ -288,7 +288,7 @@ async fn answer(
         let busy = connection.idle.busy();
         let response = proxy.handle(connection, request, exchange).await;
         if let Some(eviction) = response.body().eviction() {
-            // Not within a task of the executor's, nobody waits for it.
+            // Outside a task of the executor, no waker is registered.
             let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
         }
         return response.map(|body| body.keeping(busy));
@@ -306,7 +306,7 @@ async fn answer(
         announce_close(&method, &mut response);
     }
     if response.status().canonical_reason().is_none() {
-        // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
+        // hyper writes `<none>` if neither hyper nor the answer has a phrase; a phrase is optional (RFC 9112, section 4).
         let extensions = response.extensions_mut();
         extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
     }
@@ -340,7 +340,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
         .http2()
         .timer(TokioTimer::new())
         .initial_stream_window_size(window)
-        // All streams at once: one whose body is not taken holds up itself only.
+        // The window covers all streams at once: a stream whose body is not read delays only itself.
         .initial_connection_window_size(window * STREAMS)
         .max_concurrent_streams(STREAMS)
         .max_send_buf_size(QUEUED)
@@ -373,7 +373,7 @@ mod tests {
         // A listener has another configuration.
         stop.cancel();
         ends(LAST_REQUEST).await;
-        // Requests are counted where HTTP/2 is spoken.
+        // Requests are counted for HTTP/2 connections.
         drop(idle.busy());
         ends(Duration::ZERO).await;
     }

@@ -42,14 +42,14 @@ const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
 /// Time between two log lines of refusals at one listener.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
-/// Reads the ClientHello, moves the socket to the core that it names, and serves it there.
+/// Reads the ClientHello, moves the socket to the worker that it names, and serves it there.
 pub(super) async fn accept_tls(
     door: ListenerConfig,
-    core: WorkerId,
+    worker: WorkerId,
     socket: Socket,
     arrival: AcceptedSocket,
 ) {
-    let proxy = &door.proxies[core.0];
+    let proxy = &door.proxies[worker.0];
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
     let first = timeout_at(deadline, first_byte(&socket)).await;
     if proxy.listener.kind != ListenerProtocol::Tcp
@@ -76,13 +76,13 @@ pub(super) async fn accept_tls(
             proxy,
             &arrival,
             (Some(name), "UnrecognisedName"),
-            "no certificate is made for the server name that a client asks for: no node has this name",
+            "no certificate is issued for the server name that a client requested: no node has this name",
         );
         return refuse_name(start.io).await;
     }
-    let home = door.home(core, server_name, arrival.original);
+    let home = door.home(worker, server_name, arrival.original);
     let accepted = start.accepted;
-    door.hand_over((core, home), start.io, move |door, socket| async move {
+    door.hand_over((worker, home), start.io, move |door, socket| async move {
         let proxy = door.proxies[home.0].clone();
         let place = arrival.room.clone();
         let serving = pin!(async {
@@ -159,7 +159,7 @@ async fn finish_handshake(
                     proxy,
                     arrival,
                     (server_name.as_deref(), alert.as_str().unwrap_or("unknown")),
-                    "a client refuses the certificate of this listener: it trusts another CA, calls by a name that the certificate does not bear, or its clock is wrong",
+                    "a client refuses the certificate of this listener: the client trusts another CA, uses a name that is not in the certificate, or has a wrong clock",
                 );
             }
             failed(proxy, "handshake", &error);
@@ -179,14 +179,14 @@ async fn serve_connection(
     door: ListenerConfig,
     home: WorkerId,
 ) {
-    // The listener may have become another during the handshake: then whoever comes is judged by that one.
+    // The listener may have been replaced during the handshake: the new listener then checks the client.
     let Some(door) = door.by_now() else {
         return;
     };
     let proxy = &door.proxies[home.0];
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
-    // Whoever speaks HTTP is told why in words; the record of what is refused then says it too.
+    // An HTTP client receives the reason as text; the access log then contains the reason too.
     let client = client(proxy, session).inspect_err(|refused| {
         failed(proxy, "certificate", refused);
     });
@@ -222,7 +222,7 @@ fn client(
             organizations,
             mut uris,
         } => {
-            // Names of ours are given by our own root, and uids by the kernel.
+            // Causeway's own root issues Causeway names, and the kernel reports uids.
             uris.retain(|uri| !trust.is_own_uri(uri));
             let name = uris.first().cloned().or(common_name);
             let name = name.filter(|name| !name.starts_with(UID));

@@ -23,7 +23,7 @@ const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 /// If there is no header, or none that can be trusted.
 pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<ProxiedAddress>> {
     let mut header = vec![0; FIXED];
-    // Whoever sends something else, and less than that, is told apart before its end.
+    // A client that sends other bytes, and fewer, is detected before the header is complete.
     socket.read_exact(&mut header[..SIGNATURE.len()]).await?;
     if !header.starts_with(SIGNATURE) {
         return Err(no("it does not begin with a PROXY v2 header"));
@@ -52,7 +52,7 @@ fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
     let (header, _) = parsed.map_err(|_| no("the PROXY header is malformed"))?;
     match header.proxied_address() {
         Some(proxied) if proxied.protocol != Protocol::Stream => {
-            Err(no("the PROXY header is not of TCP"))
+            Err(no("the PROXY header is not for TCP"))
         }
         proxied => Ok(proxied.cloned()),
     }
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_header_says_from_where_to_where_and_nothing_behind_it_is_read() {
+    async fn a_header_gives_source_and_destination_and_reads_no_further() {
         let extra = [V4, &[0x04, 0, 2, 7, 7]].concat();
         for addresses in [V4, &extra] {
             let sent = [&header(0x21, 0x11, addresses), &b"hello"[..]].concat();
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_such_header_is_refused() {
+    async fn malformed_headers_are_refused() {
         let whole = header(0x21, 0x11, V4);
         let mut refused = vec![
             b"PROXY TCP4 10.0.0.1 10.0.0.2 4000 10250\r\n".to_vec(),

@@ -162,7 +162,7 @@ impl RequestLine {
         if end.is_some() {
             self.at = ParseState::Version(0);
         } else if self.length > MAX_URI_BYTES + self.most + MAX_DISCARDED_BYTES {
-            // It takes no head of this size, and answers.
+            // hyper refuses a head of this size and answers itself.
             self.at = ParseState::Behind;
             self.refused = Some(Reason::UriTooLong);
         }
@@ -173,7 +173,7 @@ impl RequestLine {
         if self.refused.is_some() {
             return;
         }
-        // Policy decides by the path, which is the engine's.
+        // The policy checks the path that hyper has parsed.
         let reason = if !self.has_query || self.rest.len() + bytes.len() > self.most {
             Reason::UriTooLong
         } else if self.has_fragment || !bytes.iter().all(|byte| is_query_byte(*byte)) {
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_is_read_however_it_is_cut() {
+    fn the_line_is_parsed_for_every_split() {
         let query = "0123456789".repeat(7_000);
         let target = format!("/a?{query}");
         let (first, rest) = target.split_at(MAX_URI_BYTES);
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_long_target_passes_as_it_is() {
+    fn short_targets_and_other_bytes_pass_unchanged() {
         let long = "x".repeat(200_000);
         for bytes in [
             "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_owned(),

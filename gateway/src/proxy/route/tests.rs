@@ -165,7 +165,7 @@ fn a_pod_of_another_node_is_no_target_for_the_snis_node() {
 }
 
 #[test]
-fn nobody_is_unknown_and_nothing_is_malformed() {
+fn an_unknown_name_is_unknown_and_an_empty_one_is_malformed() {
     let unknown = RouteInput {
         authority: Some("edge-9:80"),
         ..RouteInput::default()

@@ -86,7 +86,7 @@ impl Body for UpstreamRequestBody {
             return Poll::Ready(None);
         };
         if let Some((go, bound)) = &mut uploading.go {
-            // Whoever does not say it any more has answered.
+            // If the sender was dropped, the app has answered already.
             if Pin::new(go).poll(cx).is_pending() {
                 ready!(bound.as_mut().poll(cx));
             }
@@ -106,7 +106,7 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for ActiveUpload {
     fn drop(&mut self) {
-        // The engine does not ask once more behind the last part.
+        // hyper does not poll again after the last part.
         self.life.waiting.some(0);
         self.upload.goes_on(None);
     }
@@ -269,7 +269,7 @@ impl BodySource {
                 let came = ready!(Pin::new(incoming).poll_frame(cx));
                 came.map(|came| {
                     came.map_err(|error| {
-                        let why = error::of_answer(route, &error, "in mid answer");
+                        let why = error::of_answer(route, &error, "during the answer");
                         (why, StreamError::cancelled())
                     })
                 })
@@ -280,8 +280,8 @@ impl BodySource {
                 let came = ready!(Pin::new(receive).poll_frame(cx));
                 came.map(|came| {
                     came.map_err(|error| {
-                        let why = error::of_stream(route, leaving, (&error, "in mid answer"));
-                        // A code goes on; what was lost is not the client's connection.
+                        let why = error::of_stream(route, leaving, (&error, "during the answer"));
+                        // A reset code is forwarded; the lost connection is not the client's.
                         let reset = error.is_reset();
                         (
                             why,
@@ -314,7 +314,7 @@ impl BodySource {
 
 impl Drop for UpstreamResponseBody {
     fn drop(&mut self) {
-        // Before the source goes: the engine must know by then that it was given up.
+        // Before the source is dropped: hyper must know by then that the body was aborted.
         if self.is_brought() {
             self.source.settle();
         } else if let BodySource::Line { asking, .. } = &self.source

@@ -52,14 +52,14 @@ impl UpstreamConnection {
         let deadline = Instant::now() + shared.timeouts.connect;
         let (send, receive) = relay::open(way).await?;
         let name = tls::name(&way.route.node)
-            .ok_or_else(|| error::broken(way.route, "cannot be asked for by this node's name"))?;
+            .ok_or_else(|| error::broken(way.route, "cannot be requested by this node's name"))?;
         let connector = app.connector(offer);
         let eviction = receive.eviction();
         let connecting = connector.connect(name, StreamIo::new(send, receive));
         let tls = match timeout_at(deadline, connecting).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(error)) => return Err(error::of_tls(way.route, &error)),
-            Err(_) => return Err(error::slow(way.route, "did not finish TLS in time")),
+            Err(_) => return Err(error::slow(way.route, "did not complete TLS in time")),
         };
         let life = Arc::new(ConnState {
             key: pin::believed(way, app, (&tls, deadline)).await?,
@@ -90,14 +90,14 @@ impl IoObserver for ResetOnDrop {
         cx: &mut Context<'_>,
     ) -> Poll<io::Result<()>> {
         if self.0.end.is_cancelled() {
-            // The engine may come here before its task hears of it.
+            // hyper may reach this point before its task is notified.
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         ready!(Pin::new(&mut *io).poll_shutdown(cx))?;
         loop {
             let mut room = [0; 1024];
             let mut last = ReadBuf::new(&mut room);
-            // How it ends is all the same.
+            // The result of the read does not matter.
             let read = ready!(Pin::new(&mut *io).poll_read(cx, &mut last));
             if read.is_err() || last.filled().is_empty() {
                 return Poll::Ready(Ok(()));

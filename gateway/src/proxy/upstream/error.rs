@@ -32,7 +32,7 @@ pub(super) fn sentence(route: &Route, what: &str) -> String {
 /// TLS was not begun.
 pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
-        return of_below(route, stream, "in mid TLS handshake");
+        return of_below(route, stream, "during the TLS handshake");
     }
     match find::<rustls::Error>(error) {
         Some(error) => match KeyMismatch::of(error) {
@@ -40,7 +40,7 @@ pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
             None => broken(route, &of_peer(error)),
         },
         None if error.kind() == UnexpectedEof => {
-            broken(route, "closed the connection in mid TLS handshake")
+            broken(route, "closed the connection during the TLS handshake")
         }
         None => broken(route, &format!("failed TLS: {error}")),
     }
@@ -51,7 +51,9 @@ fn of_peer(error: &rustls::Error) -> String {
     match error {
         rustls::Error::InvalidCertificate(why) => of_certificate(why),
         rustls::Error::AlertReceived(alert) => {
-            format!("refused TLS, or the client certificate that apps shows it: {alert:?}")
+            format!(
+                "refused the TLS handshake or the client certificate from the section apps: {alert:?}"
+            )
         }
         rustls::Error::InvalidMessage(_) => "does not speak TLS".to_owned(),
         other => format!("failed TLS: {other}"),
@@ -60,7 +62,7 @@ fn of_peer(error: &rustls::Error) -> String {
 
 fn of_certificate(why: &CertificateError) -> String {
     match why {
-        // The latter where another CA has the same name: a cluster that was made anew.
+        // `BadSignature` occurs if another CA has the same name, as after a cluster was created again.
         CertificateError::UnknownIssuer | CertificateError::BadSignature => {
             "shows a certificate that none of the CAs of upstream_tls has signed".to_owned()
         }
@@ -77,14 +79,14 @@ fn of_certificate(why: &CertificateError) -> String {
                     .join(", "),
             };
             format!(
-                "shows a certificate of {names}, and neither of {} nor of a confirmed address of it",
+                "shows a certificate for {names}, but neither for {} nor for a confirmed address of this node",
                 expected.to_str()
             )
         }
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             format!("shows a certificate that has expired: {why}")
         }
-        why => format!("shows a certificate that is not believed: {why}"),
+        why => format!("shows a certificate that is not trusted: {why}"),
     }
 }
 
@@ -96,11 +98,11 @@ fn plain(name: &str) -> &str {
 
 /// There was no answer, or no more of it.
 pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
-    // The stream may have been given up because of what the client sent.
+    // The stream may have failed because of the client's own data.
     if let Some(known) = way.record.failure() {
         return known;
     }
-    of_answer(way.route, error, "before it had answered")
+    of_answer(way.route, error, "before it sent a response")
 }
 
 /// Returns the error of an answer that did not come to its end; `when` says at which point.

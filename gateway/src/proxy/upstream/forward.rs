@@ -96,7 +96,7 @@ pub(super) async fn choose(
         && let Some(line) = kept.of(&key).checkout(&key, |line| line.is_alive())
     {
         let believed = pin::holds(app, way.route, line.life.key);
-        // Dropped, it is reset: its app is to be met anew.
+        // Dropping it resets it: the next request opens a new connection to the app.
         let asking = line.asking();
         if believed {
             return Ok(ConnectionChoice::Line(asking, true));
@@ -160,7 +160,7 @@ pub(super) async fn by_line(
     let line = Box::pin(Http1Connection::open(way, app, None)).await?;
     let mut request = request.map(|body| body.moved(&line.life));
     let mut asking = line.asking();
-    // A body that waits for a 100 waits for it no longer than its bound.
+    // A body waits at most its own time limit for a 100.
     listen(way, &mut request, &asking, None);
     match asking.ask(request).await {
         Ok(answer) => answered(way, asking, answer),
@@ -180,7 +180,7 @@ pub(super) fn listen(
     let (connection, exchange) = (way.connection.clone(), way.exchange);
     let go = Mutex::new(go);
     hyper::ext::on_informational(request, move |answer| {
-        // What is given up has its answer already.
+        // A cancelled exchange has its answer already.
         if !end.is_cancelled() {
             forward::pass_interim(&connection, exchange, answer.status(), answer.headers());
         }
@@ -202,7 +202,7 @@ fn answered(
     answer: Response<Incoming>,
 ) -> Result<Response<ResponseBody>, Error> {
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
-        let what = "switched protocols, which nobody had asked for";
+        let what = "switched protocols without a request to do so";
         return Err(error::broken(way.route, what));
     }
     respond_by(way, asking, answer)
@@ -244,7 +244,7 @@ pub(super) fn check(
     let framed = headers::reframe_answer(parts.status, &mut parts.headers);
     framed.map_err(|what| error::broken(way.route, what))?;
     if headers::size(&parts.headers) > wire::MAX_HEAD {
-        let what = "answered with a head that is too large";
+        let what = "sent an answer whose head is too large";
         return Err(error::broken(way.route, what));
     }
     Ok(())
@@ -254,7 +254,7 @@ pub(super) fn check(
 pub(super) fn unanswered(way: StreamContext<'_>, asking: &InUse, error: &hyper::Error) -> Error {
     if asking.is_stalled() {
         let patience = humantime::format_duration(way.proxy.shared.timeouts.upload);
-        let what = format!("has taken nothing of the request's body for {patience}");
+        let what = format!("has read nothing from the request body for {patience}");
         return error::slow(way.route, &what);
     }
     error::of_http(way, error)

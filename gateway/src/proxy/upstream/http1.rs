@@ -171,7 +171,7 @@ impl InUse {
     pub(super) fn settle(&mut self) {
         if let Some(line) = self.0.take() {
             let back = line.back.clone();
-            // A line whose task is over needs no rest.
+            // A connection whose task has ended needs no idle handling.
             let _ = back.try_send(line);
         }
     }
@@ -230,7 +230,7 @@ async fn drive(driven: DriverConfig, kept: Weak<ConnectionPool>) {
         () = rests => {}
         () = stalls(&life, patience) => {
             life.stalled.store(true, Relaxed);
-            tracing::debug!("an app takes nothing of a request's body");
+            tracing::debug!("an app does not read a request body");
         }
     }
     if let Some(kept) = kept.upgrade() {
@@ -256,7 +256,7 @@ async fn rest(
             Some(line) => line,
             None => match returned.recv().await {
                 Some(line) => line,
-                // Nobody has it any more: it ends by itself, or is what was switched to.
+                // The connection has no more users: it ends by itself, or it is an upgraded connection.
                 None => return std::future::pending().await,
             },
         };
@@ -278,11 +278,11 @@ async fn rest(
             }
             let gone = kept.upgrade().is_none_or(|kept| kept.remove(key, shared));
             if !gone {
-                // Somebody asks on it again.
+                // The connection carries a new request.
                 continue;
             }
         }
-        // Without its sender it ends in order.
+        // Without its sender, the connection ends normally.
         return sleep(SHUTDOWN_TIMEOUT).await;
     }
 }
@@ -297,7 +297,7 @@ async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connec
     {
         return Some(line);
     }
-    // It is over, and ends in order if the tunnel takes that.
+    // The connection has ended; TLS closes normally if the tunnel accepts the data in time.
     sleep(SHUTDOWN_TIMEOUT).await;
     None
 }

@@ -46,7 +46,7 @@ pub(super) struct Http2Connection {
 
 impl http2_pool::MultiplexedConnection for Http2Connection {
     fn has_place(&self, taken: usize, allowed: usize) -> bool {
-        // A request's body may go on behind its answer.
+        // The body of a request may continue after its answer.
         taken.max(self.tunnel.load().streams()) < allowed
     }
 }
@@ -56,7 +56,7 @@ impl Http2Connection {
     fn is_alive(&self, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
         let holds = pin::holds(app, way.route, self.key);
         if !holds {
-            // Its app is to be met anew.
+            // The next request must open a new connection to the app.
             self.tunnel.close();
         }
         holds && !self.tunnel.leaving().is_cancelled()
@@ -119,12 +119,12 @@ pub(super) async fn begin(
     };
     let task = drive(driver.run(), watched, Arc::downgrade(kept));
     kept.spawn(debug_span!("app"), task);
-    // An app's SETTINGS are the first that it says (RFC 9113 §3.4).
+    // SETTINGS are the first frame that an app sends (RFC 9113 §3.4).
     let takes = allowed.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
     let settled = timeout_at(deadline, takes).await;
     if !matches!(settled, Ok(Ok(_))) {
         tunnel.close();
-        let what = "chose HTTP/2, and did not begin it in time, or takes no request";
+        let what = "negotiated HTTP/2, but did not start it in time or accepts no request";
         return Err(error::broken(way.route, what));
     }
     drop(settled);
@@ -178,7 +178,7 @@ async fn drive<E: std::fmt::Display>(
         }
         () = unwanted => forget(),
     }
-    // What is open goes on; what then does not end is reset.
+    // Open streams continue; streams that do not end in time are reset.
     while timeout(SHUTDOWN_TIMEOUT, &mut run).await.is_err() && load.streams() > 0 {}
 }
 

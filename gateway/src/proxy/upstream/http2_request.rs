@@ -62,10 +62,14 @@ pub(super) async fn run(
 }
 
 fn unanswered(way: StreamContext<'_>, broke: &RequestError) -> Error {
-    // The stream may have been given up because of what the client sent.
+    // The stream may have failed because of the client's own data.
     way.record.failure().unwrap_or_else(|| {
         let leaving = way.tunnel.leaving();
-        error::of_stream(way.route, leaving, (&broke.error, "before it had answered"))
+        error::of_stream(
+            way.route,
+            leaving,
+            (&broke.error, "before it sent a response"),
+        )
     })
 }
 
@@ -84,7 +88,7 @@ async fn ask(
     let opened = tunnel.ask(head, end).await;
     let opened = opened.map_err(|error| {
         if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
-            // It takes none any more; what is open on it goes on.
+            // The connection accepts no new streams; open streams continue.
             tunnel.drain();
         }
         let taken = false;

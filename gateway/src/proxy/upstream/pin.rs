@@ -26,7 +26,7 @@ use tokio_rustls::client::TlsStream;
 
 /// Error of an upstream whose key is not the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its key is {met}, and not {}", known.key)]
+#[error("its key is {met} instead of {}", known.key)]
 pub(super) struct KeyMismatch {
     known: Pin,
     met: Fingerprint,
@@ -40,7 +40,7 @@ impl KeyMismatch {
         let since = UNIX_EPOCH + std::time::Duration::from_secs(known.since);
         let since = humantime::format_rfc3339_seconds(since);
         let what = format!(
-            "has another key than it had: SHA-256 {met}, and since {since} it is known by {}; if it was made anew, `causeway node unpin {node} {port}` at the gateway forgets that",
+            "has a new key: SHA-256 {met}, but key {} has been pinned since {since}; if the key was replaced on purpose, run `causeway node unpin {node} {port}` at the gateway",
             known.key
         );
         Reason::TargetKeyChanged.error(error::sentence(route, &what))
@@ -72,7 +72,8 @@ pub(super) async fn believed(
     };
     let chain = tls.get_ref().1.peer_certificates();
     let met = chain.and_then(|chain| Fingerprint::of_key(chain.first()?));
-    let met = met.ok_or_else(|| error::broken(way.route, "shows no key in its certificate"))?;
+    let met =
+        met.ok_or_else(|| error::broken(way.route, "shows a certificate without a valid key"))?;
     let place = (&way.route.node, way.route.target.port);
     let known = if let Some(known) = pins.get(place.0, place.1) {
         known
@@ -80,8 +81,8 @@ pub(super) async fn believed(
         let bound = deadline.saturating_duration_since(Instant::now());
         let noted = pins.first(place, met, bound).await;
         noted.map_err(|why| {
-            let what = "is met for the first time, and its key cannot be noted";
-            Reason::Undecided.with_source(error::sentence(way.route, what), why)
+            let what = "connects for the first time, but its key cannot be recorded";
+            Reason::DependencyUnavailable.with_source(error::sentence(way.route, what), why)
         })?
     };
     if known.key == met {

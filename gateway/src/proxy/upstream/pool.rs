@@ -24,7 +24,7 @@ use tracing::Span;
 /// Key of interchangeable connections.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionPoolKey {
-    core: WorkerId,
+    worker: WorkerId,
     tunnel: TunnelId,
     port: u16,
     app: Arc<UpstreamTls>,
@@ -33,7 +33,7 @@ pub(super) struct ConnectionPoolKey {
 impl ConnectionPoolKey {
     pub(super) fn of(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> Self {
         Self {
-            core: way.proxy.core,
+            worker: way.proxy.worker,
             tunnel: way.id,
             port: way.route.target.port,
             app: app.clone(),
@@ -68,9 +68,9 @@ pub(crate) struct ConnectionPool {
 
 impl ConnectionPool {
     /// Returns an empty pool for this many workers; an idle connection stays for `bound` at most.
-    pub(crate) fn new(cores: usize, bound: Duration) -> Self {
+    pub(crate) fn new(workers: usize, bound: Duration) -> Self {
         Self {
-            pools: (0..cores.max(1)).map(|_| Pool::default()).collect(),
+            pools: (0..workers.max(1)).map(|_| Pool::default()).collect(),
             bound,
             tasks: TaskGroup::default(),
         }
@@ -107,7 +107,7 @@ impl ConnectionPool {
 
     /// Returns the connections of the key's worker.
     pub(super) fn of(&self, key: &ConnectionPoolKey) -> &WorkerPool {
-        &self.pools[key.core.0 % self.pools.len()]
+        &self.pools[key.worker.0 % self.pools.len()]
     }
 }
 

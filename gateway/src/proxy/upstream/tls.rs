@@ -104,7 +104,7 @@ impl UpstreamTls {
         Ok(Self {
             pins: is_pinned.then(|| pins.clone()),
             material,
-            // Kubelets agree on nothing, or on either version of HTTP.
+            // Kubelets negotiate no ALPN protocol, or either HTTP version.
             configs: AlpnConfigs::new(config),
             retired: CancellationToken::new(),
         })

@@ -60,7 +60,7 @@ pub(in crate::proxy) async fn run(
     app.alone(head.headers_mut());
     let has_body = !body.is_end_stream();
     head::to_upgrade(&mut head, &way.route.target, (token, has_body))
-        .ok_or_else(|| error::broken(way.route, "cannot be asked for this protocol"))?;
+        .ok_or_else(|| error::broken(way.route, "cannot be requested to use this protocol"))?;
     let rest = head.extensions_mut().remove::<TargetOverflow>();
     let opened = Http1Connection::open(way, app, rest).await?;
     let life = opened.life.clone();
@@ -84,7 +84,7 @@ pub(in crate::proxy) async fn run(
         return respond_by(way, asking, answer);
     }
     let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
-        let what = "switched protocols without saying to which";
+        let what = "switched protocols without naming the new protocol";
         return Err(error::broken(way.route, what));
     };
     let far = hyper::upgrade::on(&mut answer);
@@ -110,11 +110,11 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
     // The answer is over at once.
     let busy = connection.idle.busy();
     let work = async move {
-        // The app's half is first: it is there at once, and a client that has left resets it.
+        // The app's half comes first: it is available at once, and a client that has disconnected resets it.
         let far = match far.await {
             Ok(far) => released(far),
             Err(error) => {
-                return record.failed(&error::of_answer(&route, &error, "behind its 101"));
+                return record.failed(&error::of_answer(&route, &error, "after its 101 answer"));
             }
         };
         let Some(far) = far else {
@@ -123,7 +123,9 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
         };
         let near = match near.await {
             Ok(near) => near,
-            Err(error) => return tracing::debug!(%error, "a client left before its session began"),
+            Err(error) => {
+                return tracing::debug!(%error, "a client disconnected before its session began");
+            }
         };
         let session = UpgradedClient::new(near, connection, (None, BufferedBody::default()), busy);
         let mut far = CountedIo::new(far, record.passed.clone());
@@ -138,10 +140,10 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
                 if let Some(stream) = find::<StreamError>(&error) {
                     record.failed(&Error::of_stream(route.node.as_str(), stream));
                 } else if far.is_broken() {
-                    let what = format!("broke the session off: {error}");
+                    let what = format!("aborted the session: {error}");
                     record.failed(&error::broken(&route, &what));
                 } else {
-                    record.abandoned(&format!("the client broke its session off: {error}"));
+                    record.abandoned(&format!("the client aborted its session: {error}"));
                 }
             }
         }

@@ -193,9 +193,9 @@ impl ListenerSource {
             || client_auth.token_review.is_some()
             || listener.anonymous;
         let lacks = if self.leaf.is_none() {
-            "certificate: there is no CA to make one"
+            "certificate: there is no CA that can issue one"
         } else if self.client_roots.is_empty() && !others {
-            "client_auth: there is no CA that makes certificates for them; name client_ca, tokens, jwt or token_review"
+            "client_auth: there is no CA that issues client certificates; set client_ca, tokens, jwt or token_review"
         } else {
             return Ok(());
         };
@@ -246,7 +246,7 @@ impl ListenerSource {
         let asks = review.is_some() || !listener.subject_access_review.is_empty();
         if asks && shared.reviews.is_none() {
             return Err(BindError::Name(format!(
-                "listener {:?} asks a cluster's API about clients, and this gateway was started without one (kubernetes)",
+                "listener {:?} needs the API of a cluster to review clients, but this gateway was started without one (kubernetes)",
                 listener.name
             )));
         }
@@ -265,7 +265,7 @@ impl ListenerSource {
         if !self.listener.has_tls() {
             return Ok(None);
         }
-        // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
+        // Clients with a token and anonymous clients show no certificate: the gateway then refuses them with a message.
         let trust = ListenerClientTrust {
             own: self.listener.client_auth.own_ca && ca.is_believed(),
             client_roots: self.client_roots.clone(),
@@ -281,7 +281,7 @@ impl ListenerSource {
             let leaves = self.leaves(live, nodes)?;
             (leaves.clone(), Some(leaves))
         };
-        // A TCP listener speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
+        // A TCP listener forwards the app's protocol and offers no ALPN; kube-apiserver offers no ALPN for CONNECT.
         let alpn: &[&[u8]] = match self.listener.protocol {
             ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             ListenerProtocol::Connect | ListenerProtocol::Http => {
@@ -323,7 +323,7 @@ fn client_roots(listener: &config::Listener) -> Result<Vec<CertificateDer<'stati
             client_roots.push(root.map_err(|error| fault(error.to_string()))?);
         }
         if client_roots.len() == before {
-            return Err(fault("there is no certificate in it".to_owned()));
+            return Err(fault("it contains no certificate".to_owned()));
         }
     }
     Ok(client_roots)

@@ -20,7 +20,7 @@ pub(super) fn admission(
     config: &Config,
     base: &DataDirState,
     shared: &ProxyState,
-    (cores, identity): (&Workers, &TunnelIdentity),
+    (workers, identity): (&Workers, &TunnelIdentity),
     (advertised, listed): &(AdvertisedGateways, AnnouncedPortsCell),
 ) -> Result<TunnelListener, BindError> {
     let settings = config.tunnel.clone();
@@ -44,7 +44,7 @@ pub(super) fn admission(
     };
     Ok(TunnelListener {
         instance: format!("{:032x}", rand::random::<u128>()).into(),
-        cores: cores.clone(),
+        workers: workers.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),
         cluster: config.kubernetes.is_some().then(|| base.nodes.changes()),

@@ -59,7 +59,7 @@ fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindE
         }
     };
     let leaf = match (&app.certificate, &app.key) {
-        // It is asked for, and taken up when it is there.
+        // The certificate is requested, and used as soon as it is issued.
         (Some(certificate), _) if app.signer.is_some() && !certificate.exists() => None,
         (Some(certificate), Some(key)) => {
             let leaf = LeafCertificate::load_for(
@@ -79,7 +79,7 @@ fn roots(port: u16, path: &Path) -> Result<Vec<CertificateDer<'static>>, BindErr
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
     let found = found.map_err(|error| file(port, path.to_owned(), error.to_string()))?;
     if found.is_empty() {
-        let why = "there is no certificate in it".to_owned();
+        let why = "it contains no certificate".to_owned();
         return Err(file(port, path.to_owned(), why));
     }
     Ok(found)

@@ -54,13 +54,14 @@ impl KeySet {
     /// If it is none, or has no key that could prove anything.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let written: RawJwk = serde_json::from_slice(text)
-            .map_err(|error| format!("this is no set of keys (JWKS): {error}"))?;
+            .map_err(|error| format!("this is not a JSON Web Key Set (JWKS): {error}"))?;
         if written.keys.len() > MOST {
-            return Err(format!("there are more than {MOST} keys in it"));
+            return Err(format!("it contains more than {MOST} keys"));
         }
         let keys: Vec<Key> = written.keys.into_iter().filter_map(key).collect();
         if keys.is_empty() {
-            let nothing = "there is no key in it by which signatures can be proven (RSA, P-256, P-384 or Ed25519)";
+            let nothing =
+                "it contains no key that can verify signatures (RSA, P-256, P-384 or Ed25519)";
             return Err(nothing.to_owned());
         }
         Ok(Self(keys))
@@ -130,7 +131,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_key_is_found_by_its_id_and_for_what_it_signs_alone() {
+    fn a_key_is_found_by_its_id_and_algorithm() {
         let set = json!({ "keys": [
             { "kty": "OKP", "crv": "Ed25519", "x": X, "kid": "a" },
             { "kty": "RSA", "n": "AQAB", "e": "AQAB", "kid": "a" },
@@ -157,7 +158,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_proves_nothing_is_no_key() {
+    fn unusable_keys_are_skipped() {
         for other in [
             json!({ "kty": "oct", "k": "c2VjcmV0", "kid": "a", "alg": "HS256" }),
             json!({ "kty": "OKP", "crv": "Ed25519", "x": X, "use": "enc" }),
@@ -168,7 +169,7 @@ pub(super) mod tests {
         ] {
             let text = json!({ "keys": [other] }).to_string();
             let refused = KeySet::parse(text.as_bytes()).unwrap_err();
-            assert!(refused.contains("no key in it"), "{text}: {refused}");
+            assert!(refused.contains("contains no key"), "{text}: {refused}");
         }
         for text in ["", "[]", "{}", r#"{ "keys": 1 }"#, "<html>"] {
             assert!(KeySet::parse(text.as_bytes()).is_err(), "{text}");

@@ -349,7 +349,7 @@ pub(super) fn range(first: u16, last: u16) -> Vec<(u32, u128)> {
     let (mut next, end) = (u32::from(first), u32::from(last) + 1);
     let mut prefixes = Vec::new();
     while next < end {
-        // As large as its beginning is aligned to, and as there is room for.
+        // As large as the alignment of its start and the remaining range allow.
         let aligned = next.trailing_zeros().min(16);
         let room = (end - next).ilog2();
         let bits = aligned.min(room);
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn stars_stand_for_any_characters_wherever_they_are() {
+    fn stars_match_any_characters_at_any_position() {
         let patterns = ["edge-1", "edge-*", "*-1", "*", "e*1", "e*g*1", "**", "é*"];
         let named = patterns.iter().enumerate();
         let named = named
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_names_what_is_below_it_by_whole_segments() {
+    fn a_path_matches_its_descendants_by_whole_segments() {
         let paths = ["/", "/logs", "/logs/a"];
         let named = paths.iter().enumerate();
         let named = named

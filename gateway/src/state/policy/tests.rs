@@ -109,7 +109,7 @@ fn asked(change: impl FnOnce(&mut PolicyCase)) -> PolicyCase {
 }
 
 #[test]
-fn nothing_is_allowed_that_no_rule_allows() {
+fn requests_without_a_matching_rule_are_denied() {
     let decision = Policy::default().decide(&PolicyCase::new().question());
     assert_eq!(
         decision,
@@ -156,7 +156,7 @@ fn the_first_rule_that_matches_decides_and_is_named() {
 }
 
 #[test]
-fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
+fn a_rule_matches_any_name_group_or_uri_and_any_network() {
     let networks = |text: &str| Specified::from(SourceNetworks(vec![text.parse().unwrap()]));
     let some = Subjects {
         users: texts(["bob"]),
@@ -193,7 +193,7 @@ fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
 }
 
 #[test]
-fn nobody_is_no_user_and_says_no_groups_of_his_own() {
+fn an_anonymous_client_has_no_user_and_no_groups_of_its_own() {
     let users = |name: &str| {
         compiled([who(Subjects {
             users: Specified::from(vec![name.to_owned()]),
@@ -255,7 +255,7 @@ fn a_node_is_named_by_all_that_is_given() {
 }
 
 #[test]
-fn what_a_session_may_carry_is_denied_where_any_of_it_is() {
+fn a_session_is_denied_if_any_possible_request_is_denied() {
     let paths = RequestMatch {
         paths: texts(["/exec"]),
         ..RequestMatch::default()
@@ -296,7 +296,7 @@ fn what_a_session_may_carry_is_denied_where_any_of_it_is() {
 }
 
 #[test]
-fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_that_is_allowed() {
+fn ambiguous_paths_and_methods_match_deny_rules_only() {
     let paths = |path| RequestMatch {
         paths: texts([path]),
         ..RequestMatch::default()
@@ -332,7 +332,7 @@ fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_t
 }
 
 #[test]
-fn what_is_denied_is_denied_in_small_and_capital_letters() {
+fn deny_rules_ignore_case() {
     let path = |then, path| {
         let paths = texts([path]);
         what(
@@ -361,7 +361,7 @@ fn what_is_denied_is_denied_in_small_and_capital_letters() {
 }
 
 #[test]
-fn what_would_narrow_nothing_is_not_compiled() {
+fn rules_with_an_empty_condition_do_not_compile() {
     let empty = Rule {
         who: Subjects::default().into(),
         ..rule(Effect::Allow)
@@ -515,7 +515,7 @@ fn matches(rule: &Rule, asked: &PolicyCase) -> bool {
 }
 
 #[test]
-fn what_is_at_no_node_is_named_by_its_address_and_by_no_key_of_nodes() {
+fn a_direct_target_is_matched_by_address_and_by_no_node_key() {
     let place = |place: NodeSelector, then| Rule {
         r#where: place.into(),
         ..rule(then)
@@ -567,7 +567,7 @@ fn what_is_at_no_node_is_named_by_its_address_and_by_no_key_of_nodes() {
 }
 
 #[test]
-fn what_is_compiled_decides_as_the_rules_read() {
+fn compiled_rules_decide_like_the_written_rules() {
     let mut random = StdRng::seed_from_u64(7);
     let mut decided = [0; 3];
     for round in 0..300 {

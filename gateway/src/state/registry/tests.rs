@@ -134,7 +134,7 @@ async fn a_superseded_instance_is_refused_while_its_successor_lives() {
 }
 
 #[tokio::test]
-async fn a_second_tunnel_of_the_successor_does_not_let_the_superseded_one_in() {
+async fn a_second_successor_tunnel_keeps_the_superseded_one_out() {
     let world = World::new();
     world.register("old", 0).await.unwrap();
     world.register("new", 0).await.unwrap();
@@ -157,7 +157,7 @@ async fn one_process_has_so_many_tunnels_and_no_more() {
 }
 
 #[tokio::test]
-async fn processes_that_replace_each_other_for_ever_leave_nothing_that_grows() {
+async fn endless_replacement_of_processes_does_not_grow_the_registry() {
     let world = World::new();
     for number in 0..3 * REMEMBERED {
         world.register(&number.to_string(), 0).await.unwrap();
@@ -237,7 +237,7 @@ async fn a_tunnel_that_moves_bulk_is_chosen_last() {
 }
 
 #[tokio::test]
-async fn a_tunnel_whose_edge_stops_is_chosen_where_the_node_has_no_other() {
+async fn a_draining_tunnel_is_selected_if_the_node_has_no_other() {
     let world = World::new();
     let (stops, _) = world.register("a", 0).await.unwrap();
     world.registry.leaves(&node(), stops);
@@ -279,7 +279,7 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
 
 /// Its conversation takes a moment to notice that it has ended.
 #[tokio::test]
-async fn a_node_whose_tunnel_has_ended_is_waited_for_before_that_is_unregistered() {
+async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
     let (world, name, long) = (World::new(), node(), Duration::from_hours(1));
     let (old, _) = world.register("a", 0).await.unwrap();
     world.registry.pick(&name).unwrap().tunnel.close();

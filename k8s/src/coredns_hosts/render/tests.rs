@@ -31,7 +31,7 @@ fn many(count: usize) -> BTreeMap<NodeName, NodeLocation> {
 }
 
 #[test]
-fn an_edges_name_means_the_gateway_and_anothers_its_own_addresses() {
+fn an_edge_name_maps_to_the_gateway_and_others_to_own_addresses() {
     let rules = CoreDnsHosts::default();
     assert_eq!(
         style(&rules, LIMIT).files(&places(), 0),
@@ -54,7 +54,7 @@ fn a_name_stands_in_each_zone_as_well() {
 }
 
 #[test]
-fn openyurts_format_is_a_line_for_each_node_sorted_and_without_a_last_end() {
+fn the_openyurt_format_has_one_sorted_line_per_node() {
     let rules = CoreDnsHosts {
         format: HostsFormat::OpenYurt,
         ..CoreDnsHosts::default()
@@ -95,7 +95,7 @@ fn one_change_is_one_write() {
 }
 
 #[test]
-fn a_further_file_takes_names_from_others_and_moves_nothing_else() {
+fn an_additional_file_takes_names_and_changes_no_other_entry() {
     let style = style(&CoreDnsHosts::default(), 1000);
     let places = many(200);
     let few = style.files(&places, 0);

@@ -64,7 +64,7 @@ impl Gateway {
 }
 
 #[tokio::test]
-async fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_node_has() {
+async fn yurthub_config_matches_openyurts_with_unused_node_names() {
     let both = hubs(&[("edge-2", "fd00::2"), ("edge-1", "10.1.0.1")]);
     let mut gateway = Gateway::called("gw");
     let content = gateway.looks(&LeaderMap::default(), Some(&both));
@@ -89,7 +89,7 @@ async fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_n
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_edge_stands_there_as_long_as_one_gateway_has_it_and_none_writes_for_another() {
+async fn an_edge_is_listed_while_any_gateway_has_it() {
     let (mut one, mut two) = (Gateway::called("gw-1"), Gateway::called("gw-2"));
     let north = hubs(&[("edge-1", "10.1.0.1")]);
     let first = one.looks(&LeaderMap::default(), Some(&north));
@@ -122,7 +122,7 @@ async fn an_edge_stands_there_as_long_as_one_gateway_has_it_and_none_writes_for_
 }
 
 #[tokio::test]
-async fn what_a_gateway_left_that_has_ended_goes_after_a_while_and_with_its_node_at_once() {
+async fn entries_of_a_dead_gateway_expire_or_end_with_their_node() {
     let north = hubs(&[("edge-1", "10.1.0.1")]);
     let left = Gateway::called("gw-1").looks(&LeaderMap::default(), Some(&north));
     let mut other = Gateway::called("gw-2");
@@ -141,7 +141,7 @@ async fn what_a_gateway_left_that_has_ended_goes_after_a_while_and_with_its_node
 }
 
 #[tokio::test]
-async fn hubs_are_told_what_all_edges_have_and_an_edge_that_has_nothing_of_it_is_left_out() {
+async fn yurthubs_get_resources_that_all_listed_edges_have() {
     let all =
         Gateway::called("gw-1").looks(&LeaderMap::default(), Some(&hubs(&[("a", "10.1.0.1")])));
     let mut two = Gateway::called("gw-2");
@@ -162,7 +162,7 @@ async fn hubs_are_told_what_all_edges_have_and_an_edge_that_has_nothing_of_it_is
 }
 
 #[tokio::test]
-async fn what_somebody_else_has_written_into_it_is_put_right() {
+async fn foreign_changes_of_the_config_are_corrected() {
     let north = hubs(&[("edge-1", "10.1.0.1")]);
     let right = Gateway::called("gw").looks(&LeaderMap::default(), Some(&north));
     let changes: [Change; 5] = [

@@ -129,7 +129,7 @@ async fn a_websocket_echoes_text_and_binary() {
 }
 
 #[tokio::test]
-async fn the_first_tick_is_not_held_back_and_a_stop_ends_what_is_endless() {
+async fn the_first_tick_is_immediate_and_a_stop_ends_endless_streams() {
     let (address, stop, server) = served().await;
     let mut socket = send(address, "GET /stream HTTP/1.1\r\nHost: edge-1\r\n\r\n").await;
     read_until(&mut socket, "edge-1 tick 1\n").await;

@@ -33,7 +33,7 @@ async fn answer_of(script: Script) -> io::Result<String> {
 }
 
 #[tokio::test]
-async fn a_request_is_recorded_to_the_byte_and_connections_are_counted() {
+async fn a_request_is_recorded_exactly_and_connections_are_counted() {
     let app = App::saying("hi").await;
     let put = "PUT /x HTTP/1.1\r\nhost: a\r\nX-N: 2\r\nx-n: 1\r\nTransfer-Encoding: chunked\r\n\r\n\
                3;ext\r\nabc\r\n1\r\nd\r\n0\r\nT: t\r\n\r\n";

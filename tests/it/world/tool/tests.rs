@@ -46,7 +46,7 @@ async fn a_child_that_never_ends_is_given_up() {
 }
 
 #[test]
-fn what_is_not_here_is_found_missing() {
+fn a_missing_tool_is_detected() {
     assert!(!is_here("no-such-program-anywhere"));
     assert!(!is_here("python:no_such_module"));
     assert!(is_here("bash"));

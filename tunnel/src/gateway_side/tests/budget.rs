@@ -131,7 +131,7 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
+async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
     const FRAME: usize = 105;
     let mut turning = taking_turns(settings(Arc::default())).await;
     let mut all = Vec::new();
@@ -165,7 +165,7 @@ async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
+async fn small_frames_that_are_read_at_once_keep_the_windows() {
     // A share of what is left that is just what fills the link.
     let settings = GatewaySideConfig {
         budget: 32 << 20,
@@ -209,7 +209,7 @@ async fn stall(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_dead_tunnel_left_counts_until_its_readers_are_gone() {
+async fn data_of_a_dead_tunnel_counts_until_its_readers_are_gone() {
     let pressure = Arc::new(MemoryBudget::new(usize::MAX));
     let settings = settings(pressure.clone());
     let siblings = settings.siblings.clone();
@@ -265,7 +265,7 @@ async fn tunnels_of_one_node_share_its_budget() {
 
 /// Alive by its bytes, and yet it never says that it took its turn.
 #[tokio::test(start_paused = true)]
-async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() {
+async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
     tokio::spawn(async move {
         let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
@@ -305,7 +305,7 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() 
     };
     let (why, (), _) = tokio::join!(ended.recv(), hearing, tunnel.turn());
     let why = why.unwrap().to_string();
-    assert!(why.contains("has not taken new SETTINGS"), "{why}");
+    assert!(why.contains("has not acknowledged new SETTINGS"), "{why}");
     let took = began.elapsed();
     assert!(took >= Duration::from_mins(1), "{took:?}");
     assert!(took < Duration::from_secs(90), "{took:?}");

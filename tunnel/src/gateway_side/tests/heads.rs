@@ -41,7 +41,7 @@ async fn answer(tunnel: &Tunnel, path: &str) -> Result<Response<StreamReceiver>,
 }
 
 #[tokio::test]
-async fn a_head_passes_or_fails_its_stream_however_long_it_is_on_its_way() {
+async fn a_slow_head_passes_or_fails_only_its_stream() {
     let tunnel = answering().await;
     let waiting = answer(&tunnel, "/97/1").await.unwrap();
     for octet in OCTETS {
@@ -52,7 +52,7 @@ async fn a_head_passes_or_fails_its_stream_however_long_it_is_on_its_way() {
         let refused = answer(&tunnel, &path).await.unwrap();
         assert_eq!(refused.headers()[FAILURE], "target-broken");
         let detail = refused.headers()[DETAIL].to_str().unwrap();
-        assert!(detail.contains("a tunnel carries"), "{detail}");
+        assert!(detail.contains("a tunnel allows"), "{detail}");
     }
     assert!(tunnel.is_open());
     drop(waiting);

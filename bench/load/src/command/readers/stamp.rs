@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn stamps_are_found_with_their_marks_and_one_that_is_cut_waits_for_its_rest() {
+    fn stamps_are_found_and_a_cut_stamp_waits_for_its_rest() {
         let (ours, other) = (now('m'), now('w'));
         assert_eq!(ours.len(), LENGTH);
         let text = format!("a{ours}b{other}c~d{ours}");

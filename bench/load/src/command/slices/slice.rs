@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_makes_another_endpoint_unready_and_each_has_a_uid_of_its_own() {
+    fn a_step_marks_another_endpoint_unready_and_uids_are_unique() {
         let unready = |step| {
             let slice = of(3, step, 'm');
             let all = slice["endpoints"].as_array().unwrap().clone();

@@ -96,7 +96,7 @@ impl Node {
 }
 
 #[tokio::test(start_paused = true)]
-async fn renewed_certificates_and_other_roots_are_taken_up_under_an_open_site() {
+async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let domain = TrustDomain::parse("test").unwrap();
     let (old, new) = (Ca::create(&domain).unwrap(), Ca::create(&domain).unwrap());
     let (one, two) = (Node::new(&old, "edge-1"), Node::new(&old, "edge-2"));

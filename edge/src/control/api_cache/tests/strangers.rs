@@ -57,7 +57,7 @@ async fn answered(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<Str
 }
 
 #[tokio::test]
-async fn a_member_reads_and_nobody_else_does() {
+async fn only_a_pool_member_may_read() {
     let world = World::new();
     let (_gateway, edge, _) = served(&world).await;
     let member = answered(&edge, dials(&identity(&world.ca, "edge-2")))
@@ -105,7 +105,7 @@ async fn a_member_reads_and_nobody_else_does() {
 }
 
 #[tokio::test]
-async fn whoever_is_no_member_any_more_is_closed() {
+async fn the_connection_of_a_removed_member_is_closed() {
     let world = World::new();
     let (gateway, edge, mut members) = served(&world).await;
     let mut tls = dial(&edge, dials(&identity(&world.ca, "edge-2")))
@@ -125,7 +125,7 @@ async fn whoever_is_no_member_any_more_is_closed() {
 }
 
 #[tokio::test]
-async fn handshakes_that_are_not_begun_hold_up_nobody() {
+async fn unstarted_handshakes_delay_no_other_connection() {
     let world = World::new();
     let (_gateway, edge, _) = served(&world).await;
     let mut silent = Vec::new();

@@ -31,7 +31,7 @@ fn addresses(gateways: &[&Gateway]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn it_has_a_tunnel_at_each_and_what_one_does_is_nothing_to_the_others() {
+async fn an_edge_has_independent_tunnels_at_each_gateway() {
     let ca = ca();
     let (mut first, mut second) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
     let world = World::joined(&ca);
@@ -64,7 +64,7 @@ async fn it_has_a_tunnel_at_each_and_what_one_does_is_nothing_to_the_others() {
 }
 
 #[tokio::test]
-async fn of_gateways_that_name_different_leaders_the_first_counts_until_it_drains_or_is_gone() {
+async fn the_first_gateways_leader_hint_counts_until_it_goes() {
     let ca = ca();
     let (mut first, mut second) = (
         also(&ca, "a", Vec::new()).await,
@@ -116,8 +116,7 @@ async fn of_gateways_that_name_different_leaders_the_first_counts_until_it_drain
 }
 
 #[tokio::test]
-async fn a_gateway_with_two_addresses_has_tunnels_at_one_of_them_and_at_the_other_when_that_is_lost()
- {
+async fn a_gateway_with_two_addresses_uses_one_and_fails_over() {
     let ca = ca();
     let (mut left, mut right) = (
         also(&ca, "a", Vec::new()).await,
@@ -146,7 +145,7 @@ async fn a_gateway_with_two_addresses_has_tunnels_at_one_of_them_and_at_the_othe
 }
 
 #[tokio::test]
-async fn where_no_gateway_is_any_more_a_tunnel_stands_until_it_ends_and_is_not_dialled_again() {
+async fn a_tunnel_of_a_removed_gateway_ends_without_redial() {
     let ca = ca();
     let (mut old, mut new) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
     let mut teller = also(&ca, "teller", addresses(&[&old])).await;
@@ -168,7 +167,7 @@ async fn where_no_gateway_is_any_more_a_tunnel_stands_until_it_ends_and_is_not_d
 }
 
 #[tokio::test]
-async fn a_name_that_leads_nowhere_is_told_and_keeps_nobody_from_the_others() {
+async fn an_unresolvable_name_is_reported_and_delays_no_other_gateway() {
     let ca = ca();
     let mut gateway = Gateway::start(&ca).await;
     let world = World::joined(&ca);
@@ -237,7 +236,7 @@ fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
 }
 
 #[tokio::test]
-async fn all_gateways_behind_one_address_are_found_and_no_tunnel_ends_for_it() {
+async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let ca = ca();
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
     // More often to one than to the other.
@@ -277,7 +276,7 @@ async fn all_gateways_behind_one_address_are_found_and_no_tunnel_ends_for_it() {
 }
 
 #[tokio::test]
-async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody_his_tunnel() {
+async fn a_sticky_balancer_costs_few_attempts_and_no_tunnel() {
     let ca = ca();
     let mut only = one_of(&ca, "a", 3).await;
     let balancer = Balancer::start(&[only.address]).await;
@@ -309,7 +308,7 @@ async fn behind(world: &World, balancer: &Balancer, app: SocketAddr) -> Running 
 }
 
 #[tokio::test]
-async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighbour() {
+async fn a_discovered_gateway_has_its_own_bulk_tunnels() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
     let balancer = Balancer::start(&[a.address, b.address]).await;
@@ -330,7 +329,7 @@ async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighb
 }
 
 #[tokio::test]
-async fn a_first_tunnel_that_is_lost_beside_one_for_bulk_comes_back_to_the_same_gateway() {
+async fn a_lost_first_tunnel_beside_a_bulk_tunnel_redials_its_gateway() {
     let (tasks, ca) = (TaskGroup::default(), ca());
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
     let balancer = Balancer::start(&[a.address, b.address]).await;
@@ -354,7 +353,7 @@ async fn a_first_tunnel_that_is_lost_beside_one_for_bulk_comes_back_to_the_same_
 }
 
 #[tokio::test]
-async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_it_says() {
+async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
     let ca = ca();
     let mut takes = one_of(&ca, "a", 2).await;
     let says = Says {
@@ -386,7 +385,7 @@ async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_i
 }
 
 #[test]
-fn gateways_that_say_no_number_and_those_that_say_more_than_is_known_are_heard() {
+fn gateway_messages_parse_without_replicas_or_with_new_fields() {
     let heard = |line: &str| {
         causeway_tunnel::control_stream::parse::<GatewayMessage>(line.as_bytes()).unwrap()
     };

@@ -87,7 +87,7 @@ fn question(name: &str, kind: RecordType) -> Message {
 }
 
 #[test]
-fn an_edge_is_this_gateway_and_a_node_elsewhere_is_itself() {
+fn an_edge_maps_to_this_gateway_and_other_nodes_to_themselves() {
     let desk = TestServer::new();
     let zone = "nodes.example.internal.";
     for (node, kind, found, data) in [
@@ -130,7 +130,7 @@ fn an_edge_is_this_gateway_and_a_node_elsewhere_is_itself() {
 }
 
 #[test]
-fn case_makes_no_other_name_and_the_answer_is_to_the_name_as_it_was_asked() {
+fn case_is_ignored_and_the_answer_repeats_the_queried_name() {
     let desk = TestServer::new();
     let (found, message) = desk.ask("eDGe-1.noDES.example.INTERNAL.", RecordType::A);
     assert_eq!(found, QueryOutcome::Edge);
@@ -151,7 +151,7 @@ fn case_makes_no_other_name_and_the_answer_is_to_the_name_as_it_was_asked() {
 }
 
 #[test]
-fn what_is_no_node_is_not_there_and_is_forgotten_within_a_second() {
+fn unknown_names_are_nxdomain_and_expire_within_a_second() {
     let desk = TestServer::new();
     for node in [
         "edge-2",
@@ -220,7 +220,7 @@ fn the_zone_has_an_apex_with_a_server_that_has_an_address() {
 }
 
 #[test]
-fn what_is_not_ours_is_refused() {
+fn foreign_zones_are_refused() {
     let desk = TestServer::new();
     for (name, kind) in [
         ("example.internal.", RecordType::A),
@@ -247,7 +247,7 @@ fn what_is_not_ours_is_refused() {
 }
 
 #[test]
-fn the_root_as_a_zone_answers_bare_names_and_the_longest_zone_has_the_word() {
+fn the_root_zone_answers_bare_names_and_the_longest_zone_wins() {
     let mut desk = TestServer::new();
     desk.zones = zones(&[".", "far.", "nodes.example"], &["10.96.0.20"]);
     assert_eq!(desk.short("edge-1.", RecordType::A).2, ["10.96.0.20"]);
@@ -266,7 +266,7 @@ fn the_root_as_a_zone_answers_bare_names_and_the_longest_zone_has_the_word() {
 }
 
 #[test]
-fn a_question_for_everything_gets_little() {
+fn an_any_query_gets_a_minimal_answer() {
     let desk = TestServer::new();
     let (_, message) = desk.ask("edge-1.nodes.example.internal.", RecordType::ANY);
     let [record] = message.answers.as_slice() else {
@@ -311,7 +311,7 @@ fn an_answer_that_does_not_fit_says_so_and_is_whole_over_tcp() {
 }
 
 #[test]
-fn another_version_of_edns_is_told_which_there_is() {
+fn another_edns_version_gets_the_supported_version() {
     let desk = TestServer::new();
     let mut asked = question("edge-1.nodes.example.internal.", RecordType::A);
     let mut edns = Edns::new();
@@ -326,7 +326,7 @@ fn another_version_of_edns_is_told_which_there_is() {
 }
 
 #[test]
-fn only_questions_are_answered_and_what_cannot_be_read_gets_less_than_it_sent() {
+fn only_queries_are_answered_and_errors_are_never_larger() {
     let desk = TestServer::new();
     let asked = question("edge-1.nodes.example.internal.", RecordType::A);
     let bytes = asked.to_vec().unwrap();
@@ -389,7 +389,7 @@ fn without_the_section_everything_is_refused() {
 
 /// A resolver would cache that the name does not exist.
 #[test]
-fn before_the_cluster_has_named_its_nodes_an_unknown_name_is_servfail() {
+fn unknown_names_are_servfail_until_the_nodes_are_known() {
     let writer = NodesWriter::default();
     writer.put(name("edge-1"), Node::default());
     writer.pending("not known yet");

@@ -74,7 +74,7 @@ async fn asks(counter: &Counter, path: &str, leaf: &LeafCertificate) -> Value {
 }
 
 #[tokio::test]
-async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
+async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
     let counter = Counter::open();
     let world = &counter.world;
     let mut signer = Signer::believed_by(world);
@@ -113,7 +113,7 @@ async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
 }
 
 #[tokio::test]
-async fn no_other_certificate_of_the_clusters_ca_gets_anything_nor_is_any_a_tunnels() {
+async fn other_cluster_ca_certificates_neither_enrol_nor_open_tunnels() {
     let counter = Counter::open();
     let world = &counter.world;
     let signer = Signer::believed_by(world);

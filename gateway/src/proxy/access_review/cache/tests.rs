@@ -130,7 +130,7 @@ async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
 }
 
 #[tokio::test]
-async fn whoever_leaves_takes_nobodys_answer_along() {
+async fn a_cancelled_client_does_not_cancel_the_review_of_others() {
     let world = world(false, &Kubernetes::default());
     {
         let mut first = Box::pin(world.answers.token("good", &[], HERE));
@@ -152,7 +152,7 @@ async fn whoever_leaves_takes_nobodys_answer_along() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_question_that_nobody_answers_is_bounded_and_nobody_is_let_in() {
+async fn an_unanswered_review_times_out_and_admits_no_client() {
     let world = world(false, &Kubernetes::default());
     let begun = tokio::time::Instant::now();
     let why = world.answers.token("good", &[], HERE).await.unwrap_err();

@@ -46,20 +46,20 @@ impl ClaimMappings {
         // As Kubernetes does: an address that its issuer has not verified is whatever its holder typed.
         let verified = claims.get("email_verified");
         if self.username_claim == "email" && verified.is_some_and(|verified| *verified != true) {
-            return Err("jwt: its address is not verified".into());
+            return Err("jwt: its email address is not verified".into());
         }
         let name = claims.get(&self.username_claim).and_then(Value::as_str);
         let name = name.filter(|name| !name.is_empty());
-        let name = name.ok_or("jwt: it has no name that counts here")?;
+        let name = name.ok_or("jwt: it has no valid user name")?;
         let name = self.checked(name, self.username_prefix.as_deref())?;
         let groups = match claims.get(&self.groups_claim) {
             None | Some(Value::Null) => Vec::new(),
             Some(Value::String(one)) => vec![one.as_str()],
             Some(Value::Array(list)) => {
                 let list: Option<Vec<_>> = list.iter().map(Value::as_str).collect();
-                list.ok_or("jwt: its groups do not read")?
+                list.ok_or("jwt: its groups are not readable")?
             }
-            Some(_) => return Err("jwt: its groups do not read".into()),
+            Some(_) => return Err("jwt: its groups are not readable".into()),
         };
         let prefix = self.groups_prefix.as_deref();
         let groups = groups.into_iter().map(|group| self.checked(group, prefix));
@@ -70,13 +70,16 @@ impl ClaimMappings {
         let name = format!("{}{word}", prefix.unwrap_or_default());
         if !is_sound(&name) {
             return Err(
-                "jwt: a name or group in it is empty, too long or has control characters".into(),
+                "jwt: one of its names or groups is empty, too long or has control characters"
+                    .into(),
             );
         }
         let ours = is_others(&name, &self.domain);
         let theirs = prefix.is_none() && name.starts_with(SYSTEM);
         if ours || theirs {
-            return Err("jwt: a name or group in it is one that no token can give here".into());
+            return Err(
+                "jwt: one of its names or groups is reserved and must not come from a token".into(),
+            );
         }
         Ok(name)
     }
@@ -147,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_others_give_is_never_taken_from_a_token() {
+    fn reserved_groups_are_never_taken_from_a_token() {
         let bare = naming(None, None);
         let open = naming(Some(""), Some(""));
         let begun = naming(Some("system:"), Some("uid"));
@@ -178,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_does_not_read_is_nobodys() {
+    fn an_unreadable_user_name_is_rejected() {
         let bare = naming(None, None);
         let long = "x".repeat(LONGEST + 1);
         for claims in [
