@@ -93,7 +93,8 @@ pub enum RotationStep {
 pub struct CaVersion {
     active: Fingerprint,
     other: Option<(RootStage, Fingerprint)>,
-    listeners: Option<Fingerprint>,
+    /// The chain of listeners, and whether it is valid: listeners present our own intermediate if it is not.
+    listeners: Option<(Fingerprint, bool)>,
 }
 
 /// A root with its key, and the one that comes or goes. `Debug` shows no key.
@@ -163,6 +164,15 @@ impl Ca {
         !self.unbelieved
     }
 
+    /// Returns a CA whose listeners' intermediate ends at this time.
+    #[cfg(test)]
+    pub(crate) fn ending(not_after: UnixTime) -> Self {
+        let domain = TrustDomain::parse("td.example").expect("a trust domain");
+        let mut ca = Self::create(&domain).expect("a CA");
+        ca.active.end_issuers(not_after);
+        ca
+    }
+
     /// The root that signs.
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.active.own.certificate
@@ -216,11 +226,16 @@ impl Ca {
 
     /// Returns the version of the CA. If two versions are equal, the CAs are the same.
     pub fn state(&self) -> CaVersion {
+        self.state_at(UnixTime::now())
+    }
+
+    /// Returns the version of the CA at a time; it changes when the chain of listeners expires.
+    pub(crate) fn state_at(&self, now: UnixTime) -> CaVersion {
         let other = self.other.as_ref();
         CaVersion {
             active: self.fingerprint(),
             other: other.map(|(stage, root)| (*stage, root.fingerprint)),
-            listeners: self.listeners.chain.as_ref().map(|it| it.fingerprint),
+            listeners: self.listeners.version_at(now),
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! `SniCertResolver` mints a leaf for a node's name on demand and stores it in a bounded cache. Only names that the gateway knows
 //! are minted, so a stranger cannot make it sign without end. Concurrent clients that ask for the same name wait for one
-//! signature (about 50 µs). A client that dialled a node's address and asks for no name finds that address in its leaf
+//! signature (about 50 µs). A leaf is shown for half of the life that it has left, at most 84 h. A client that dialled a node's address and asks for no name finds that address in its leaf
 //! (`SniCertResolver::at`). `ReloadableCert` shows one leaf that can be swapped for its successor without a new configuration.
 
 use std::fmt;
@@ -14,6 +14,7 @@ use arc_swap::ArcSwap;
 use moka::sync::Cache;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
+use rustls_pki_types::UnixTime;
 
 use crate::ca::{Ca, CaError, CaVersion, LiveCa};
 use crate::leaf::LeafCertificate;
@@ -21,7 +22,8 @@ use crate::name::{HostName, ListenerName, NodeName};
 
 /// Validity of a minted leaf.
 const LIFETIME: Duration = Duration::from_hours(24 * 7);
-/// Period for which a leaf is shown: half of its validity, so that a client never sees a leaf that is about to expire.
+/// Longest period for which a leaf is shown: half of its validity, so that a client never sees a leaf that is about to expire.
+/// A leaf that ends earlier, with its issuer, is shown for half of the time that it has left.
 const SHOWN: Duration = Duration::from_hours(24 * 7 / 2);
 /// Cached leaves, at most; at about 2 KiB each, 40 MiB.
 const MAX_LEAVES: u64 = 20_000;
@@ -40,13 +42,31 @@ enum CertTarget {
     Address(NodeName, IpAddr),
 }
 
+/// A minted leaf in the cache.
+#[derive(Clone)]
+struct CachedLeaf {
+    certified: Arc<CertifiedKey>,
+    /// Last second in which the leaf is shown, in Unix time. The cache's own clock stands still while a machine is suspended.
+    show_until: u64,
+}
+
+impl CachedLeaf {
+    fn new(leaf: &LeafCertificate, now: UnixTime) -> Self {
+        let left = leaf.not_after().as_secs().saturating_sub(now.as_secs());
+        Self {
+            certified: leaf.certified_key(),
+            show_until: now.as_secs() + SHOWN.as_secs().min(left / 2),
+        }
+    }
+}
+
 /// Resolver of the leaves of a listener.
 pub struct SniCertResolver {
     ca: LiveCa,
     names: Vec<ListenerName>,
     known: IsKnownName,
     /// Cached leaves, by the version of the CA and by target.
-    leaves: Cache<(CaVersion, CertTarget), Arc<CertifiedKey>>,
+    leaves: Cache<(CaVersion, CertTarget), CachedLeaf>,
 }
 
 impl fmt::Debug for SniCertResolver {
@@ -65,9 +85,9 @@ impl SniCertResolver {
             .max_capacity(MAX_LEAVES)
             .time_to_live(SHOWN)
             .build();
-        let now = ca.get();
-        let own = now.mint_listener(&names, LIFETIME)?.certified_key();
-        leaves.insert((now.state(), CertTarget::Listener), own);
+        let (current, now) = (ca.get(), UnixTime::now());
+        let own = CachedLeaf::new(&current.mint_listener(&names, LIFETIME)?, now);
+        leaves.insert((current.state_at(now), CertTarget::Listener), own);
         Ok(Self {
             ca,
             names,
@@ -105,16 +125,24 @@ impl SniCertResolver {
     }
 
     fn shown(&self, shown: &CertTarget) -> Option<Arc<CertifiedKey>> {
+        self.shown_at(shown, UnixTime::now())
+    }
+
+    fn shown_at(&self, shown: &CertTarget, now: UnixTime) -> Option<Arc<CertifiedKey>> {
         let ca = self.ca.get();
-        let minted = self
-            .leaves
-            .try_get_with((ca.state(), shown.clone()), || self.mint(&ca, shown));
+        let key = (ca.state_at(now), shown.clone());
+        let cached = self.leaves.get(&key);
+        if cached.is_some_and(|cached| cached.show_until < now.as_secs()) {
+            self.leaves.invalidate(&key);
+        }
+        let minted = self.leaves.try_get_with(key, || self.mint(&ca, shown, now));
         minted
             .inspect_err(|error| tracing::error!(%error, ?shown, "cannot issue a certificate for the listener"))
             .ok()
+            .map(|leaf| leaf.certified)
     }
 
-    fn mint(&self, ca: &Ca, shown: &CertTarget) -> Result<Arc<CertifiedKey>, CaError> {
+    fn mint(&self, ca: &Ca, shown: &CertTarget, now: UnixTime) -> Result<CachedLeaf, CaError> {
         let leaf = match shown {
             CertTarget::Node(node) => ca.mint_listener(&[HostName::from(node)], LIFETIME)?,
             CertTarget::Address(node, address) => {
@@ -123,7 +151,7 @@ impl SniCertResolver {
             }
             CertTarget::Listener => ca.mint_listener(&self.names, LIFETIME)?,
         };
-        Ok(leaf.certified_key())
+        Ok(CachedLeaf::new(&leaf, now))
     }
 }
 
@@ -249,6 +277,27 @@ mod tests {
         let after = resolver.leaf(Some("edge-1")).unwrap();
         assert_ne!(before.cert[1], after.cert[1]);
         assert!(Arc::ptr_eq(&after, &resolver.leaf(Some("edge-1")).unwrap()));
+    }
+
+    #[test]
+    fn a_leaf_that_ends_with_its_issuer_is_shown_for_half_of_its_life() {
+        let now = UnixTime::now();
+        let later = |hours: u64| {
+            UnixTime::since_unix_epoch(Duration::from_secs(now.as_secs() + hours * 3600))
+        };
+        for (ends, shown) in [(10, 5), (24 * 30, 24 * 7 / 2)] {
+            let ca = Ca::ending(later(ends));
+            let resolver = SniCertResolver::new(LiveCa::new(ca), vec![], Arc::new(|_| false));
+            let resolver = resolver.unwrap();
+            let at = |hours| {
+                resolver
+                    .shown_at(&CertTarget::Listener, later(hours))
+                    .unwrap()
+            };
+            let first = at(0);
+            assert!(Arc::ptr_eq(&first, &at(shown - 1)), "{ends}");
+            assert!(!Arc::ptr_eq(&first, &at(shown + 1)), "{ends}");
+        }
     }
 
     #[test]

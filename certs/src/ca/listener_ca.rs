@@ -70,10 +70,14 @@ impl ListenerCa {
 
     /// Returns the chain, unless it has expired: listeners then use our own intermediate again.
     pub(super) fn valid_chain(&self) -> Option<&ListenerChain> {
-        let now = UnixTime::now().as_secs();
-        self.chain
-            .as_ref()
-            .filter(|it| now <= it.signer.facts.not_after)
+        let now = UnixTime::now();
+        self.chain.as_ref().filter(|it| it.is_valid_at(now))
+    }
+
+    /// Returns the chain's fingerprint, and whether the chain is valid.
+    pub(super) fn version_at(&self, now: UnixTime) -> Option<(Fingerprint, bool)> {
+        let chain = self.chain.as_ref()?;
+        Some((chain.fingerprint, chain.is_valid_at(now)))
     }
 
     /// Returns the key, as PEM, that belongs to the first certificate of a chain.
@@ -108,6 +112,10 @@ impl ListenerChain {
             fingerprint: Fingerprint::digest(pem::encode_chain(&certificates).as_bytes()),
             certificates,
         })
+    }
+
+    fn is_valid_at(&self, now: UnixTime) -> bool {
+        now.as_secs() <= self.signer.facts.not_after
     }
 
     /// Returns the root, which clients trust and listeners do not send.

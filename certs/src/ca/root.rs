@@ -171,6 +171,13 @@ impl Root {
         Ok(self)
     }
 
+    #[cfg(test)]
+    pub(super) fn end_issuers(&mut self, not_after: UnixTime) {
+        for issuer in self.issuers.iter_mut().flatten() {
+            issuer.facts.not_after = not_after.as_secs();
+        }
+    }
+
     pub(super) fn issuers(&self) -> Option<&[Intermediate]> {
         self.issuers.as_deref()
     }

@@ -222,6 +222,38 @@ fn an_expired_chain_gives_way_to_our_own_intermediate() {
 }
 
 #[test]
+fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
+    let (company, ca) = (Company::new(), requesting());
+    let chain = company.chain(&ca);
+    let ca = import(ca, &chain);
+    let mut ended = again(&ca);
+    let live = LiveCa::new(ca);
+    let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
+    let shown = || resolver.leaf(Some("edge-1")).unwrap().cert[1].clone();
+    let before = shown();
+    assert_eq!(before, pem::certificates(&chain).unwrap()[0]);
+    // The same chain, at a later time.
+    ended
+        .listeners
+        .chain
+        .as_mut()
+        .unwrap()
+        .signer
+        .facts
+        .not_after = 1;
+    assert_ne!(ended.state(), live.get().state(), "a gateway notices it");
+    live.swap(ended);
+    assert_eq!(
+        facts_of(&shown()).uris,
+        ["spiffe://td.example/issuer/listeners"]
+    );
+}
+
+fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
+    Certificate::read(certificate).unwrap()
+}
+
+#[test]
 fn a_chain_that_is_wrong_is_refused_with_the_reason() {
     let ok: Change = |_| {};
     let client: Change = |it| it.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
