@@ -1,7 +1,7 @@
 //! The form of a CA in the data directory: one file, so that every change of it is one rename.
 
 use rcgen::KeyPair;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
 
 use super::listener_ca::{ListenerCa, ListenerChain};
 use super::root::{Intermediate, Root};
@@ -43,6 +43,10 @@ struct RootFile {
     /// This root, signed by the one before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     crossed: Option<String>,
+    /// This root, signed by an operator's CA, in a file of an earlier version. Ignored.
+    #[expect(dead_code, reason = "the field is only permitted")]
+    #[serde(default, skip_serializing)]
+    above: Option<IgnoredAny>,
     /// Intermediates, one per purpose. Without them the root signs leaves itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     issuers: Option<IntermediatesFile>,
@@ -124,6 +128,7 @@ impl RootFile {
             certificate: root.own.certificate_pem(),
             key: root.own.key_pem().expose().to_owned(),
             crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
+            above: None,
             issuers: root.issuers().and_then(IntermediatesFile::of),
         }
     }

@@ -244,6 +244,20 @@ fn check_ca(authority: &CaConstraints, facts: &Certificate, below: u32) -> Resul
     Err(unusable(why))
 }
 
+/// Checks that the intermediate cannot sign certificates of clients, whoever has its key.
+fn check_usage(intermediate: &Certificate) -> Result<(), CaError> {
+    if intermediate.server_auth && !intermediate.client_auth && !intermediate.any_use {
+        return Ok(());
+    }
+    Err(unusable(format!(
+        "{} may sign certificates of clients too; ask the CA to sign the request with the extended key usage serverAuth and no other (openssl: extendedKeyUsage=serverAuth)",
+        intermediate
+            .common_name
+            .as_deref()
+            .unwrap_or("its first certificate")
+    )))
+}
+
 impl Ca {
     /// Makes the key of a request, unless one is pending.
     ///
@@ -288,9 +302,11 @@ impl Ca {
     ) -> Result<(Self, RotationStep), CaError> {
         let certificates = pem::certificates(chain_pem).map_err(unusable)?;
         let first = certificates.first().map(Certificate::read).transpose()?;
-        let public_key = first.unwrap_or_default().public_key;
-        let key = self.listeners.key_for(&public_key)?;
+        let first = first.unwrap_or_default();
+        let key = self.listeners.key_for(&first.public_key)?;
+        let public_key = &first.public_key;
         check_chain(&certificates)?;
+        check_usage(&first)?;
         let chain = ListenerChain::load(chain_pem, &key)?;
         for name in std::iter::once(None).chain(names.iter().map(Some)) {
             chain.verify_leaf(name)?;
@@ -301,7 +317,7 @@ impl Ca {
         }
         self.listeners
             .request_key
-            .take_if(|key| key.subject_public_key_info() == public_key);
+            .take_if(|key| key.subject_public_key_info() == *public_key);
         self.listeners.chain = Some(chain);
         self.listeners.generation += 1;
         Ok((self, RotationStep::Made))

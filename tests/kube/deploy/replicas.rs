@@ -57,7 +57,7 @@ const CA_SECRET: &str = r#"
 set -e; cd "$1"
 "$2" ca init --data-dir ca >&2
 "$2" ca csr --data-dir ca >causeway.csr
-printf 'basicConstraints=critical,CA:TRUE,pathlen:0\nkeyUsage=critical,keyCertSign\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n' >ca.ext
+printf 'basicConstraints=critical,CA:TRUE,pathlen:0\nkeyUsage=critical,keyCertSign\nextendedKeyUsage=serverAuth\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n' >ca.ext
 openssl x509 -req -in causeway.csr -CA "$3" -CAkey "$4" -days 30 -extfile ca.ext -out signed.crt
 cat signed.crt "$3" >chain.pem
 "$2" ca import chain.pem --data-dir ca >&2

@@ -62,6 +62,7 @@ impl Company {
         let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes()).unwrap();
         let key = VerifiedPublicKey::verify(&der).unwrap();
         let mut params = params("Listeners", Some(0));
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         change(&mut params);
         let signed = params.signed_by(key.public_key(), &self.issuer);
         signed.unwrap().pem()
@@ -249,6 +250,18 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
     );
 }
 
+#[test]
+fn a_ca_that_an_earlier_version_had_signed_is_read() {
+    let ca = requesting();
+    let mut file = serde_json::to_value(CaFile::of(&ca)).unwrap();
+    file["roots"][0]["above"] = "-----BEGIN CERTIFICATE-----".into();
+    let read = serde_json::from_value::<CaFile>(file).unwrap().read();
+    let again = read.unwrap();
+    assert_eq!(again.state(), ca.state());
+    let written = serde_json::to_value(CaFile::of(&again)).unwrap();
+    assert!(written["roots"][0].get("above").is_none());
+}
+
 fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
     Certificate::read(certificate).unwrap()
 }
@@ -257,6 +270,12 @@ fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
 fn a_chain_that_is_wrong_is_refused_with_the_reason() {
     let ok: Change = |_| {};
     let client: Change = |it| it.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let no_usage: Change = |it| it.extended_key_usages.clear();
+    let both: Change = |it| {
+        it.extended_key_usages
+            .push(ExtendedKeyUsagePurpose::ClientAuth);
+    };
+    let any: Change = |it| it.extended_key_usages.push(ExtendedKeyUsagePurpose::Any);
     let past: Change = |it| it.not_after = OffsetDateTime::now_utc() - Span::days(1);
     let future: Change = |it| it.not_before = OffsetDateTime::now_utc() + Span::days(1);
     let no_ca: Change = |it| it.is_ca = IsCa::ExplicitNoCa;
@@ -274,6 +293,14 @@ fn a_chain_that_is_wrong_is_refused_with_the_reason() {
         (ok, ok, past, "Listeners expired at"),
         (ok, ok, future, "Listeners is not valid before"),
         (ok, ok, client, "Listeners is not for servers"),
+        (
+            ok,
+            ok,
+            no_usage,
+            "Listeners may sign certificates of clients",
+        ),
+        (ok, ok, both, "Listeners may sign certificates of clients"),
+        (ok, ok, any, "extendedKeyUsage=serverAuth"),
         (ok, no_signing, ok, "Issuing may not sign certificates"),
         (ok, past, ok, "Issuing expired at"),
         (ok, client, ok, "Issuing is not for servers"),
