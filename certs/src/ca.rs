@@ -34,10 +34,10 @@ use crate::secret::Fingerprint;
 use causeway_config::Secret;
 pub use error::CaError;
 use listener_ca::ListenerCa;
-pub use listener_ca::ListenerCaInfo;
 #[cfg(test)]
 pub(crate) use listener_ca::signed_request;
-use root::{LeafProfile, Root, sign_leaf};
+pub use listener_ca::{CaCertificateInfo, ListenerCaInfo};
+use root::{LeafProfile, Root};
 
 /// A certificate for a key that another process holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -197,11 +197,9 @@ impl Ca {
             .collect()
     }
 
-    /// The same for clients of listeners, such as `curl --cacert`: with the root of an imported chain.
+    /// The same for clients of listeners, such as `curl --cacert`: with the root of an imported chain, and of replaced ones.
     pub fn client_bundle_pem(&self) -> String {
-        let chain = self.listeners.chain.iter();
-        let roots = chain.map(|chain| pem::encode_chain(chain.root()));
-        self.bundle_pem() + &roots.collect::<String>()
+        self.bundle_pem() + &self.listeners.client_roots()
     }
 
     /// The private key of the root that signs, as PEM.
@@ -330,23 +328,13 @@ impl Ca {
         names: &[ListenerName],
         lifetime: Duration,
     ) -> Result<LeafCertificate, CaError> {
-        let first = names.first().map(ToString::to_string);
-        let kind = LeafProfile {
-            common_name: first.as_deref().unwrap_or("causeway listener"),
-            groups: None,
-            uri: None,
-            names,
-            lifetime,
-        };
-        let Some(listener_chain) = self.listeners.valid_chain() else {
-            return self.leaf(IssuerPurpose::Listeners, kind, self.crossed());
-        };
-        let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Listeners);
-        let leaf = sign_leaf(&listener_chain.signer, purpose, &key, kind)?;
-        let chain = [leaf]
-            .into_iter()
-            .chain(listener_chain.sent().iter().cloned());
-        Ok(LeafCertificate::new(chain.collect(), key.serialize_der())?)
+        if let Some(chain) = self.listeners.valid_chain()
+            && let Some(leaf) = chain.mint(names, lifetime)?
+        {
+            return Ok(leaf);
+        }
+        let kind = LeafProfile::of_listener(names, lifetime);
+        self.leaf(IssuerPurpose::Listeners, kind, self.crossed())
     }
 
     /// Issues a client certificate with its key. The groups are in one organization, separated by commas.

@@ -114,7 +114,7 @@ pub(crate) struct CaConstraints {
 #[derive(Debug)]
 pub(crate) struct DistinguishedName {
     pub(crate) der: Vec<u8>,
-    /// Common name of the CA, or the whole name if it has none.
+    /// Common name of the CA, or the whole name if it has none. Control characters are replaced: it is printed and logged.
     pub(crate) common: String,
 }
 
@@ -124,9 +124,18 @@ impl DistinguishedName {
         let common = common.and_then(|common| text(common.as_str()));
         Self {
             der: name.as_raw().to_vec(),
-            common: common.unwrap_or_else(|| name.to_string()),
+            common: common
+                .unwrap_or_else(|| name.to_string())
+                .replace(is_unprintable, "\u{fffd}"),
         }
     }
+}
+
+/// Whether a character controls a terminal, or the direction of the text after it.
+fn is_unprintable(one: char) -> bool {
+    let direction =
+        matches!(one, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    one.is_control() || direction
 }
 
 impl CaConstraints {

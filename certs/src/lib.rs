@@ -33,7 +33,10 @@ mod crypto;
 mod pem;
 
 pub use bearer_tokens::{StaticToken, StaticTokens};
-pub use ca::{Ca, CaError, IssuedCertificate, ListenerCaInfo, LiveCa, RootStage, RotationStep};
+pub use ca::{
+    Ca, CaCertificateInfo, CaError, IssuedCertificate, ListenerCaInfo, LiveCa, RootStage,
+    RotationStep,
+};
 pub use causeway_config::Secret;
 pub use certificate::Certificate;
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};

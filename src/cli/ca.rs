@@ -23,22 +23,33 @@ pub(crate) enum Ca {
     Csr(CaCsr),
     /// Install the chain that your own CA has issued for the request (a file), or the CA that several gateways share (a directory)
     ///
+    /// From then on clients need the root of your CA to verify listeners. ca.pem contains it.
+    ///
     /// A shared CA that is older than the data directory's own is not installed. The command may be run again.
     Import(CaImport),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CaCsr {
+    /// Make a new key, and a new request in place of a pending one. For instance, after a theft of ca.json
+    #[arg(long)]
+    pub(crate) new: bool,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CaImport {
-    /// PEM file with the certificate for the request of `causeway ca csr`, then the CAs above it up to the root; or a directory with
+    /// PEM file with the signed certificate for the request of `causeway ca csr` first, then the CAs above it up to the root; or a directory with
     /// ca.json and tickets.key, such as a mounted Secret (`causeway k8s ca-secret`)
-    #[arg(value_name = "PATH")]
-    pub(crate) from: PathBuf,
+    #[arg(value_name = "PATH", required_unless_present = "remove")]
+    pub(crate) from: Option<PathBuf>,
+    /// PEM file with the root at which the chain must end
+    #[arg(long, value_name = "FILE")]
+    pub(crate) root: Option<PathBuf>,
+    /// Remove the imported chain; listeners present certificates of Causeway's own CA again
+    #[arg(long, conflicts_with_all = ["from", "root"])]
+    pub(crate) remove: bool,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

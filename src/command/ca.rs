@@ -5,13 +5,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use causeway_certs::{
-    Backup, Ca as Authority, HostName, ImportOutcome, OpenMode, RotationStep, SharedCa, Store,
-    StoreError, TrustDomain,
+    Backup, Ca as Authority, CaCertificateInfo, Certificate, HostName, ImportOutcome,
+    ListenerCaInfo, OpenMode, RotationStep, SharedCa, Store, StoreError, TrustDomain,
 };
+use rustls::pki_types::CertificateDer;
 
 use super::{ca_rotate, data_dir};
 use crate::cli::{Ca, CaBackup, CaCsr, CaImport, CaInit};
@@ -56,10 +57,16 @@ fn init(ask: &CaInit) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the pending request, which is made if there is none.
+/// Prints the pending request. Makes it if there is none, or a new one is wanted.
 fn csr(ask: &CaCsr) -> anyhow::Result<()> {
     let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
-    let (ca, _) = store.change_ca(|ca| anyhow::Ok(ca.request_listener_ca()?))?;
+    let (ca, _) = store.change_ca(|ca| {
+        anyhow::Ok(if ask.new {
+            ca.renew_listener_request()?
+        } else {
+            ca.request_listener_ca()?
+        })
+    })?;
     let request = ca.listener_request_pem()?.unwrap_or_default();
     output::write(format_args!("{request}"))?;
     Ok(())
@@ -80,6 +87,7 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
     let backup = Backup::read(&ask.file)?;
     let directory = &ask.data.data_dir;
     let store = Store::open(directory, OpenMode::Create)?;
+    let before = store.ca().ok().flatten();
     store.restore(&backup).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and it is not overwritten; restore into an empty directory",
@@ -94,55 +102,216 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
         directory.display(),
         humantime::format_rfc3339_seconds(made)
     )?;
+    let (before, restored) = (before.as_ref(), store.ca()?);
+    if let (Some(before), Some(restored)) = (before, &restored)
+        && before.has_newer_listener_ca(restored)
+    {
+        outln!("{}", older_listener_ca(before, restored))?;
+    }
     Ok(())
+}
+
+/// Describes a restored chain that is older than the one before.
+fn older_listener_ca(before: &Authority, restored: &Authority) -> String {
+    let shown = |ca: &Authority| {
+        ca.listener_ca().map_or_else(
+            || "no imported chain".to_owned(),
+            |info| {
+                let (own, root) = (described(&info.intermediate), described(&info.root));
+                format!("the chain of {own} below the root {root}")
+            },
+        )
+    };
+    format!(
+        "warning: the backup's requests and chains of listeners are older: it has {}, and the directory had {}. To have a later chain again, make another request (`causeway ca csr --new`), have it signed and import it",
+        shown(restored),
+        shown(before)
+    )
 }
 
 async fn import(ask: &CaImport) -> anyhow::Result<()> {
-    if ask.from.is_dir() {
-        import_shared(ask)?;
-    } else {
-        import_chain(ask)?;
+    let directory = &ask.data.data_dir;
+    match (&ask.from, &ask.root) {
+        (None, _) => remove_chain(directory)?,
+        (Some(from), None) if from.is_dir() => import_shared(from, directory)?,
+        (Some(from), Some(_)) if from.is_dir() => bail!(
+            "--root is for a chain in a file, and {} is a directory",
+            from.display()
+        ),
+        (Some(from), root) => import_chain(from, root.as_deref(), directory)?,
     }
-    ca_rotate::notify_gateway(&ask.data.data_dir).await?;
+    ca_rotate::notify_gateway(directory).await?;
     Ok(())
 }
 
+/// Removes the chain of listeners.
+fn remove_chain(directory: &Path) -> anyhow::Result<()> {
+    let (store, _) = data_dir::with_ca(directory)?;
+    let (_, step) = store.change_ca(|ca| anyhow::Ok(ca.remove_listener_chain()))?;
+    if step == RotationStep::Standing {
+        return outln!("no chain is imported, and nothing changes");
+    }
+    outln!(
+        "The chain and its key are removed. Listeners now present certificates of Causeway's own CA. Clients that do not have its root reject them from now on: give them {}.",
+        store.root_path().display()
+    )
+}
+
 /// Installs the chain of listeners, if it permits all nodes that have joined.
-fn import_chain(ask: &CaImport) -> anyhow::Result<()> {
-    let file = ask.from.display();
-    let bytes = fs::read(&ask.from).with_context(|| format!("cannot read {file}"))?;
+fn import_chain(from: &Path, root: Option<&Path>, directory: &Path) -> anyhow::Result<()> {
+    let file = from.display();
+    let root = root.map(|path| anyhow::Ok((path, read_root(path)?)));
+    let root = root.transpose()?;
+    let bytes = fs::read(from).with_context(|| format!("cannot read {file}"))?;
+    if let Some(hint) = conversion(&bytes, from) {
+        bail!("{file} is not imported: {hint}");
+    }
     let chain = String::from_utf8_lossy(&bytes);
-    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+    let (store, before) = data_dir::with_ca(directory)?;
     let nodes = store.nodes().all()?;
     let names: Vec<_> = nodes.iter().map(|it| HostName::from(&it.node)).collect();
     let (ca, step) = store.change_ca(|ca| {
-        let imported = ca.import_listener_chain(&chain, &names);
-        imported.with_context(|| format!("{file} is not imported"))
+        let (ca, step) = ca
+            .import_listener_chain(&chain, &names)
+            .with_context(|| format!("{file} is not imported"))?;
+        let info = ca.listener_ca().context("the chain is gone again")?;
+        if let Some((path, wanted)) = &root
+            && info.root.fingerprint != wanted.fingerprint
+        {
+            bail!(
+                "{file} is not imported: it ends at the root {}, and {} has the root {}",
+                described(&info.root),
+                path.display(),
+                described(wanted)
+            );
+        }
+        Ok((ca, step))
     })?;
     let info = ca.listener_ca().context("the chain is gone again")?;
-    let ends = UNIX_EPOCH + Duration::from_secs(info.not_after.as_secs());
-    outln!(
-        "{}, until {}: clients verify listeners by {}; {} has its root too",
+    let root_before = before.listener_ca().map(|info| info.root.fingerprint);
+    let changed = step == RotationStep::Made && root_before != Some(info.root.fingerprint);
+    let addresses = nodes.iter().flat_map(|node| &node.addresses);
+    let outside = ca.names_outside_chain(addresses.map(|it| HostName::Ip(*it)).collect());
+    outln!("{}", chain_report(&info, step, &outside))?;
+    let now = SystemTime::now();
+    if let Some(warning) = ends_soon(&info, now) {
+        outln!("{warning}")?;
+    }
+    let ca_pem = store.root_path();
+    if changed {
+        outln!("{}", change_warning(&info, &ca_pem))?;
+    }
+    Ok(())
+}
+
+/// Reads the one certificate of a file.
+fn read_root(path: &Path) -> anyhow::Result<CaCertificateInfo> {
+    let file = path.display();
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {file}"))?;
+    let found = causeway_certs::certificates(&text).map_err(|why| anyhow!("{file}: {why}"))?;
+    let [root] = &found[..] else {
+        bail!(
+            "{file} has {} certificates; it must have one, the root",
+            found.len()
+        );
+    };
+    CaCertificateInfo::read(root).with_context(|| format!("{file} is no CA certificate"))
+}
+
+/// Returns the command that converts a file of another format.
+fn conversion(bytes: &[u8], path: &Path) -> Option<String> {
+    let file = path.display();
+    let pkcs7 = |form: &str| {
+        format!(
+            "it is in PKCS#7 format; convert it by `openssl pkcs7{form} -print_certs -in {file} -out chain.pem`"
+        )
+    };
+    if bytes.starts_with(&[0x30]) {
+        let certificate = CertificateDer::from(bytes);
+        return Some(if Certificate::read(&certificate).is_ok() {
+            format!(
+                "it is a certificate in DER format; convert it by `openssl x509 -inform der -in {file} -out signed.pem`, and append the CAs above it"
+            )
+        } else {
+            pkcs7(" -inform der")
+        });
+    }
+    let text = String::from_utf8_lossy(bytes);
+    ["PKCS7", "CMS"]
+        .iter()
+        .any(|label| text.contains(&format!("-----BEGIN {label}-----")))
+        .then(|| pkcs7(""))
+}
+
+/// Describes a certificate by its subject, fingerprint and end.
+fn described(certificate: &CaCertificateInfo) -> String {
+    let CaCertificateInfo {
+        subject,
+        fingerprint,
+        ..
+    } = certificate;
+    format!(
+        "'{subject}' (SHA-256 {fingerprint}, until {})",
+        ends(certificate)
+    )
+}
+
+fn ends(certificate: &CaCertificateInfo) -> humantime::Rfc3339Timestamp {
+    let ends = Duration::from_secs(certificate.not_after.as_secs());
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + ends)
+}
+
+/// Describes the chain in use, and the addresses that it does not permit.
+fn chain_report(info: &ListenerCaInfo, step: RotationStep, outside: &[HostName]) -> String {
+    let mut text = format!(
+        "{}\nintermediate {}\nroot {}",
         if step == RotationStep::Made {
             "imported"
         } else {
             "imported before"
         },
-        humantime::format_rfc3339_seconds(ends),
-        info.root,
-        store.root_path().display()
-    )?;
+        described(&info.intermediate),
+        described(&info.root)
+    );
     if info.limits_names {
-        outln!(
-            "it has name constraints: clients verify no listener by a name that these do not permit"
-        )?;
+        text += "\nThe chain has name constraints. For names that these do not permit, listeners present certificates of Causeway's own CA.";
     }
-    Ok(())
+    if !outside.is_empty() {
+        let shown: Vec<_> = outside.iter().take(5).map(ToString::to_string).collect();
+        text += &format!(
+            "\nwarning: the name constraints do not permit {} confirmed addresses of nodes, such as {}",
+            outside.len(),
+            shown.join(", ")
+        );
+    }
+    text
 }
 
-fn import_shared(ask: &CaImport) -> anyhow::Result<()> {
-    let shared = SharedCa::read(&ask.from)?;
-    let directory = &ask.data.data_dir;
+/// Returns a warning if the chain ends within 30 days.
+fn ends_soon(info: &ListenerCaInfo, now: SystemTime) -> Option<String> {
+    let first = &info.first_to_end;
+    let left = (UNIX_EPOCH + Duration::from_secs(first.not_after.as_secs())).duration_since(now);
+    let days = left.unwrap_or_default().as_secs() / (24 * 3600);
+    (days < 30).then(|| {
+        format!(
+            "warning: the chain ends in {days} days, at {}, with the certificate '{}'; have it renewed, and import it again",
+            ends(first),
+            first.subject
+        )
+    })
+}
+
+/// Describes the consequence of another root for clients.
+fn change_warning(info: &ListenerCaInfo, ca_pem: &Path) -> String {
+    format!(
+        "Listeners now present certificates below the root {}. Clients that have only the old ca.pem reject them from now on: give them {}.",
+        described(&info.root),
+        ca_pem.display()
+    )
+}
+
+fn import_shared(from: &Path, directory: &Path) -> anyhow::Result<()> {
+    let shared = SharedCa::read(from)?;
     let store = Store::open(directory, OpenMode::Create)?;
     let taken = store.take_up(&shared).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
@@ -166,6 +335,10 @@ fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
             "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate`, a request or an imported chain, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
             directory = directory.display()
         ),
+        ImportOutcome::Diverged => format!(
+            "CA {ca} is not taken up: it and {directory} have diverged, since a step of `causeway ca rotate`, a request or an imported chain was made in both; {directory} stays as it is. Decide for one: to keep {directory}, replace the Secret: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`; to keep the Secret, empty {directory} and import again",
+            directory = directory.display()
+        ),
     }
 }
 
@@ -173,6 +346,8 @@ fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
 mod tests {
     use super::*;
     use crate::cli::DataDir;
+    use causeway_certs::Fingerprint;
+    use rustls::pki_types::UnixTime;
 
     #[tokio::test]
     async fn a_leftover_secret_is_not_used_and_the_remedy_is_stated() {
@@ -186,7 +361,9 @@ mod tests {
         store.change_ca(|ca| anyhow::Ok(ca.prepare()?)).unwrap();
         let ahead = std::fs::read(data_dir.join("ca.json")).unwrap();
         let ask = CaImport {
-            from: folder.path().to_owned(),
+            from: Some(folder.path().to_owned()),
+            root: None,
+            remove: false,
             data: DataDir {
                 data_dir: data_dir.clone(),
             },
@@ -204,6 +381,48 @@ mod tests {
             said.contains("is ahead") && said.contains(command),
             "{said}"
         );
+    }
+
+    #[test]
+    fn a_secret_that_has_diverged_is_told_from_one_that_was_left_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let domain = TrustDomain::parse("causeway.test").unwrap();
+        let (store, _) = ensure(&folder.path().join("data"), &domain).unwrap();
+        let other = Store::open(folder.path().join("other"), OpenMode::Create).unwrap();
+        other.take_up(&store.shared().unwrap()).unwrap();
+        for store in [&store, &other] {
+            let request = |ca: Authority| anyhow::Ok(ca.request_listener_ca()?);
+            store.change_ca(request).unwrap();
+        }
+        let shared = other.shared().unwrap();
+        let taken = store.take_up(&shared).unwrap();
+        let said = news(taken, shared.ca(), Path::new("/data"));
+        assert!(said.contains("/data have diverged"), "{said}");
+        assert!(!said.contains("is ahead"), "{said}");
+    }
+
+    #[test]
+    fn a_chain_that_ends_within_thirty_days_is_warned_of_by_the_certificate_that_ends_first() {
+        let certificate = |subject: &str, days: u64| CaCertificateInfo {
+            certificate: CertificateDer::from(Vec::new()),
+            subject: subject.to_owned(),
+            fingerprint: Fingerprint::of(&CertificateDer::from(Vec::new())),
+            not_after: UnixTime::since_unix_epoch(Duration::from_hours(24 * days)),
+        };
+        let info = ListenerCaInfo {
+            intermediate: certificate("Listeners", 200),
+            root: certificate("Root", 300),
+            first_to_end: certificate("Issuing", 100),
+            limits_names: false,
+        };
+        let at = |days: u64| ends_soon(&info, UNIX_EPOCH + Duration::from_hours(24 * days));
+        assert_eq!(at(70), None);
+        let said = at(71).unwrap();
+        assert!(
+            said.contains("ends in 29 days, at 1970-04-11T00:00:00Z"),
+            "{said}"
+        );
+        assert!(said.contains("'Issuing'"), "{said}");
     }
 
     #[test]

@@ -148,7 +148,19 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
             "join tokens and client certificates of the old root are no longer valid; create new ones where they are needed"
         )?;
     }
+    if let Some(line) = unchanged_listener_key(&ca) {
+        outln!("{line}")?;
+    }
     Ok(())
+}
+
+/// Describes the key of listeners that no rotation replaces.
+fn unchanged_listener_key(ca: &Ca) -> Option<String> {
+    let chain = ca.listener_ca()?;
+    Some(format!(
+        "the key of listeners' certificates below the root '{}' is unchanged; after a theft of ca.json replace it too: causeway ca csr --new, causeway ca import, and have the owner of that root revoke '{}'",
+        chain.root.subject, chain.intermediate.subject
+    ))
 }
 
 fn change(

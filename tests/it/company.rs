@@ -37,6 +37,10 @@ set -e; cd "$1"
 openssl req -verify -noout -in "$2.csr"
 openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -days "$3" -extfile listeners.ext -out "$2.signed.pem"
 cat "$2.signed.pem" Issuing.pem Root.pem >"$2.pem"
+openssl crl2pkcs7 -nocrl -certfile "$2.pem" -out "$2.p7b"
+openssl crl2pkcs7 -nocrl -certfile "$2.pem" -outform der -out "$2.p7c"
+openssl x509 -in "$2.signed.pem" -outform der -out "$2.der"
+openssl x509 -in Root.pem -noout -fingerprint -sha256 | cut -d= -f2 | tr -d ':\n' | tr A-F a-f >Root.sha256
 openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -subj /DC=com/DC=example/CN=Twice -extfile listeners.ext -out "$2.named.pem"
 "#;
 
@@ -68,6 +72,12 @@ impl Company {
 
 async fn import(data: &Path, chain: &Path) -> Ended {
     let order = causeway("ca import").args([chain]);
+    order.flag("--data-dir", data).run().await
+}
+
+/// Imports a chain that must end at this root.
+async fn import_below(data: &Path, chain: &Path, root: &Path) -> Ended {
+    let order = causeway("ca import").args([chain]).flag("--root", root);
     order.flag("--data-dir", data).run().await
 }
 
@@ -111,11 +121,19 @@ async fn company_root_clients_verify_listeners_through_changes() {
 
     let chain = company.sign(&data, "ending", "20").await;
     all(&site, &[&own]).await;
-    let imported = import(&data, &chain).await.ok();
-    assert!(
-        imported.stdout.contains("verify listeners by Root"),
-        "{imported:?}"
-    );
+    let imported = import_below(&data, &chain, &root).await.ok();
+    let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
+    for said in [
+        format!(
+            "Listeners now present certificates below the root 'Root' (SHA-256 {sha256}, until "
+        ),
+        "reject them from now on: give them".to_owned(),
+        data.join("ca.pem").display().to_string(),
+        "intermediate 'Causeway ".to_owned(),
+        "warning: the chain ends in 19 days".to_owned(),
+    ] {
+        assert!(imported.stdout.contains(&said), "{said}: {imported:?}");
+    }
     assert!(edge.written().ended().is_empty(), "edges are not concerned");
     let (both, key) = (keep(&site, "both.pem"), data.join("ca.json"));
     all(&site, &[&root, &both]).await;
@@ -138,14 +156,33 @@ async fn company_root_clients_verify_listeners_through_changes() {
     edge.said("certificate is renewed").await;
     all(&site, &[&root, &both]).await;
     let renewed = company.sign(&data, "renewed", "300").await;
-    import(&data, &renewed).await.ok();
+    let same_root = import(&data, &renewed).await.ok();
+    for absent in ["reject them", "the chain ends in"] {
+        assert!(!same_root.stdout.contains(absent), "{same_root:?}");
+    }
     until("edges have renewed", async || {
         rotate(&data, "retire").await.code == Some(0)
     })
     .await;
+    let retired = rotate(&data, "retire").await.ok();
+    for said in [
+        "below the root 'Root' is unchanged",
+        "causeway ca csr --new",
+    ] {
+        assert!(retired.stdout.contains(said), "{retired:?}");
+    }
     let alice = causeway("client certificate --name alice").flag("--out", site.path("."));
     alice.flag("--data-dir", &data).run().await.ok();
     all(&site, &[&root, &both, &keep(&site, "new.pem")]).await;
+
+    let remove = async || {
+        let order = causeway("ca import --remove").flag("--data-dir", &data);
+        order.run().await.ok().stdout
+    };
+    assert!(remove().await.contains("Causeway's own CA"));
+    untrusted(&root).await;
+    all(&site, &[&keep(&site, "after.pem")]).await;
+    assert!(remove().await.contains("nothing changes"));
 }
 
 #[tokio::test]
@@ -194,9 +231,40 @@ async fn a_chain_for_another_request_is_refused_with_the_reason() {
     ] {
         import(&data, &part(names)).await.failed(&words);
     }
+    for (file, command) in [
+        ("chain.p7b", "`openssl pkcs7 -print_certs -in "),
+        ("chain.p7c", "`openssl pkcs7 -inform der -print_certs -in "),
+        ("chain.der", "`openssl x509 -inform der -in "),
+    ] {
+        import(&data, &company.path(file))
+            .await
+            .failed(&[file, command]);
+    }
+    import_below(&data, &chain, &company.path("Other.pem"))
+        .await
+        .failed(&["ends at the root 'Root'", "has the root 'Other'"]);
     import(&data, &company.path("nowhere"))
         .await
         .failed(&["cannot read", "nowhere"]);
     assert_eq!(fs::read(data.join("ca.json")).unwrap(), before);
+    let backup = company.path("backup.json");
+    let order = |verb: &str| causeway(verb).args([&backup]).flag("--data-dir", &data);
+    order("ca backup").run().await.ok();
+    import_below(&data, &chain, &root).await.ok();
+    let restored = order("ca restore").run().await.ok();
+    for said in [
+        "are older: it has no imported chain",
+        "below the root 'Root'",
+    ] {
+        assert!(restored.stdout.contains(said), "{restored:?}");
+    }
     import(&data, &chain).await.ok();
+    let pending = async |flag: &str| {
+        let order = causeway(&format!("ca csr {flag}")).flag("--data-dir", &data);
+        order.run().await.ok();
+        fs::read(data.join("ca.json")).unwrap()
+    };
+    let first = pending("").await;
+    assert_eq!(pending("").await, first);
+    assert_ne!(pending("--new").await, first);
 }

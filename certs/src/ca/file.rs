@@ -1,9 +1,10 @@
 //! The form of a CA in the data directory: one file, so that every change of it is one rename.
 
 use rcgen::KeyPair;
+use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize, de::IgnoredAny};
 
-use super::listener_ca::{ListenerCa, ListenerChain};
+use super::listener_ca::{FormerRoot, ListenerCa, ListenerChain};
 use super::root::{Intermediate, Root};
 use super::{Ca, CaError, RootStage};
 use crate::pem;
@@ -32,6 +33,17 @@ struct ListenersFile {
     /// `certificate` is the chain up to the root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chain: Option<KeyPairFile>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    former_roots: Vec<FormerRootFile>,
+}
+
+/// The root of a chain that was replaced.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FormerRootFile {
+    certificate: String,
+    /// End of the replaced chain, in Unix seconds.
+    until: u64,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -120,6 +132,13 @@ impl CaFile {
     }
 }
 
+fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, CaError> {
+    pem::certificates(text).map_err(|why| CaError::Unusable {
+        part: "certificate",
+        why,
+    })
+}
+
 impl RootFile {
     fn of(stage: RootStage, root: &Root) -> Self {
         let crossed = root.crossed.as_ref();
@@ -145,14 +164,8 @@ impl RootFile {
             ];
             pairs.map(read).into_iter().collect::<Result<Vec<_>, _>>()
         });
-        let certificates = |text: Option<String>| {
-            let found = text.map(|text| pem::certificates(&text));
-            found.transpose().map_err(|why| CaError::Unusable {
-                part: "certificate",
-                why,
-            })
-        };
-        let crossed = certificates(self.crossed)?.map(|mut found| found.swap_remove(0));
+        let crossed = self.crossed.as_deref().map(certificates).transpose()?;
+        let crossed = crossed.map(|mut found| found.swap_remove(0));
         root.with(issuers.transpose()?, crossed)
     }
 }
@@ -167,10 +180,12 @@ impl ListenersFile {
             generation: of.generation,
             request_key: of.request_key.as_ref().map(KeyPair::serialize_pem),
             chain,
+            former_roots: of.former_roots.iter().map(FormerRootFile::of).collect(),
         })
     }
 
     fn read(self) -> Result<ListenerCa, CaError> {
+        let former = self.former_roots.into_iter().map(FormerRootFile::read);
         let key = self.request_key.map(|key| KeyPair::from_pem(&key));
         let chain = self
             .chain
@@ -179,6 +194,23 @@ impl ListenersFile {
             generation: self.generation,
             request_key: key.transpose()?,
             chain: chain.transpose()?,
+            former_roots: former.collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl FormerRootFile {
+    fn of(root: &FormerRoot) -> Self {
+        Self {
+            certificate: pem::encode_chain(std::slice::from_ref(&root.certificate)),
+            until: root.until,
+        }
+    }
+
+    fn read(self) -> Result<FormerRoot, CaError> {
+        Ok(FormerRoot {
+            certificate: certificates(&self.certificate)?.swap_remove(0),
+            until: self.until,
         })
     }
 }

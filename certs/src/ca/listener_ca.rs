@@ -12,14 +12,20 @@ use webpki::{EndEntityCert, KeyUsage};
 use x509_parser::prelude::{FromDer, X509Certificate, X509Error};
 
 use super::root::{Intermediate, LeafProfile, sign_leaf, subject};
-use super::{Ca, CaError, RotationStep};
+use super::{Ca, CaError, LeafCertificate, RotationStep};
 use crate::certificate::{CaConstraints, Certificate, date};
 use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::name::HostName;
 use crate::pem;
 use crate::secret::Fingerprint;
+use std::cmp::Reverse;
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+
+/// Names that are logged because a chain does not permit them, at most.
+const MAX_REPORTED: usize = 10_000;
 
 /// State of the intermediate: the key of a pending request, and the chain in use.
 #[derive(Default)]
@@ -28,6 +34,15 @@ pub(super) struct ListenerCa {
     pub(super) generation: u64,
     pub(super) request_key: Option<KeyPair>,
     pub(super) chain: Option<ListenerChain>,
+    /// Roots of chains that were replaced. Clients keep them until the chains have ended.
+    pub(super) former_roots: Vec<FormerRoot>,
+}
+
+/// Root of a chain that was replaced by one with another root.
+pub(super) struct FormerRoot {
+    pub(super) certificate: CertificateDer<'static>,
+    /// Last second of the replaced chain, in Unix time.
+    pub(super) until: u64,
 }
 
 /// Intermediate with the certificates up to its root.
@@ -37,19 +52,51 @@ pub(super) struct ListenerChain {
     /// The intermediate first, the root last.
     pub(super) certificates: Vec<CertificateDer<'static>>,
     pub(super) fingerprint: Fingerprint,
+    pub(super) limits_names: bool,
+    /// Names of listeners and nodes that the chain does not permit, as far as that was logged.
+    reported: Mutex<HashSet<String>>,
 }
 
 /// Facts of the intermediate in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListenerCaInfo {
-    /// Its certificate.
-    pub certificate: CertificateDer<'static>,
-    /// Common name of the root that clients trust.
-    pub root: String,
-    /// Last second in which the whole chain is valid.
-    pub not_after: UnixTime,
+    /// The intermediate.
+    pub intermediate: CaCertificateInfo,
+    /// The root that clients trust.
+    pub root: CaCertificateInfo,
+    /// The certificate of the chain that ends first.
+    pub first_to_end: CaCertificateInfo,
     /// Whether the chain has name constraints.
     pub limits_names: bool,
+}
+
+/// Facts of one certificate of a chain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CaCertificateInfo {
+    /// The certificate.
+    pub certificate: CertificateDer<'static>,
+    /// Its common name, or its whole subject if it has none. Without control characters.
+    pub subject: String,
+    /// SHA-256 of the certificate.
+    pub fingerprint: Fingerprint,
+    /// Its last second.
+    pub not_after: UnixTime,
+}
+
+impl CaCertificateInfo {
+    /// Reads the facts of a CA's certificate.
+    ///
+    /// # Errors
+    /// If it cannot be parsed.
+    pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, CaError> {
+        let ends = Duration::from_secs(Certificate::read(certificate)?.not_after);
+        Ok(Self {
+            subject: CaConstraints::read(certificate)?.subject.common,
+            fingerprint: Fingerprint::of(certificate),
+            not_after: UnixTime::since_unix_epoch(ends),
+            certificate: certificate.clone().into_owned(),
+        })
+    }
 }
 
 fn unusable(why: String) -> CaError {
@@ -80,6 +127,57 @@ impl ListenerCa {
         Some((chain.fingerprint, chain.is_valid_at(now)))
     }
 
+    /// Returns the roots that clients of listeners need beside our own: that of the chain, and former ones.
+    pub(super) fn client_roots(&self) -> String {
+        let now = UnixTime::now().as_secs();
+        let chain = self.chain.iter().flat_map(ListenerChain::root);
+        let former = self.former_roots.iter().filter(|root| now <= root.until);
+        let roots: Vec<_> = chain
+            .chain(former.map(|root| &root.certificate))
+            .cloned()
+            .collect();
+        pem::encode_chain(&roots)
+    }
+
+    /// Installs a chain, and keeps the root of the one before if it is another.
+    fn install(&mut self, chain: ListenerChain) {
+        let before = self.chain.take();
+        let before = before.iter().filter_map(|before| {
+            Some(FormerRoot {
+                certificate: before.root().first()?.clone(),
+                until: before.signer.facts.not_after,
+            })
+        });
+        self.former_roots.extend(before);
+        let now = UnixTime::now().as_secs();
+        let stays =
+            |root: &FormerRoot| now <= root.until && *chain.root() != [root.certificate.clone()];
+        self.former_roots.retain(stays);
+        self.former_roots.sort_by_key(|root| Reverse(root.until));
+        let mut seen = HashSet::new();
+        self.former_roots
+            .retain(|root| seen.insert(root.certificate.clone()));
+        self.chain = Some(chain);
+        self.generation += 1;
+    }
+
+    /// Whether a certificate is of the pending request, or of the intermediate in use.
+    fn is_ours(&self, certificate: &CertificateDer<'_>) -> Result<bool, CaError> {
+        let public_key = Certificate::read(certificate)?.public_key;
+        Ok(self.key_for(&public_key).is_ok())
+    }
+
+    /// Reverses a chain that begins with its root, as some CAs write it.
+    fn put_intermediate_first(&self, chain: &mut [CertificateDer<'_>]) -> Result<(), CaError> {
+        let [first, .., last] = chain else {
+            return Ok(());
+        };
+        if !self.is_ours(first)? && self.is_ours(last)? {
+            chain.reverse();
+        }
+        Ok(())
+    }
+
     /// Returns the key, as PEM, that belongs to the first certificate of a chain.
     fn key_for(&self, public_key: &[u8]) -> Result<String, CaError> {
         let installed = self.chain.iter().map(|chain| chain.signer.issuer.key());
@@ -92,7 +190,7 @@ impl ListenerCa {
         let found = keys.find(|key| key.subject_public_key_info() == public_key);
         found.map(KeyPair::serialize_pem).ok_or_else(|| {
             unusable(
-                "its first certificate has another public key than the request of this data directory: the signed request stands first in the file, and `causeway ca csr` prints the request again".into(),
+                "its first certificate has another public key than the request of this data directory: put the signed certificate first; `causeway ca csr` prints the request again".into(),
             )
         })
     }
@@ -110,6 +208,8 @@ impl ListenerChain {
         Ok(Self {
             signer,
             fingerprint: Fingerprint::digest(pem::encode_chain(&certificates).as_bytes()),
+            limits_names: limits_names(&certificates),
+            reported: Mutex::default(),
             certificates,
         })
     }
@@ -131,15 +231,9 @@ impl ListenerChain {
     }
 
     /// Signs a leaf, with a name or none, and verifies it as a client does that trusts the root only.
-    fn verify_leaf(&self, name: Option<&HostName>) -> Result<(), CaError> {
-        let shown = name.map_or_else(|| "causeway listener".to_owned(), ToString::to_string);
-        let profile = LeafProfile {
-            common_name: &shown,
-            groups: None,
-            uri: None,
-            names: name.map_or(&[], std::slice::from_ref),
-            lifetime: Duration::from_mins(1),
-        };
+    fn verify_name(&self, name: Option<&HostName>) -> Result<(), CaError> {
+        let names = name.map_or(&[][..], std::slice::from_ref);
+        let profile = LeafProfile::of_listener(names, Duration::from_mins(1));
         let key = KeyPair::generate()?;
         let leaf = sign_leaf(&self.signer, IssuerPurpose::Listeners, &key, profile)?;
         let signer = CaConstraints::read(&self.signer.certificate)?;
@@ -149,22 +243,8 @@ impl ListenerChain {
                 signer.subject.common
             )));
         }
-        let verified = || {
-            let [root] = self.root() else {
-                return Err(webpki::Error::UnknownIssuer);
-            };
-            EndEntityCert::try_from(&leaf)?.verify_for_usage(
-                provider().signature_verification_algorithms.all,
-                &[webpki::anchor_from_trusted_cert(root)?],
-                self.sent(),
-                UnixTime::now(),
-                KeyUsage::server_auth(),
-                None,
-                None,
-            )?;
-            Ok(())
-        };
-        verified().map_err(|error| {
+        let shown = name.map_or_else(|| "no name".to_owned(), ToString::to_string);
+        self.verify(&leaf).map_err(|error| {
             unusable(match error {
                 webpki::Error::NameConstraintViolation => format!(
                     "its name constraints do not permit {shown}; have the request signed by a CA that permits the names of nodes and listeners"
@@ -172,6 +252,59 @@ impl ListenerChain {
                 error => format!("a certificate that it signs for {shown} does not verify: {error}"),
             })
         })
+    }
+
+    /// Verifies a leaf as a client does that trusts the root only.
+    fn verify(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
+        let [root] = self.root() else {
+            return Err(webpki::Error::UnknownIssuer);
+        };
+        EndEntityCert::try_from(leaf)?.verify_for_usage(
+            provider().signature_verification_algorithms.all,
+            &[webpki::anchor_from_trusted_cert(root)?],
+            self.sent(),
+            UnixTime::now(),
+            KeyUsage::server_auth(),
+            None,
+            None,
+        )?;
+        Ok(())
+    }
+
+    /// Signs a leaf, unless the chain's name constraints do not permit one of its names. A client would reject that.
+    pub(super) fn mint(
+        &self,
+        names: &[HostName],
+        lifetime: Duration,
+    ) -> Result<Option<LeafCertificate>, CaError> {
+        let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Listeners);
+        let profile = LeafProfile::of_listener(names, lifetime);
+        let leaf = sign_leaf(&self.signer, purpose, &key, profile)?;
+        if self.limits_names
+            && let Err(error) = self.verify(&leaf)
+        {
+            self.report(names, &error);
+            return Ok(None);
+        }
+        let chain = [leaf].into_iter().chain(self.sent().iter().cloned());
+        Ok(Some(LeafCertificate::new(
+            chain.collect(),
+            key.serialize_der(),
+        )?))
+    }
+
+    /// Logs, once, that the chain does not permit these names.
+    fn report(&self, names: &[HostName], error: &webpki::Error) {
+        let names: Vec<_> = names.iter().map(ToString::to_string).collect();
+        let names = names.join(", ");
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        if reported.len() < MAX_REPORTED && reported.insert(names.clone()) {
+            tracing::warn!(
+                names,
+                %error,
+                "the imported chain of listeners does not permit these names: their certificate is signed by Causeway's own CA, and clients that trust only the chain's root reject it"
+            );
+        }
     }
 }
 
@@ -225,7 +358,7 @@ fn check_ca(authority: &CaConstraints, facts: &Certificate, below: u32) -> Resul
     let now = UnixTime::now().as_secs();
     let why = if !authority.signs {
         format!(
-            "{name} may not sign certificates; it has to be a CA's (CA:TRUE, and keyCertSign as key usage)"
+            "{name} may not sign certificates; it must be a CA certificate (CA:TRUE, and keyCertSign as key usage)"
         )
     } else if now > facts.not_after {
         format!("{name} expired at {}", date(facts.not_after))
@@ -245,7 +378,8 @@ fn check_ca(authority: &CaConstraints, facts: &Certificate, below: u32) -> Resul
 }
 
 /// Checks that the intermediate cannot sign certificates of clients, whoever has its key.
-fn check_usage(intermediate: &Certificate) -> Result<(), CaError> {
+fn check_usage(certificate: &CertificateDer<'_>) -> Result<(), CaError> {
+    let intermediate = Certificate::read(certificate)?;
     if intermediate.server_auth && !intermediate.client_auth && !intermediate.any_use {
         return Ok(());
     }
@@ -263,10 +397,18 @@ impl Ca {
     ///
     /// # Errors
     /// If no key can be made.
-    pub fn request_listener_ca(mut self) -> Result<(Self, RotationStep), CaError> {
+    pub fn request_listener_ca(self) -> Result<(Self, RotationStep), CaError> {
         if self.listeners.request_key.is_some() {
             return Ok((self, RotationStep::Standing));
         }
+        self.renew_listener_request()
+    }
+
+    /// Makes the key of a request, in place of that of a pending request.
+    ///
+    /// # Errors
+    /// If no key can be made.
+    pub fn renew_listener_request(mut self) -> Result<(Self, RotationStep), CaError> {
         self.listeners.request_key = Some(KeyPair::generate()?);
         self.listeners.generation += 1;
         Ok((self, RotationStep::Made))
@@ -300,16 +442,16 @@ impl Ca {
         chain_pem: &str,
         names: &[HostName],
     ) -> Result<(Self, RotationStep), CaError> {
-        let certificates = pem::certificates(chain_pem).map_err(unusable)?;
-        let first = certificates.first().map(Certificate::read).transpose()?;
-        let first = first.unwrap_or_default();
-        let key = self.listeners.key_for(&first.public_key)?;
-        let public_key = &first.public_key;
+        let mut certificates = pem::certificates(chain_pem).map_err(unusable)?;
+        self.listeners.put_intermediate_first(&mut certificates)?;
+        let intermediate = certificates.first().ok_or(CaError::Expired)?;
+        let public_key = Certificate::read(intermediate)?.public_key;
+        let key = self.listeners.key_for(&public_key)?;
         check_chain(&certificates)?;
-        check_usage(&first)?;
-        let chain = ListenerChain::load(chain_pem, &key)?;
+        check_usage(intermediate)?;
+        let chain = ListenerChain::load(&pem::encode_chain(&certificates), &key)?;
         for name in std::iter::once(None).chain(names.iter().map(Some)) {
-            chain.verify_leaf(name)?;
+            chain.verify_name(name)?;
         }
         let installed = self.listeners.chain.as_ref();
         if installed.is_some_and(|it| it.fingerprint == chain.fingerprint) {
@@ -317,25 +459,49 @@ impl Ca {
         }
         self.listeners
             .request_key
-            .take_if(|key| key.subject_public_key_info() == *public_key);
-        self.listeners.chain = Some(chain);
-        self.listeners.generation += 1;
+            .take_if(|key| key.subject_public_key_info() == public_key);
+        self.listeners.install(chain);
         Ok((self, RotationStep::Made))
+    }
+
+    /// Removes the imported chain and its key: listeners present certificates of our own intermediate again.
+    #[must_use]
+    pub fn remove_listener_chain(mut self) -> (Self, RotationStep) {
+        if self.listeners.chain.take().is_none() {
+            return (self, RotationStep::Standing);
+        }
+        self.listeners.former_roots.clear();
+        self.listeners.generation += 1;
+        (self, RotationStep::Made)
     }
 
     /// Returns the facts of the imported intermediate, if there is one, even if it has expired.
     pub fn listener_ca(&self) -> Option<ListenerCaInfo> {
-        let chain = self.listeners.chain.as_ref()?;
-        let ends = Duration::from_secs(chain.signer.facts.not_after);
+        let certificates = &self.listeners.chain.as_ref()?.certificates;
+        let all: Result<Vec<_>, _> = certificates.iter().map(CaCertificateInfo::read).collect();
+        let all = all.ok()?;
         Some(ListenerCaInfo {
-            certificate: chain.signer.certificate.clone(),
-            root: CaConstraints::read(chain.root().first()?)
-                .ok()?
-                .subject
-                .common,
-            not_after: UnixTime::since_unix_epoch(ends),
-            limits_names: limits_names(&chain.certificates),
+            intermediate: all.first()?.clone(),
+            root: all.last()?.clone(),
+            first_to_end: all.iter().min_by_key(|it| it.not_after)?.clone(),
+            limits_names: limits_names(certificates),
         })
+    }
+
+    /// Whether the other CA has an earlier request or chain for listeners than this one.
+    pub fn has_newer_listener_ca(&self, other: &Self) -> bool {
+        self.listeners.generation > other.listeners.generation
+    }
+
+    /// Returns those names for which the imported chain permits no certificate. Listeners present certificates of our own
+    /// intermediate for them.
+    pub fn names_outside_chain(&self, names: Vec<HostName>) -> Vec<HostName> {
+        let chain = self.listeners.chain.as_ref();
+        let Some(chain) = chain.filter(|chain| chain.limits_names) else {
+            return Vec::new();
+        };
+        let outside = |name: &HostName| chain.verify_name(Some(name)).is_err();
+        names.into_iter().filter(outside).collect()
     }
 }
 

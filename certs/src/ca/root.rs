@@ -42,6 +42,24 @@ pub(super) struct LeafProfile<'a> {
     pub(super) lifetime: Duration,
 }
 
+impl<'a> LeafProfile<'a> {
+    /// Returns the profile of a listener's leaf. An address is no common name: where no DNS name is among the alternative names,
+    /// OpenSSL checks the common name by the name constraints of DNS names.
+    pub(super) fn of_listener(names: &'a [HostName], lifetime: Duration) -> Self {
+        let dns = names.iter().find_map(|name| match name {
+            HostName::Dns(name) => Some(name.as_ref()),
+            HostName::Ip(_) => None,
+        });
+        Self {
+            common_name: dns.unwrap_or("causeway listener"),
+            groups: None,
+            uri: None,
+            names,
+            lifetime,
+        }
+    }
+}
+
 /// A certificate that signs, with its key.
 pub(super) struct Intermediate {
     pub(super) certificate: CertificateDer<'static>,

@@ -25,8 +25,10 @@ pub enum ImportOutcome {
     Now,
     /// The shared state was imported before.
     Before,
-    /// The shared state is older than the local one, or follows another rotation. The local state is unchanged.
+    /// The shared state is older than the local one. The local state is unchanged.
     Behind,
+    /// Each of the two has a change that the other lacks: a root, a request or a chain. The local state is unchanged.
+    Diverged,
 }
 
 impl SharedCa {
@@ -105,7 +107,11 @@ impl Store {
                 });
             }
             if !shared.ca.goes_on_from(before) {
-                return Ok(ImportOutcome::Behind);
+                return Ok(if before.goes_on_from(&shared.ca) {
+                    ImportOutcome::Behind
+                } else {
+                    ImportOutcome::Diverged
+                });
             }
         }
         let mut taken = ImportOutcome::Before;
@@ -254,7 +260,7 @@ mod tests {
         for step in [Ca::prepare, Ca::activate] {
             history(&other, &[step]);
             let before = whole(&other);
-            assert_eq!(other.take_up(prepared).unwrap(), ImportOutcome::Behind);
+            assert_eq!(other.take_up(prepared).unwrap(), ImportOutcome::Diverged);
             assert_eq!(whole(&other), before);
         }
     }
@@ -267,7 +273,15 @@ mod tests {
             let chain = crate::ca::signed_request(&ca);
             ca.import_listener_chain(&chain, &[])
         };
-        let all = history(&source, &[Ca::request_listener_ca, import, Ca::prepare]);
+        let remove = |ca: Ca| Ok(ca.remove_listener_chain());
+        let steps: [Stepping; 5] = [
+            Ca::request_listener_ca,
+            import,
+            Ca::prepare,
+            Ca::renew_listener_request,
+            remove,
+        ];
+        let all = history(&source, &steps);
         let store = at(&folder.path().join("data"), &all[0]);
         for pair in all.windows(2) {
             assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Now);
@@ -279,7 +293,11 @@ mod tests {
         // Two gateways with different pending requests keep their own.
         let apart = at(&folder.path().join("apart"), &all[0]);
         history(&apart, &[Ca::request_listener_ca]);
-        assert_eq!(apart.take_up(&all[1]).unwrap(), ImportOutcome::Behind);
+        assert_eq!(apart.take_up(&all[1]).unwrap(), ImportOutcome::Diverged);
+        history(&apart, &[import]);
+        let before = whole(&apart);
+        assert_eq!(apart.take_up(&all[2]).unwrap(), ImportOutcome::Diverged);
+        assert_eq!(whole(&apart), before);
     }
 
     #[test]

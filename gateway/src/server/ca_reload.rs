@@ -16,8 +16,11 @@ use crate::{
     },
     state::Registry,
 };
-use causeway_certs::{LiveCa, Store};
-use std::sync::{Arc, Mutex, PoisonError};
+use causeway_certs::{Ca, LiveCa, Store};
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, UNIX_EPOCH},
+};
 use tokio::sync::watch;
 
 /// State that a change of the CA touches.
@@ -72,7 +75,7 @@ impl CaReload {
         let stays = next.fingerprints();
         let gone = self.ca.get().fingerprints();
         let gone = !gone.iter().all(|root| stays.contains(root));
-        let (first, other) = (next.fingerprint(), next.other());
+        let before = self.ca.get();
         self.roots.send_replace(next.bundle_pem());
         self.ca.swap(next);
         if let Some((tls, leaf)) = port {
@@ -80,7 +83,7 @@ impl CaReload {
             self.identity.show(leaf);
         }
         listeners.apply();
-        tracing::info!(signs = %first, ?other, "another CA is in use");
+        log_change(&before, &self.ca.get());
         ca_rotation::tell(&self.ca.get(), &self.registry);
         if gone {
             self.roll.look();
@@ -98,4 +101,30 @@ impl CaReload {
         self.tls.store(Arc::new(tls));
         self.roll.look();
     }
+}
+
+/// Logs what has changed: the roots, the imported chain of listeners, or both.
+fn log_change(before: &Ca, now: &Ca) {
+    let (signs, other) = (now.fingerprint(), now.other());
+    if (signs, other) != (before.fingerprint(), before.other()) {
+        tracing::info!(%signs, ?other, "another CA is in use");
+    }
+    let chain = now.listener_ca();
+    if chain == before.listener_ca() {
+        return;
+    }
+    let Some(chain) = chain else {
+        tracing::info!(
+            "the imported chain is removed: listeners present certificates of Causeway's own CA"
+        );
+        return;
+    };
+    let ends = Duration::from_secs(chain.first_to_end.not_after.as_secs());
+    tracing::info!(
+        chain = chain.intermediate.subject,
+        root = chain.root.subject,
+        root_sha256 = %chain.root.fingerprint,
+        ends = %humantime::format_rfc3339_seconds(UNIX_EPOCH + ends),
+        "listeners present certificates below an imported chain"
+    );
 }

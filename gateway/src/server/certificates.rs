@@ -21,7 +21,7 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     Some(all)
 }
 
-/// Returns the roots of the own CA, and the intermediate of listeners that another CA has signed.
+/// Returns the roots of the own CA, and of an imported chain of listeners the certificate that ends first.
 fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
     if !ca.is_believed() {
         return Vec::new();
@@ -35,11 +35,10 @@ fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
         CertificateInUse::read(used_for, root, None)
     });
     let listener_ca = ca.listener_ca().and_then(|info| {
-        let read = CertificateInUse::read("listener_ca", &info.certificate, None)?;
-        Some(CertificateInUse {
-            not_after: info.not_after.as_secs(),
-            ..read
-        })
+        let first = info.first_to_end;
+        let read = CertificateInUse::read("listener_ca", &first.certificate, None)?;
+        let subject = first.subject;
+        Some(CertificateInUse { subject, ..read })
     });
     roots.chain(listener_ca).collect()
 }

@@ -125,7 +125,7 @@ fn company_root_clients_verify_listeners_through_rotation() {
     let ca = import(ca, &chain);
     assert_eq!(leaf(&ca).chain().len(), 3, "the root is not sent");
     assert!(ca.listener_request_pem().unwrap().is_none());
-    assert_eq!(ca.listener_ca().unwrap().root, "Root");
+    assert_eq!(ca.listener_ca().unwrap().root.subject, "Root");
     let ours = ca.bundle_pem();
     assert_eq!(ca.client_bundle_pem(), ours.clone() + &company.root.pem());
     let gateway = ca.issue_gateway(&[], DAY).unwrap();
@@ -207,7 +207,9 @@ fn a_leaf_expires_no_later_than_any_certificate_of_its_chain() {
     let ca = requesting();
     let chain = company.chain(&ca);
     let ca = import(ca, &chain);
-    let ends = ca.listener_ca().unwrap().not_after;
+    let first = ca.listener_ca().unwrap().first_to_end;
+    assert_eq!(first.subject, "Issuing");
+    let ends = first.not_after;
     assert_eq!(leaf(&ca).not_after(), ends);
     assert!(ends.as_secs() < UnixTime::now().as_secs() + DAY.as_secs());
 }
@@ -219,7 +221,6 @@ fn an_expired_chain_gives_way_to_our_own_intermediate() {
     let mut ca = import(ca, &chain);
     ca.listeners.chain.as_mut().unwrap().signer.facts.not_after = 1;
     assert!(trusts(ca.root(), &ca) && !trusts(company.root.der(), &ca));
-    assert_eq!(ca.listener_ca().unwrap().not_after.as_secs(), 1);
 }
 
 #[test]
@@ -266,6 +267,134 @@ fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
     Certificate::read(certificate).unwrap()
 }
 
+/// Permits this DNS name, and no address.
+fn limit(params: &mut CertificateParams, name: &str) {
+    let all = rcgen::CidrSubnet::V4([0; 4], [0; 4]);
+    params.name_constraints = Some(rcgen::NameConstraints {
+        permitted_subtrees: vec![rcgen::GeneralSubtree::DnsName(name.into())],
+        excluded_subtrees: vec![rcgen::GeneralSubtree::IpAddress(all)],
+    });
+}
+
+#[test]
+fn names_that_a_chain_does_not_permit_have_certificates_of_our_own_ca() {
+    let (company, ca) = (Company::new(), requesting());
+    let own = company.sign(&ca, |it| limit(it, "edge-1"));
+    let chain = own + &company.issuing.pem() + &company.root.pem();
+    let [edge, address] = names().try_into().unwrap();
+    let ca = ca.import_listener_chain(&chain, std::slice::from_ref(&edge));
+    let ca = again(&ca.unwrap().0);
+    assert!(ca.listener_ca().unwrap().limits_names);
+    let below = |names: &[HostName]| {
+        let leaf = ca.mint_listener(names, DAY).unwrap();
+        leaf.chain()[1] == pem::certificates(&chain).unwrap()[0]
+    };
+    let edge_2 = HostName::parse("edge-2").unwrap();
+    assert!(below(std::slice::from_ref(&edge)) && below(&[]));
+    assert!(!below(&[edge.clone(), address.clone()]) && !below(std::slice::from_ref(&edge_2)));
+    let outside = vec![address.clone(), edge_2.clone()];
+    assert_eq!(ca.names_outside_chain(vec![edge, address, edge_2]), outside);
+    let reported = || {
+        ca.listeners
+            .chain
+            .as_ref()
+            .unwrap()
+            .reported
+            .lock()
+            .unwrap()
+            .len()
+    };
+    assert_eq!(reported(), 2);
+    assert!(!below(&outside[1..]));
+    assert_eq!(reported(), 2, "once for each name");
+}
+
+#[test]
+fn an_address_is_no_common_name() {
+    let ca = requesting();
+    let common = |names: &[HostName]| {
+        let leaf = ca.mint_listener(names, DAY).unwrap();
+        facts_of(&leaf.chain()[0]).common_name.unwrap()
+    };
+    let [edge, address] = names().try_into().unwrap();
+    assert_eq!(common(&[address.clone(), edge]), "edge-1");
+    assert_eq!(common(&[address]), "causeway listener");
+}
+
+#[test]
+fn a_new_request_replaces_a_pending_one_and_its_key() {
+    let (company, ca) = (Company::new(), requesting());
+    let stolen = company.chain(&ca);
+    let (ca, step) = ca.renew_listener_request().unwrap();
+    let ca = again(&ca);
+    assert_eq!((step, ca.listeners.generation), (RotationStep::Made, 2));
+    let chain = company.chain(&ca);
+    assert!(ca.import_listener_chain(&stolen, &[]).is_err());
+    let (ca, _) = requesting().renew_listener_request().unwrap();
+    assert!(ca.import_listener_chain(&chain, &[]).is_err());
+}
+
+#[test]
+fn a_replaced_root_stays_for_clients_until_its_chain_has_ended() {
+    let (first, second) = (Company::new(), Company::new());
+    let mut ca = requesting();
+    for _ in 0..2 {
+        let chain = first.chain(&ca);
+        ca = import(ca, &chain).request_listener_ca().unwrap().0;
+    }
+    let ours = ca.bundle_pem();
+    assert_eq!(ca.client_bundle_pem(), ours.clone() + &first.root.pem());
+    let chain = second.chain(&ca);
+    let mut ca = import(ca, &chain);
+    let both = ours.clone() + &second.root.pem() + &first.root.pem();
+    assert_eq!(ca.client_bundle_pem(), both);
+    ca.listeners.former_roots[0].until = 1;
+    assert_eq!(ca.client_bundle_pem(), ours + &second.root.pem());
+}
+
+#[test]
+fn a_chain_that_is_removed_gives_way_to_our_own_intermediate() {
+    let (company, ca) = (Company::new(), requesting());
+    let chain = company.chain(&ca);
+    let (ca, step) = import(ca, &chain).remove_listener_chain();
+    let ca = again(&ca);
+    assert_eq!((step, ca.listeners.generation), (RotationStep::Made, 3));
+    assert!(trusts(ca.root(), &ca) && !trusts(company.root.der(), &ca));
+    assert_eq!(
+        (ca.listener_ca(), ca.client_bundle_pem()),
+        (None, ca.bundle_pem())
+    );
+    assert_eq!(ca.remove_listener_chain().1, RotationStep::Standing);
+}
+
+#[test]
+fn a_chain_in_the_reverse_order_is_imported() {
+    let (company, ca) = (Company::new(), requesting());
+    let own = company.sign(&ca, |_| {});
+    let ca = import(ca, &(company.root.pem() + &company.issuing.pem() + &own));
+    assert!(trusts(company.root.der(), &ca));
+    let chain = own + &company.issuing.pem() + &company.root.pem();
+    let (_, step) = ca.import_listener_chain(&chain, &names()).unwrap();
+    assert_eq!(step, RotationStep::Standing);
+}
+
+#[test]
+fn names_of_certificates_are_shown_without_control_characters() {
+    let company = Company::with(
+        &rcgen::PKCS_ECDSA_P256_SHA256,
+        |it| {
+            it.distinguished_name
+                .push(DnType::CommonName, "Ro\u{1b}[2Kot\u{202e}")
+        },
+        |_| {},
+    );
+    let ca = requesting();
+    let chain = company.chain(&ca);
+    let root = import(ca, &chain).listener_ca().unwrap().root;
+    assert_eq!(root.subject, "Ro\u{fffd}[2Kot\u{fffd}");
+    assert_eq!(root.fingerprint, Fingerprint::of(company.root.der()));
+}
+
 #[test]
 fn a_chain_that_is_wrong_is_refused_with_the_reason() {
     let ok: Change = |_| {};
@@ -281,12 +410,7 @@ fn a_chain_that_is_wrong_is_refused_with_the_reason() {
     let no_ca: Change = |it| it.is_ca = IsCa::ExplicitNoCa;
     let no_signing: Change = |it| it.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     let narrow: Change = |it| it.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    let other_name: Change = |it| {
-        it.name_constraints = Some(rcgen::NameConstraints {
-            permitted_subtrees: vec![rcgen::GeneralSubtree::DnsName("other.example".into())],
-            excluded_subtrees: vec![],
-        });
-    };
+    let other_name: Change = |it| limit(it, "other.example");
     for (root, issuing, own, why) in [
         (ok, ok, no_ca, "Listeners may not sign certificates"),
         (ok, ok, no_signing, "Listeners may not sign certificates"),
