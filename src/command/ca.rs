@@ -3,6 +3,7 @@
 //! Keys are written with mode 0600, whole or not at all, and never printed. An existing
 //! CA is never replaced: every edge that trusts it would be lost.
 
+use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -278,10 +279,11 @@ fn chain_report(info: &ListenerCaInfo, step: RotationStep, outside: &[HostName])
     }
     if !outside.is_empty() {
         let shown: Vec<_> = outside.iter().take(5).map(ToString::to_string).collect();
-        text += &format!(
-            "\nwarning: the name constraints do not permit {} confirmed addresses of nodes, such as {}",
-            outside.len(),
-            shown.join(", ")
+        let (count, shown) = (outside.len(), shown.join(", "));
+        // Writing to a String cannot fail.
+        let _ = write!(
+            text,
+            "\nwarning: the name constraints do not permit {count} confirmed addresses of nodes, such as {shown}"
         );
     }
     text

@@ -87,6 +87,36 @@ async fn trusting(site: &Site, roots: PathBuf) -> Ran {
     curl.args(["--cacert".into(), roots]).run().await
 }
 
+/// Asserts that clients that trust what is in any one of these files verify the listener.
+async fn all(site: &Site, roots: &[&PathBuf]) {
+    for root in roots {
+        let ran = trusting(site, (*root).clone()).await.ok();
+        assert_eq!(ran.text(), "it", "{}", root.display());
+    }
+}
+
+/// Asserts that clients that trust what is in this file reject the listener.
+async fn untrusted(site: &Site, root: &Path) {
+    let curl = trusting(site, root.to_owned()).await;
+    assert_eq!(curl.status.code(), Some(60), "{}", root.display());
+}
+
+/// Asserts that an import of a chain for 20 days has said what it changes, and what ends soon.
+fn assert_warned(imported: &Ended, company: &Company, data: &Path) {
+    let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
+    for said in [
+        format!(
+            "Listeners now present certificates below the root 'Root' (SHA-256 {sha256}, until "
+        ),
+        "reject them from now on: give them".to_owned(),
+        data.join("ca.pem").display().to_string(),
+        "intermediate 'Causeway ".to_owned(),
+        "warning: the chain ends in 19 days".to_owned(),
+    ] {
+        assert!(imported.stdout.contains(&said), "{said}: {imported:?}");
+    }
+}
+
 async fn rotate(data: impl AsRef<Path>, step: &str) -> Ended {
     let order = causeway("ca rotate").args(step.split(' '));
     order.flag("--data-dir", data.as_ref()).run().await
@@ -106,38 +136,17 @@ async fn company_root_clients_verify_listeners_through_changes() {
     let site = Site::start().await;
     let mut edge = site.join("edge-1", app.port()).await;
     let data = site.data().clone();
-    let all = async |site: &Site, roots: &[&PathBuf]| {
-        for root in roots {
-            let ran = trusting(site, (*root).clone()).await.ok();
-            assert_eq!(ran.text(), "it", "{}", root.display());
-        }
-    };
     let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
-    let untrusted = async |root: &PathBuf| {
-        let curl = trusting(&site, root.clone()).await;
-        assert_eq!(curl.status.code(), Some(60), "{}", root.display());
-    };
-    untrusted(&root).await;
+    untrusted(&site, &root).await;
 
     let chain = company.sign(&data, "ending", "20").await;
     all(&site, &[&own]).await;
     let imported = import_below(&data, &chain, &root).await.ok();
-    let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
-    for said in [
-        format!(
-            "Listeners now present certificates below the root 'Root' (SHA-256 {sha256}, until "
-        ),
-        "reject them from now on: give them".to_owned(),
-        data.join("ca.pem").display().to_string(),
-        "intermediate 'Causeway ".to_owned(),
-        "warning: the chain ends in 19 days".to_owned(),
-    ] {
-        assert!(imported.stdout.contains(&said), "{said}: {imported:?}");
-    }
+    assert_warned(&imported, &company, &data);
     assert!(edge.written().ended().is_empty(), "edges are not concerned");
     let (both, key) = (keep(&site, "both.pem"), data.join("ca.json"));
     all(&site, &[&root, &both]).await;
-    untrusted(&own).await;
+    untrusted(&site, &own).await;
     assert_eq!(
         fs::metadata(key).unwrap().permissions().mode() & 0o777,
         0o600
@@ -174,14 +183,27 @@ async fn company_root_clients_verify_listeners_through_changes() {
     let alice = causeway("client certificate --name alice").flag("--out", site.path("."));
     alice.flag("--data-dir", &data).run().await.ok();
     all(&site, &[&root, &both, &keep(&site, "new.pem")]).await;
+}
 
+#[tokio::test]
+async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
+    need!("openssl", "curl");
+    let (company, app) = (Company::create().await, App::saying("it").await);
+    let site = Site::start().await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let data = site.data();
+    let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
+    let chain = company.sign(&data, "chain", "100").await;
+    import(&data, &chain).await.ok();
+    all(&site, &[&root, &keep(&site, "both.pem")]).await;
+    untrusted(&site, &own).await;
     let remove = async || {
         let order = causeway("ca import --remove").flag("--data-dir", &data);
         order.run().await.ok().stdout
     };
     assert!(remove().await.contains("Causeway's own CA"));
-    untrusted(&root).await;
-    all(&site, &[&keep(&site, "after.pem")]).await;
+    all(&site, &[&own, &keep(&site, "after.pem")]).await;
+    untrusted(&site, &root).await;
     assert!(remove().await.contains("nothing changes"));
 }
 
@@ -231,22 +253,21 @@ async fn a_chain_for_another_request_is_refused_with_the_reason() {
     ] {
         import(&data, &part(names)).await.failed(&words);
     }
-    for (file, command) in [
-        ("chain.p7b", "`openssl pkcs7 -print_certs -in "),
-        ("chain.p7c", "`openssl pkcs7 -inform der -print_certs -in "),
-        ("chain.der", "`openssl x509 -inform der -in "),
-    ] {
-        import(&data, &company.path(file))
-            .await
-            .failed(&[file, command]);
-    }
-    import_below(&data, &chain, &company.path("Other.pem"))
-        .await
-        .failed(&["ends at the root 'Root'", "has the root 'Other'"]);
     import(&data, &company.path("nowhere"))
         .await
         .failed(&["cannot read", "nowhere"]);
     assert_eq!(fs::read(data.join("ca.json")).unwrap(), before);
+    import(&data, &chain).await.ok();
+}
+
+#[tokio::test]
+async fn a_restore_tells_of_an_older_chain_and_a_new_request_replaces_a_pending_one() {
+    need!("openssl");
+    let company = Company::create().await;
+    let (data, root) = (company.path("gateway"), company.path("Root.pem"));
+    let init = causeway("ca init").flag("--data-dir", &data);
+    init.run().await.ok();
+    let chain = company.sign(&data, "chain", "100").await;
     let backup = company.path("backup.json");
     let order = |verb: &str| causeway(verb).args([&backup]).flag("--data-dir", &data);
     order("ca backup").run().await.ok();
@@ -267,4 +288,31 @@ async fn a_chain_for_another_request_is_refused_with_the_reason() {
     let first = pending("").await;
     assert_eq!(pending("").await, first);
     assert_ne!(pending("--new").await, first);
+}
+
+#[tokio::test]
+async fn a_file_of_another_format_or_below_another_root_is_refused_with_what_to_do() {
+    need!("openssl");
+    let company = Company::create().await;
+    let data = company.path("gateway");
+    let init = causeway("ca init").flag("--data-dir", &data);
+    init.run().await.ok();
+    let chain = company.sign(&data, "chain", "100").await;
+    let before = fs::read(data.join("ca.json")).unwrap();
+    for (file, command) in [
+        ("chain.p7b", "`openssl pkcs7 -print_certs -in "),
+        ("chain.p7c", "`openssl pkcs7 -inform der -print_certs -in "),
+        ("chain.der", "`openssl x509 -inform der -in "),
+    ] {
+        import(&data, &company.path(file))
+            .await
+            .failed(&[file, command]);
+    }
+    import_below(&data, &chain, &company.path("Other.pem"))
+        .await
+        .failed(&["ends at the root 'Root'", "has the root 'Other'"]);
+    assert_eq!(fs::read(data.join("ca.json")).unwrap(), before);
+    import_below(&data, &chain, &company.path("Root.pem"))
+        .await
+        .ok();
 }

@@ -384,7 +384,7 @@ fn names_of_certificates_are_shown_without_control_characters() {
         &rcgen::PKCS_ECDSA_P256_SHA256,
         |it| {
             it.distinguished_name
-                .push(DnType::CommonName, "Ro\u{1b}[2Kot\u{202e}")
+                .push(DnType::CommonName, "Ro\u{1b}[2Kot\u{202e}");
         },
         |_| {},
     );
