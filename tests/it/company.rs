@@ -189,12 +189,19 @@ async fn company_root_clients_verify_listeners_through_changes() {
 async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
     need!("openssl", "curl");
     let (company, app) = (Company::create().await, App::saying("it").await);
-    let site = Site::start().await;
+    let mut site = Site::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let data = site.data();
     let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
     let chain = company.sign(&data, "chain", "100").await;
     import(&data, &chain).await.ok();
+    let logged = site
+        .gateway
+        .said("certificates below an imported chain")
+        .await;
+    for said in ["Root", "Causeway ", "ends="] {
+        assert!(logged.contains(said), "{logged}");
+    }
     all(&site, &[&root, &keep(&site, "both.pem")]).await;
     untrusted(&site, &own).await;
     let remove = async || {
@@ -202,6 +209,8 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
         order.run().await.ok().stdout
     };
     assert!(remove().await.contains("Causeway's own CA"));
+    site.gateway.said("the imported chain is removed").await;
+    assert_eq!(site.gateway.written().count("another CA is in use"), 0);
     all(&site, &[&own, &keep(&site, "after.pem")]).await;
     untrusted(&site, &root).await;
     assert!(remove().await.contains("nothing changes"));
