@@ -37,6 +37,9 @@ set -e; cd "$1"
 openssl req -verify -noout -in "$2.csr"
 openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -days "$3" -extfile listeners.ext -out "$2.signed.pem"
 cat "$2.signed.pem" Issuing.pem Root.pem >"$2.pem"
+(cat listeners.ext; echo 'nameConstraints=critical,excluded;IP:0.0.0.0/0.0.0.0') >limited.ext
+openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -days "$3" -extfile limited.ext -out "$2.limited.signed.pem"
+cat "$2.limited.signed.pem" Issuing.pem Root.pem >"$2.limited.pem"
 openssl crl2pkcs7 -nocrl -certfile "$2.pem" -out "$2.p7b"
 openssl crl2pkcs7 -nocrl -certfile "$2.pem" -outform der -out "$2.p7c"
 openssl x509 -in "$2.signed.pem" -outform der -out "$2.der"
@@ -214,6 +217,21 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
     all(&site, &[&own, &keep(&site, "after.pem")]).await;
     untrusted(&site, &root).await;
     assert!(remove().await.contains("nothing changes"));
+}
+
+#[tokio::test]
+async fn names_that_a_chain_does_not_permit_are_logged_at_the_import_and_others_are_below_it() {
+    need!("openssl", "curl");
+    let (company, app) = (Company::create().await, App::saying("it").await);
+    let mut site = Site::start().await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let data = site.data();
+    company.sign(&data, "chain", "100").await;
+    let imported = import(&data, &company.path("chain.limited.pem")).await.ok();
+    assert!(imported.stdout.contains("name constraints"), "{imported:?}");
+    let logged = site.gateway.said("does not permit these names").await;
+    assert!(logged.contains("127.0.0.1"), "{logged}");
+    all(&site, &[&company.path("Root.pem")]).await;
 }
 
 #[tokio::test]

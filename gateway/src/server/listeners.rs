@@ -201,6 +201,10 @@ impl TlsUpdate<'_> {
     /// Installs the configurations, for new connections.
     pub(super) fn apply(self) {
         for (listener, tls) in self.turned {
+            // Mints the leaf by the new CA, which logs names that an imported chain does not permit.
+            if let Some(leaves) = &tls.leaves {
+                leaves.leaf(None);
+            }
             listener.turn_to(tls);
         }
         self.shared.streams.changed();
