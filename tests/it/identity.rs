@@ -455,22 +455,13 @@ async fn anonymous_clients_need_a_listed_network_and_port() {
         .port(9101, app.address());
     let _edge = edge.port_as(22, Protocol::Tcp, echo.address()).join().await;
 
+    let elsewhere = "does not serve clients from this address";
     let plain = world.client_at("plain").from("127.0.0.2");
     assert_eq!(plain.get("http://edge-1:9100/").await.text(), "it");
     let answer = plain.get("http://edge-1:9101/").await;
-    assert_problem(
-        &answer,
-        401,
-        "unauthenticated",
-        "does not serve clients from this address",
-    );
+    assert_problem(&answer, 401, "unauthenticated", elsewhere);
     let answer = plain.from("127.0.0.3").get("http://edge-1:9100/").await;
-    assert_problem(
-        &answer,
-        401,
-        "unauthenticated",
-        "does not serve clients from this address",
-    );
+    assert_problem(&answer, 401, "unauthenticated", elsewhere);
     let open = world.client_at("open");
     let answer = open
         .clone()

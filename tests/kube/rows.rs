@@ -71,7 +71,7 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
             of("a_connect_listener_reports_that_it_serves_connect_only"),
             way,
             move |world| {
-                clients::a_connect_listener_reports_that_it_serves_connect_only(world, way)
+                clients::a_connect_listener_reports_that_it_serves_connect_only(world, way);
             },
         ),
     ]
