@@ -291,7 +291,10 @@ async fn upstream_certificates_need_node_or_address_ca_and_validity() {
         ),
         (ours.client("edge-1"), Some("not trusted")),
         (ours.expired_app(&["edge-1"]), Some("expired")),
-        (other.app(&["edge-1"]), Some("no CA in the section apps")),
+        (
+            other.app(&["edge-1"]),
+            Some("none of the CAs of upstream_tls"),
+        ),
     ] {
         let app = App::https(ours.serve(&leaf, false), by_path).await;
         let edge = edge(&world, "edge-1", &app).await;

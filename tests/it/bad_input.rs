@@ -45,7 +45,7 @@ const GATEWAY_FAULTS: [&str; 6] = [
     "gateway.yaml:9:13: listeners[0].listen: 0.0.0.0:7000 overlaps with tunnel.listen (127.0.0.1:7000); give ",
     "gateway.yaml:10:27: listeners[0].certificate.chain: cannot read none/chain.pem: No such file",
     "gateway.yaml:10:48: listeners[0].certificate.key: cannot read none/key.pem: No such file",
-    "gateway.yaml:11:11: listeners[1].name: the name \"web\" is taken",
+    "gateway.yaml:11:11: listeners[1].name: the name \"web\" is used by an earlier listener",
 ];
 
 #[tokio::test]
@@ -320,7 +320,7 @@ async fn an_edge_with_another_nodes_certificate_does_not_start() {
     let renamed = site.edge("edge-1", 1).args(["--node", "edge-2"]);
     at_once(renamed)
         .await
-        .failed(&["for node edge-1", "says edge-2"]);
+        .failed(&["for node edge-1", "names edge-2"]);
     fs::write(site.edge_data("edge-1").join("edge.json"), "{").unwrap();
     let said = at_once(site.edge("edge-1", 1))
         .await

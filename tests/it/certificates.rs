@@ -202,7 +202,7 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
         let (done, said) = rotate(site, "prepare").await;
-        assert!(done && said.contains("is prepared"), "{said}");
+        assert!(done && said.contains("prepared"), "{said}");
     }
     let (done, said) = rotate(site, "retire").await;
     assert!(!done && said.contains("rotate activate"), "{said}");

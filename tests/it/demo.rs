@@ -219,7 +219,7 @@ impl Demo {
             .lines()
             .find(|line| line.contains(" status --data-dir "));
         let table = shell(status.unwrap(), elsewhere).await.text();
-        assert_eq!(table.matches("connected").count(), 2, "{table}");
+        assert_eq!(table.matches("  connected  ").count(), 2, "{table}");
     }
 
     /// The first command that it prints and that begins so.

@@ -234,7 +234,8 @@ async fn an_unauthenticated_client_is_401_with_the_tried_methods() {
     let tokens = world.client_at("tokens");
     let others =
         "(a client does not send a certificate from a CA that this listener does not list)";
-    let nothing = |what: &str| format!("nothing presented; this listener takes {what}");
+    let nothing =
+        |what: &str| format!("no credentials were presented; this listener requires {what}");
     let unknown = || "token: not known to this listener".to_owned();
     for (client, says, challenge) in [
         (
@@ -525,7 +526,7 @@ async fn a_nodes_limit_is_503_for_that_node_only() {
         &answer,
         503,
         "limit_reached",
-        "this node has 1 streams open",
+        "this node has reached its limit of 1 open streams",
     );
     let answer = while_one_is_open(&build().start().await, "tester", "edge-2").await;
     assert_eq!(answer.text(), "it");
@@ -539,7 +540,7 @@ async fn the_gateways_limit_is_503_for_every_client() {
         &answer,
         503,
         "limit_reached",
-        "this gateway has 1 streams open",
+        "this gateway has reached its limit of 1 open streams",
     );
 }
 

@@ -587,7 +587,7 @@ async fn an_unusable_configuration_is_refused_with_the_missing_part() {
         .ok();
     refused(
         given + &listeners,
-        &["trust domain company.test", "of other.test"],
+        &["trust domain company.test", "trust domain other.test"],
     )
     .await;
 }

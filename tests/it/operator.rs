@@ -481,7 +481,7 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     let config = site.path("gateway.yaml");
     let without = fs::read_to_string(&config).unwrap();
     fs::write(&config, format!("{without}policy: {}\n", policy.display())).unwrap();
-    site.gateway.said("policy: 1 rule of").await;
+    site.gateway.said("policy: 1 rule from").await;
     fs::write(&config, without).unwrap();
     let warned = |line: &str| line.contains("no policy") && line.contains("WARN");
     site.gateway.line("a warning", warned).await;

@@ -47,7 +47,7 @@ async fn the_first_matching_rule_decides_for_each_stream() {
         for path in ["/exec/a", "/metrics/%2e%2e/exec"] {
             let url = format!("https://edge-1:9100{path}");
             let answer = connection.get(&url).await.unwrap();
-            let says = format!("does not let tester GET {path} at port 9100 of edge-1");
+            let says = format!("does not allow tester to GET {path} at port 9100 of edge-1");
             assert_problem(&answer, 403, "forbidden", &says);
             assert!(
                 !answer.text().contains("no shells"),
@@ -63,7 +63,7 @@ async fn the_first_matching_rule_decides_for_each_stream() {
             &answer,
             403,
             "forbidden",
-            "does not let tester POST /metrics",
+            "does not allow tester to POST /metrics",
         );
         assert_eq!(decided(&world), Value::Null, "no rule has matched");
         let answer = connection.get("https://edge-1:9100/metrics").await.unwrap();
@@ -136,7 +136,7 @@ async fn labels_of_a_token_survive_a_cluster_node_of_that_name() {
         let node = NodeName::parse("edge-1").unwrap();
         world.nodes().cluster([(node, member)].into());
         let answer = world.client().get("https://edge-1:9100/exec/a").await;
-        assert_problem(&answer, 403, "forbidden", "does not let tester");
+        assert_problem(&answer, 403, "forbidden", "does not allow tester");
         assert_eq!(decided(&world), "no shells on gold");
         let answer = world.client().get("https://edge-1:9100/metrics").await;
         assert_eq!(answer.status, 200);

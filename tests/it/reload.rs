@@ -301,7 +301,10 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
     let said = ask().await.ok().stdout;
     // Whoever of the two came first, the watcher or the command, has said it.
     assert!(said.ends_with("listeners unchanged\n"), "{said}");
-    let taken_up = format!("policy: 1 rule of {}; listeners unchanged", rules.display());
+    let taken_up = format!(
+        "policy: 1 rule from {}; listeners unchanged",
+        rules.display()
+    );
     site.gateway
         .wrote(&taken_up, 1, crate::world::PATIENCE)
         .await;

@@ -172,7 +172,7 @@ async fn an_authenticated_token_may_do_what_the_cluster_allows() {
         (&record["client"], &record["by"]),
         (&json!(PROM), &json!("token_review"))
     );
-    let refused = "does not let system:serviceaccount:mon:prom";
+    let refused = "does not allow system:serviceaccount:mon:prom";
     for path in ["/exec/a/web/app", "/stats/summary", "/pods", "/"] {
         let answer = get(&world, "prom-token", path).await;
         assert_problem(&answer, 403, "forbidden", refused);
@@ -532,7 +532,7 @@ async fn a_reviewing_listener_needs_a_cluster() {
         panic!("{refused:?}");
     };
     assert!(
-        why.contains("listener \"reviewed\" asks a cluster's API"),
+        why.contains("listener \"reviewed\" needs the API of a cluster"),
         "{why}"
     );
 }

@@ -213,7 +213,7 @@ async fn the_port_comes_from_a_node_host_else_from_the_listener() {
     assert_eq!(client.get("https://edge-1/").await.text(), "metrics");
     assert_eq!(client.get("https://edge-1:10250/").await.text(), "kubelet");
     let answer = world.client_at("plain").get("http://edge-1/").await;
-    assert_problem(&answer, 400, "malformed", "no port of edge-1 is named");
+    assert_problem(&answer, 400, "malformed", "names no port of edge-1");
 }
 
 #[tokio::test]

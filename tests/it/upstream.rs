@@ -108,14 +108,14 @@ async fn lengths_that_differ_are_the_fault_of_the_upstream() {
             let answer = ask(client, method, path).await;
             assert_eq!(answer.status, 502, "{method} {path}");
             let proxy = answer.field("proxy-status");
-            let by_edge = format!("{} on edge-1 answered", app.address());
-            let by_gateway = "port 9100 of edge-1 answered";
+            let by_edge = format!("{} on edge-1 sent", app.address());
+            let by_gateway = "port 9100 of edge-1 sent";
             assert!(
                 proxy.contains(&by_edge) || proxy.contains(by_gateway),
                 "{method} {path}: {proxy}"
             );
             if method == "GET" {
-                assert_problem(&answer, 502, "target_broken", "answered");
+                assert_problem(&answer, 502, "target_broken", "sent");
             }
         }
     }))

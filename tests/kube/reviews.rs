@@ -195,7 +195,7 @@ fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
 fn each_client_has_the_permissions_of_its_role(world: &World, site: &Site, prom: &str) {
     let run = "/run/a/echo/it?cmd=cat%20/tmp/node";
     let bearer = |token: &str| format!("Authorization: Bearer {token}");
-    let forbidden = "does not let system:serviceaccount:reviews:prom";
+    let forbidden = "does not allow system:serviceaccount:reviews:prom";
     for path in [
         "/exec/a/echo/it?command=id",
         "/pods",
