@@ -311,6 +311,10 @@ mod tests {
         assert!(annotated("").unwrap_err().contains("of type ClusterIP"));
         let ports = json!([{ "name": "a", "port": 1 }, { "name": "b", "port": 2 }]);
         let several = found(&json!({ "spec": { "ports": ports } }), &[]);
-        assert!(several.unwrap_err().contains("no port named tunnels"));
+        assert!(
+            several
+                .unwrap_err()
+                .contains("no port with the name tunnels")
+        );
     }
 }

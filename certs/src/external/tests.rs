@@ -44,7 +44,7 @@ fn identity_and_trust_domain_are_read_from_the_certificate() {
     let shown = (shown.chain_pem(), shown.key_pem());
     let wrong = said(super::edge(&shown.0, shown.1.expose()).unwrap_err());
     assert!(
-        wrong.contains("of gateway") && wrong.contains("/edge/NODE"),
+        wrong.contains("for gateway") && wrong.contains("/edge/NODE"),
         "{wrong}"
     );
     let listener = ca.mint_listener(&[], LIFE).unwrap();

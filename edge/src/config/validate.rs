@@ -144,7 +144,7 @@ impl Config {
                 ("silence", timeouts.silence),
                 ("dial", timeouts.dial),
                 ("upgrade", timeouts.upgrade),
-                ("app_idle", timeouts.upstream_idle),
+                ("upstream_idle", timeouts.upstream_idle),
                 ("drain", timeouts.drain),
             ],
         );

@@ -340,7 +340,7 @@ async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     let target = app.local_addr().unwrap().to_string();
     let idle = Duration::from_secs(2);
     let config =
-        json!({ "ports": { "80": { "target": target } }, "timeouts": { "app_idle": "2s" } });
+        json!({ "ports": { "80": { "target": target } }, "timeouts": { "upstream_idle": "2s" } });
     let world = World::start(config).await;
     let mut opened = world
         .open(get("/"), StreamKind::Request, "edge-1:80", false)

@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(life(&csr, hour), Ok(Some(hour)));
         for seconds in [3601, 0, -1] {
             csr.spec.expiration_seconds = Some(seconds);
-            assert!(life(&csr, hour).unwrap_err().contains("3600 s at most"));
+            assert!(life(&csr, hour).unwrap_err().contains("at most 3600 s"));
         }
     }
 }

@@ -119,11 +119,19 @@ mod tests {
             (
                 "http-proxy-ports",
                 "9051,x",
-                "http-proxy-ports: \"x\" is no port",
+                "http-proxy-ports: \"x\" is not a valid port",
             ),
-            ("https-proxy-ports", "0", "\"0\" is no port"),
-            ("localhost-proxy-ports", "70000", "\"70000\" is no port"),
-            ("http-proxy-ports", "9051 9052", "\"9051 9052\" is no port"),
+            ("https-proxy-ports", "0", "\"0\" is not a valid port"),
+            (
+                "localhost-proxy-ports",
+                "70000",
+                "\"70000\" is not a valid port",
+            ),
+            (
+                "http-proxy-ports",
+                "9051 9052",
+                "\"9051 9052\" is not a valid port",
+            ),
             ("dnat-ports-pair", "9100", "is not a valid pair"),
         ] {
             let good = ("https-proxy-ports", "9443");

@@ -388,9 +388,9 @@ const ANYBODY: &str = "  - { who: { users: [\"system:anonymous\"] }, what: { por
 
 /// Listeners that stand beside those of an example.
 fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
-    let anybody = |name: &str, kind: &str, listen: String, original: bool| {
+    let anybody = |name: &str, protocol: &str, listen: String, original: bool| {
         json!({
-            "name": name, "kind": kind, "listen": listen, "port": REFUSING, "errors": "kubernetes",
+            "name": name, "protocol": protocol, "listen": listen, "port": REFUSING, "errors": "kubernetes",
             "original_destination": original, "anonymous": true, "anonymous_ports": [REFUSING],
         })
     };

@@ -92,7 +92,7 @@ async fn watch(world: &World, times: usize) -> Vec<gateway_side::OpenStream> {
 
 #[tokio::test]
 async fn streams_over_the_http2_limit_share_a_temporary_connection() {
-    let (world, app, _tasks) = App::start(2, json!({ "app_idle": "1ms" })).await;
+    let (world, app, _tasks) = App::start(2, json!({ "upstream_idle": "1ms" })).await;
     let watches = watch(&world, 5).await;
     app.watched(5).await;
     assert_eq!(app.connections.load(SeqCst), 3);

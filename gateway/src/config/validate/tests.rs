@@ -261,18 +261,18 @@ fn issuer(more: &Value) -> Value {
     jwt
 }
 
-fn with_issuers(kind: &str, issuers: &[Value]) -> Value {
+fn with_issuers(protocol: &str, issuers: &[Value]) -> Value {
     json!({ "listeners": [{
-        "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
-        "client_auth": { "own_ca": kind == "tcp", "jwt": issuers },
+        "name": "a", "protocol": protocol, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
+        "client_auth": { "own_ca": protocol == "tcp", "jwt": issuers },
     }] })
 }
 
 #[test]
 fn only_listeners_that_read_headers_accept_jwts() {
-    for kind in ["https", "http", "connect"] {
-        let sound = with_issuers(kind, &[issuer(&json!({}))]);
-        assert_eq!(faults(sound), Vec::<String>::new(), "{kind}");
+    for protocol in ["https", "http", "connect"] {
+        let sound = with_issuers(protocol, &[issuer(&json!({}))]);
+        assert_eq!(faults(sound), Vec::<String>::new(), "{protocol}");
     }
     let bytes = with_issuers("tcp", &[issuer(&json!({}))]);
     one_fault(
@@ -355,19 +355,19 @@ fn an_issuer_needs_audiences_and_a_key_source() {
 
 #[test]
 fn identity_fields_need_unique_names_and_an_http_listener() {
-    let listener = |kind: &str, fields: Value| {
+    let listener = |protocol: &str, fields: Value| {
         json!({ "listeners": [{
-            "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
+            "name": "a", "protocol": protocol, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
             "anonymous": true, "identity_headers": fields,
         }] })
     };
     let both = json!({ "user": "X-Remote-User", "groups": "X-Remote-Group" });
     assert_eq!(faults(listener("https", both)), Vec::<String>::new());
     let user = json!({ "user": "X-Remote-User" });
-    for kind in ["tcp", "connect"] {
+    for protocol in ["tcp", "connect"] {
         let at = "listeners[0].identity_headers.user";
         one_fault(
-            listener(kind, user.clone()),
+            listener(protocol, user.clone()),
             at,
             "does not parse what it forwards",
         );
@@ -400,9 +400,9 @@ fn identity_fields_need_unique_names_and_an_http_listener() {
 
 #[test]
 fn forwarding_headers_need_requests_and_addresses() {
-    let listener = |kind: &str, listen: &str, (key, value): (&str, Value)| {
+    let listener = |protocol: &str, listen: &str, (key, value): (&str, Value)| {
         json!({ "listeners": [{
-            "name": "a", "kind": kind, "listen": listen, "node": "edge-1", "port": 9100,
+            "name": "a", "protocol": protocol, "listen": listen, "node": "edge-1", "port": 9100,
             "anonymous": true, key: value,
         }] })
     };
@@ -413,26 +413,26 @@ fn forwarding_headers_need_requests_and_addresses() {
             json!(["X-Forwarded-For", "x-real-ip"]),
         )
     };
-    for kind in ["http", "https"] {
+    for protocol in ["http", "https"] {
         assert_eq!(
-            faults(listener(kind, "127.0.0.1:0", trusted())),
+            faults(listener(protocol, "127.0.0.1:0", trusted())),
             Vec::<String>::new()
         );
         assert_eq!(
-            faults(listener(kind, "127.0.0.1:0", some())),
+            faults(listener(protocol, "127.0.0.1:0", some())),
             Vec::<String>::new()
         );
     }
-    for kind in ["tcp", "connect"] {
+    for protocol in ["tcp", "connect"] {
         let at = "listeners[0].trusted_proxies";
         one_fault(
-            listener(kind, "127.0.0.1:0", trusted()),
+            listener(protocol, "127.0.0.1:0", trusted()),
             at,
             "does not parse what it forwards",
         );
         let at = "listeners[0].forwarding_headers";
         one_fault(
-            listener(kind, "127.0.0.1:0", some()),
+            listener(protocol, "127.0.0.1:0", some()),
             at,
             "does not parse what it forwards",
         );

@@ -130,7 +130,7 @@ async fn an_invalid_key_set_is_refused_and_described() {
         (answer("200 OK", "<html>"), "not a JSON Web Key Set"),
         (
             answer("200 OK", &" ".repeat((1 << 20) + 1)),
-            "longer than 1048576",
+            "larger than 1048576",
         ),
         (
             "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{".to_owned(),

@@ -572,7 +572,7 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
     assert_eq!(why, GoAway::Unwelcome);
-    assert!(detail.contains("a retired root"), "{detail}");
+    assert!(detail.contains("a root that was retired"), "{detail}");
     drop(late);
     world
         .until(|world| !world.registry.holds(&name("edge-1")))
