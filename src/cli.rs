@@ -87,11 +87,13 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
-    /// Print the reference of all configuration keys
+    /// Print the table of error reasons, with their meaning and what to do
+    Errors,
+    /// Print a page of the reference
     #[command(hide = true)]
     Reference {
-        /// Side that the configuration is for.
-        side: ConfigKind,
+        /// Name of the page
+        page: ReferencePage,
     },
 }
 
@@ -264,6 +266,21 @@ pub(crate) enum ConfigKind {
     Gateway,
     /// The configuration of `edge`
     Edge,
+}
+
+/// A page of the reference that is generated from the code.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ReferencePage {
+    /// Configuration keys of `gateway`
+    Gateway,
+    /// Configuration keys of `edge`
+    Edge,
+    /// Commands and flags
+    Commands,
+    /// Error reasons
+    Errors,
+    /// Metrics
+    Metrics,
 }
 
 #[cfg(test)]

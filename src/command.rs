@@ -39,6 +39,7 @@ use crate::cli::{self, Cli, Command, ConfigKind, RunArgs};
 use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, RejectedConfig, keys};
 use crate::error_text::explain;
 use crate::output::{self, errln, outln};
+use crate::reference;
 use crate::telemetry;
 
 /// Environment variables that name a proxy to other programs.
@@ -138,7 +139,14 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         Command::Completions { shell } => return completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),
         Command::Config(cli::Config::Schema { side }) => return schema(side).map(|()| None),
-        Command::Reference { side } => return reference(side).map(|()| None),
+        Command::Errors => {
+            outln!("{}", reference::errors_table())?;
+            return Ok(None);
+        }
+        Command::Reference { page } => {
+            output::write(format_args!("{}", reference::page(page)))?;
+            return Ok(None);
+        }
     }))
 }
 
@@ -147,15 +155,6 @@ fn schema(side: ConfigKind) -> anyhow::Result<()> {
     let text = match side {
         ConfigKind::Gateway => config_loader::json_schema::<causeway_gateway::config::Config>(),
         ConfigKind::Edge => config_loader::json_schema::<causeway_edge::config::Config>(),
-    };
-    output::write(format_args!("{text}"))
-}
-
-/// Prints the reference of all keys of a configuration.
-fn reference(side: ConfigKind) -> anyhow::Result<()> {
-    let text = match side {
-        ConfigKind::Gateway => config_loader::reference::<causeway_gateway::config::Config>(),
-        ConfigKind::Edge => config_loader::reference::<causeway_edge::config::Config>(),
     };
     output::write(format_args!("{text}"))
 }

@@ -9,7 +9,6 @@
 
 mod env_expand;
 mod path;
-mod reference;
 mod schema;
 mod schema_check;
 mod suggestion;
@@ -31,8 +30,7 @@ use schema_check::SchemaChecker;
 use yaml::{KeyValuePositions, Position};
 
 pub(crate) use env_expand::unknown;
-pub(crate) use reference::{plain, reference};
-pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys};
+pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys, plain};
 
 /// Configuration file, checked against its schema and validated.
 pub(crate) trait ConfigDocument: DeserializeOwned + JsonSchema + Validate {}

@@ -11,6 +11,7 @@ mod command;
 mod config_loader;
 mod error_text;
 mod output;
+mod reference;
 mod reload;
 mod signal;
 mod systemd;

@@ -128,7 +128,7 @@ def _markdown(run: Run) -> str:
         f"Requests last {pace.seconds} s a round after {pace.warm} s of warming up; one transfer is {pace.bulk // MIB} MiB,"
         f" each of eight {pace.bulk_of_eight // MIB} MiB. {_PLACED[run.placement]}.",
         "A figure is the median of its rounds with the least and the most; a ratio is taken round by round.",
-        "`docs/performance.md` says how rows are measured.",
+        "`docs/explanation/performance.md` says how rows are measured.",
         "",
         "## Ratios",
         "",

@@ -20,6 +20,7 @@ pub use config::Config;
 pub use control::csr_bootstrap::{CsrClient, CsrRequestError, CsrStatus};
 pub use control::enrol::EnrolError;
 pub use control::rejoin_state::TokenReadError;
+pub use metrics::describe as describe_metrics;
 pub use proxy::TlsError;
 pub use server::{
     Bound, Edge, Error, PendingReload, ReloadSummary, Reloader, check, knows_gateway,

@@ -153,6 +153,13 @@ impl Default for Metrics {
     }
 }
 
+/// Returns name, type and help of all metrics, as an edge exposes them (`OpenMetrics`).
+pub fn describe() -> String {
+    let metrics = Metrics::default();
+    metrics.reading.get_or_init(ApiCacheMetrics::new);
+    metrics.encode(Exposition::OpenMetrics)
+}
+
 impl Metrics {
     fn register(&mut self) {
         let registry = &mut self.registry;

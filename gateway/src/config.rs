@@ -83,7 +83,7 @@ pub struct Config {
     pub timeouts: Timeouts,
     /// Streams that get an access record: `all`, `failures` or `none`.
     pub access_log: AccessLog,
-    /// File of the audit log, JSON lines: refused clients with the reason, and the start and end of each session with its client. The gateway appends to the file and opens it anew at each reload (SIGHUP), so that logrotate can move it away.
+    /// File of the audit log, JSON lines: refused clients with the reason, and the start and end of each session with its client. The gateway appends to the file and reopens it at each reload (SIGHUP), so that logrotate can move it away.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub audit_log: Specified<PathBuf>,
     /// The log.

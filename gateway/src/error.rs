@@ -3,6 +3,8 @@
 //! A [`Reason`] decides the status, the word and whether a retry helps, each by an exhaustive `match`: a new row breaks every
 //! place that must know it. Only `proxy::error_response` turns an [`Error`] into bytes.
 
+mod explanation;
+
 use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
 use std::{borrow::Cow, fmt, time::Duration};

@@ -40,6 +40,11 @@ pub struct TunnelGuard {
     _open: OpenGauge,
 }
 
+/// Returns name, type and help of all metrics, as a gateway exposes them (`OpenMetrics`).
+pub fn describe() -> String {
+    Metrics::new().encode(Exposition::OpenMetrics)
+}
+
 impl Metrics {
     /// The metrics of a gateway that has done nothing yet.
     #[allow(clippy::new_ret_no_self, reason = "always shared between workers")]

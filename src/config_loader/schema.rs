@@ -183,6 +183,20 @@ fn form(schema: &Value) -> ValueForm {
     ValueForm::Scalar
 }
 
+/// Returns a default value as it would stand in the file.
+pub(crate) fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        // The default listener: the meaning describes it.
+        Value::Array(list) if list.iter().any(Value::is_object) => "…".into(),
+        Value::Array(list) => format!(
+            "[{}]",
+            list.iter().map(plain).collect::<Vec<_>>().join(", ")
+        ),
+        other => other.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -244,6 +258,48 @@ mod tests {
         };
         files.extend(entries(&root.join("tests/fixtures/config/valid")).filter(of_side));
         files
+    }
+
+    /// Each YAML block of the book has keys of a gateway or of an edge, or is another program's.
+    #[test]
+    fn yaml_blocks_of_the_book_are_accepted_by_a_schema() {
+        let gateway = validator::<causeway_gateway::config::Config>();
+        let edge = validator::<causeway_edge::config::Config>();
+        let folder = tempfile::tempdir().unwrap();
+        let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+        let mut count = 0;
+        for part in ["tutorials", "howto"] {
+            for page in std::fs::read_dir(docs.join(part)).unwrap() {
+                let page = page.unwrap().path();
+                let text = std::fs::read_to_string(&page).unwrap();
+                let blocks = text.split("```yaml\n").skip(1);
+                for block in blocks.filter_map(|rest| rest.split("```").next()) {
+                    let foreign = [
+                        "scrape_configs:",
+                        "apiVersion:",
+                        "rules:",
+                        "policy:",
+                        "expect:",
+                    ];
+                    if foreign
+                        .iter()
+                        .any(|key| block.lines().any(|line| line.starts_with(key)))
+                    {
+                        continue;
+                    }
+                    let file = folder.path().join("block.yaml");
+                    std::fs::write(&file, block).unwrap();
+                    let faults = [gateway(&file), edge(&file)];
+                    assert!(
+                        faults.iter().any(Result::is_ok),
+                        "{}:\n{block}\n{faults:#?}",
+                        page.display()
+                    );
+                    count += 1;
+                }
+            }
+        }
+        assert!(count > 20, "{count}");
     }
 
     #[test]

@@ -462,10 +462,11 @@ fn no_example_takes_rights_of_another_away() {
 /// The block is pasted into a shell whose own settings are to stay.
 #[test]
 fn commands_of_the_readme_leave_the_readers_shell_as_it_is() {
-    let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
-    let readme = fs::read_to_string(readme).unwrap();
+    let tutorial = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/tutorials/cluster.md");
+    let tutorial = fs::read_to_string(tutorial).unwrap();
+    assert!(tutorial.contains("config use-context"), "{tutorial}");
     for word in ["export KUBECONFIG", "unset KUBECONFIG"] {
-        assert!(!readme.contains(word), "{word}");
+        assert!(!tutorial.contains(word), "{word}");
     }
 }
 

@@ -41,21 +41,21 @@ impl ApiCacheMetrics {
         };
         let registry = &mut reading.registry;
         let role = "Role of this edge in its pool: pending (has not read all objects yet), follower or leader";
-        registry.register("reader_role", role, reading.role.clone());
+        registry.register("api_cache_role", role, reading.role.clone());
         let ready = "Whether all resources have been read and are connected to their source";
-        registry.register("reader_ready", ready, reading.ready.clone());
+        registry.register("api_cache_ready", ready, reading.ready.clone());
         registry.register_with_unit(
-            "reader_lost_timestamp",
+            "api_cache_lost_timestamp",
             "Time since which a resource has been disconnected from its source, in Unix time; 0 if all are connected",
             Unit::Seconds,
             reading.lost.clone(),
         );
         let objects = "Cached objects, by resource";
-        registry.register("reader_objects", objects, reading.objects.clone());
+        registry.register("api_cache_objects", objects, reading.objects.clone());
         let watchers = "Open watches of clients, by resource";
-        registry.register("reader_watchers", watchers, reading.watchers.clone());
+        registry.register("api_cache_watchers", watchers, reading.watchers.clone());
         let changes = "Changes of the source that the API cache reads from";
-        registry.register("reader_changes", changes, reading.changes.clone());
+        registry.register("api_cache_changes", changes, reading.changes.clone());
         reading
     }
 

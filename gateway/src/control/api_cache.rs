@@ -176,7 +176,7 @@ impl ApiCacheServer {
         (stop, drain): (CancellationToken, Duration),
     ) -> Result<(), AccessDenied> {
         let Ok(_permit) = self.permits.try_acquire() else {
-            self.metrics.limit("readers_connections");
+            self.metrics.limit("api_cache_connections");
             return Err(AccessDenied::Full);
         };
         let (node, certificate) = (&reader.node, reader.certificate);

@@ -26,13 +26,13 @@ async fn a_poolless_node_reads_once_and_serves_lists_and_watches() {
     assert_eq!(gateway.readings(), 1);
     let metrics = edge.admin("/metrics").await;
     for line in [
-        "causeway_edge_reader_role{role=\"follower\"} 1",
-        "causeway_edge_reader_role{role=\"pending\"} 0",
-        "causeway_edge_reader_ready 1",
-        "causeway_edge_reader_lost_timestamp_seconds 0",
-        "causeway_edge_reader_objects{resource=\"v1/services\"} 2",
-        "causeway_edge_reader_watchers{resource=\"v1/services\"} 1",
-        "causeway_edge_reader_changes_total 1",
+        "causeway_edge_api_cache_role{role=\"follower\"} 1",
+        "causeway_edge_api_cache_role{role=\"pending\"} 0",
+        "causeway_edge_api_cache_ready 1",
+        "causeway_edge_api_cache_lost_timestamp_seconds 0",
+        "causeway_edge_api_cache_objects{resource=\"v1/services\"} 2",
+        "causeway_edge_api_cache_watchers{resource=\"v1/services\"} 1",
+        "causeway_edge_api_cache_changes_total 1",
     ] {
         assert!(metrics.contains(line), "{line}\n{metrics}");
     }

@@ -304,7 +304,7 @@ fn an_issuer_needs_audiences_and_a_key_source() {
         (
             json!({ "username_prefix": "uid:" }),
             "username_prefix",
-            "unix",
+            "Unix",
         ),
         (json!({ "groups_prefix": "uid:0" }), "groups_prefix", "Unix"),
         (

@@ -159,7 +159,7 @@ async fn a_reader_needs_an_edge_certificate_and_others_join_as_before() {
 }
 
 #[tokio::test]
-async fn readers_are_limited_by_readers_connections_and_counted() {
+async fn readers_are_limited_by_api_cache_connections_and_counted() {
     let rules = ApiCache {
         connections: 1,
         ..ApiCache::default()
@@ -172,7 +172,7 @@ async fn readers_are_limited_by_readers_connections_and_counted() {
         .await;
     let mut second = Client::dial(&world, Some(&world.enrolled("edge-2"))).await;
     assert!(second.ask(SERVICES).await.is_err());
-    let refused = r#"limits_reached_total{limit="readers_connections"} 1"#;
+    let refused = r#"limits_reached_total{limit="api_cache_connections"} 1"#;
     world.until(|world| world.counted(refused)).await;
     assert!(world.counted("api_cache_connections_limit 1") && is_open(&mut watch));
 }

@@ -1,0 +1,211 @@
+//! The generated pages of the reference: configuration keys, commands, error reasons, metrics.
+//!
+//! Each page lies below `docs/reference`; a test keeps it equal to what the code says.
+
+use std::fmt::Write;
+
+use causeway_gateway::Reason;
+use clap::CommandFactory;
+use serde_json::Value;
+
+use crate::cli::{Cli, ReferencePage};
+use crate::config_loader::{ProcessConfig, keys, plain};
+
+/// Returns the page as Markdown.
+pub(crate) fn page(page: ReferencePage) -> String {
+    match page {
+        ReferencePage::Gateway => configuration::<causeway_gateway::Config>("gateway"),
+        ReferencePage::Edge => configuration::<causeway_edge::Config>("edge"),
+        ReferencePage::Commands => commands(),
+        ReferencePage::Errors => errors(),
+        ReferencePage::Metrics => metrics(),
+    }
+}
+
+/// All keys of a configuration: key, default, meaning.
+fn configuration<C: ProcessConfig>(side: &str) -> String {
+    let mut text = format!(
+        "# Configuration of the {side}\n\n\
+         This page lists all keys of the {side}'s YAML file. Each key is also a flag and an environment variable, except keys inside of lists and\n\
+         maps: `log.filter` is `--log-filter` and `CAUSEWAY_LOG_FILTER`. Flags override variables, which override the file.\n\
+         Unknown keys are errors.\n\n\
+         - In flags, maps and lists of maps are YAML: `--ports '{{9100: {{}}}}'`.\n\
+         - In an address to listen at, `$(NAME)` is an environment variable: `listen: $(POD_IP):10255` is a pod's own address, if its manifest sets it\n  (`status.podIP`).\n\
+         - `causeway config schema {side}` prints the JSON Schema of the file. Save it as `{side}.schema.json`, and begin the YAML file with\n  \
+         `# yaml-language-server: $schema={side}.schema.json`. An editor then completes keys, shows their meaning and marks errors.\n\
+         - `causeway {side} --check-config` prints all errors with file, line and column.\n\n\
+         | key | default | meaning |\n| --- | --- | --- |\n"
+    );
+    for key in keys::<C>() {
+        let default = key
+            .default
+            .as_ref()
+            .map(|value: &Value| format!("`{}`", plain(value)));
+        let (name, default) = (&key.name, default.unwrap_or_default());
+        // Writing into a String cannot fail.
+        let _ = writeln!(text, "| `{name}` | {default} | {} |", cell(&key.help));
+    }
+    text
+}
+
+/// All commands with their help. Flags that are configuration keys are left out.
+fn commands() -> String {
+    let mut text = "# Commands\n\nThis page has the help of each command. `causeway gateway` and `causeway edge` also have a flag for each\n\
+         [key of the gateway](gateway-configuration.md) and [of the edge](edge-configuration.md).\n"
+        .to_owned();
+    let mut root = Cli::command().term_width(100);
+    root.build();
+    describe(&mut text, &root, "causeway");
+    text
+}
+
+fn describe(text: &mut String, command: &clap::Command, name: &str) {
+    let mut shown = command.clone().mut_args(|arg| {
+        let is_key = arg.get_help_heading() == Some("Configuration keys");
+        arg.hide(is_key).hide_env_values(true)
+    });
+    let help = shown.render_long_help().to_string();
+    let lines: Vec<_> = help.lines().map(str::trim_end).collect();
+    let _ = write!(
+        text,
+        "\n## `{name}`\n\n```text\n{}\n```\n",
+        lines.join("\n").trim_end()
+    );
+    for child in command.get_subcommands() {
+        if !child.is_hide_set() && child.get_name() != "help" {
+            describe(text, child, &format!("{name} {}", child.get_name()));
+        }
+    }
+}
+
+/// All reasons of [`Reason::ALL`] with what they mean.
+fn errors() -> String {
+    let mut text = "# Errors\n\nEvery failure has one of these reasons. The reason is in the body (`application/problem+json`, RFC 9457), in `Proxy-Status` (RFC 9209), in\n\
+         the access record, and in the label `outcome` of `causeway_gateway_streams_total`. `causeway errors` prints the same table.\n\
+         [Troubleshoot](../howto/troubleshoot.md) has the details for each reason.\n\n\
+         | reason | status | gRPC | meaning | what to do |\n| --- | --- | --- | --- | --- |\n"
+        .to_owned();
+    for reason in Reason::ALL {
+        let word = reason.word();
+        let _ = writeln!(
+            text,
+            "| [`{word}`](../howto/troubleshoot.md#{word}) | {} | {} | {} | {} |",
+            reason.status().as_u16(),
+            reason.grpc_status(),
+            cell(reason.meaning()),
+            cell(reason.remedy()),
+        );
+    }
+    text
+}
+
+/// The table of error reasons for a terminal.
+pub(crate) fn errors_table() -> String {
+    let mut text = String::new();
+    for reason in Reason::ALL {
+        let (word, status) = (reason.word(), reason.status().as_u16());
+        let _ = writeln!(
+            text,
+            "{word} ({status})\n    {}\n    Do: {}\n",
+            reason.meaning(),
+            reason.remedy()
+        );
+    }
+    text.trim_end().to_owned()
+}
+
+/// All metrics of both processes, from their exposition.
+fn metrics() -> String {
+    let mut text = "# Metrics\n\nThis page lists the metrics of a gateway and of an edge. [Monitor](../howto/monitor.md) says which ones to watch.\n".to_owned();
+    for (side, exposition) in [
+        ("gateway", causeway_gateway::metrics::describe()),
+        ("edge", causeway_edge::describe_metrics()),
+    ] {
+        let _ = write!(
+            text,
+            "\n## Metrics of the {side}\n\n| metric | type | meaning |\n| --- | --- | --- |\n"
+        );
+        for (name, kind, help) in families(&exposition) {
+            let _ = writeln!(text, "| `{name}` | {kind} | {} |", cell(help));
+        }
+    }
+    text
+}
+
+/// Returns name, type and help of each family of an `OpenMetrics` text.
+fn families(exposition: &str) -> Vec<(String, &str, &str)> {
+    let comments = exposition
+        .lines()
+        .filter_map(|line| line.strip_prefix("# "));
+    let mut found: Vec<(String, &str, &str)> = Vec::new();
+    let mut help = "";
+    for line in comments {
+        match line.split_once(' ') {
+            Some(("HELP", rest)) => help = rest.split_once(' ').map_or("", |(_, help)| help),
+            Some(("TYPE", rest)) => {
+                let (name, kind) = rest.split_once(' ').unwrap_or((rest, ""));
+                let suffix = if kind == "counter" { "_total" } else { "" };
+                found.push((format!("{name}{suffix}"), kind, help));
+            }
+            _ => {}
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Returns the text as a cell of a Markdown table.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[cfg(feature = "k8s")]
+    use clap::ValueEnum;
+
+    #[cfg(feature = "k8s")]
+    fn file(page: ReferencePage) -> &'static str {
+        match page {
+            ReferencePage::Gateway => "gateway-configuration.md",
+            ReferencePage::Edge => "edge-configuration.md",
+            ReferencePage::Commands => "commands.md",
+            ReferencePage::Errors => "errors.md",
+            ReferencePage::Metrics => "metrics.md",
+        }
+    }
+
+    /// With `CAUSEWAY_TEST_BLESS` set the pages are written instead of compared.
+    #[cfg(feature = "k8s")]
+    #[test]
+    fn reference_pages_equal_the_code() {
+        for each in ReferencePage::value_variants() {
+            let path = format!(
+                "{}/docs/reference/{}",
+                env!("CARGO_MANIFEST_DIR"),
+                file(*each)
+            );
+            let expected = page(*each);
+            if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
+                std::fs::write(&path, expected).unwrap();
+                continue;
+            }
+            let written = std::fs::read_to_string(&path).unwrap_or_default();
+            assert!(
+                written == expected,
+                "{path} is not what the code says; run CAUSEWAY_TEST_BLESS=1 cargo test -p causeway --bin causeway reference"
+            );
+        }
+    }
+
+    #[test]
+    fn troubleshooting_has_a_section_for_each_reason() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/howto/troubleshoot.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        for reason in Reason::ALL {
+            let heading = format!("`{}`\n", reason.word());
+            assert!(page.contains(&heading), "{heading}");
+        }
+    }
+}
