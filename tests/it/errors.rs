@@ -220,7 +220,6 @@ async fn an_unauthenticated_client_is_401_with_the_tried_methods() {
     };
     let world = build.listener(both).listener(tokens).start().await;
     let refused = async |client: crate::world::client::Client, says: &str, asks: &str| {
-        // That the node is not there is nobody's business who is not known.
         let answer = client.get("https://edge-1:9100/").await;
         assert_problem(&answer, 401, "unauthenticated", says);
         assert_eq!(answer.field("www-authenticate"), asks);
@@ -237,6 +236,7 @@ async fn an_unauthenticated_client_is_401_with_the_tried_methods() {
     let nothing =
         |what: &str| format!("no credentials were presented; this listener requires {what}");
     let unknown = || "token: not known to this listener".to_owned();
+    let longer = tokens.clone().bearer(&format!("{token}x"));
     for (client, says, challenge) in [
         (
             https.nobody(),
@@ -255,11 +255,7 @@ async fn an_unauthenticated_client_is_401_with_the_tried_methods() {
             "contains no bearer token".to_owned(),
             bearer,
         ),
-        (
-            tokens.clone().bearer(&format!("{token}x")),
-            unknown(),
-            invalid,
-        ),
+        (longer, unknown(), invalid),
     ] {
         refused(client, &says, challenge).await;
     }

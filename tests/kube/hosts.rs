@@ -220,6 +220,8 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
     let text = fs::read_to_string(example("gateway.yaml")).unwrap();
     let ca = world.cluster.pki.path("ca.pem");
     let copy = world.path("hosts-example.yaml");
+    let kubeconfig = world.cluster.pki.path("admin.kubeconfig");
+    let text = text.replace("/etc/causeway/gateway.kubeconfig", &kubeconfig);
     fs::write(&copy, text.replace("/etc/kubernetes/pki/ca.crt", &ca)).unwrap();
     let checked = Program::new(BINARY).words("gateway --check-config --config");
     checked.args([copy]).run().ok();
@@ -409,7 +411,9 @@ fn a_foreign_configmap_stays_unchanged_until_handed_over() {
     assert!(gateway.metric("writes_total{outcome=\"failed\"}") > 0);
     // As the log says it.
     let said = gateway.process.said();
-    let (_, rest) = said.split_once("hand it over (kubectl ").unwrap();
+    let (_, rest) = said
+        .split_once("transfer it to Causeway (kubectl ")
+        .unwrap();
     let (line, _) = rest.split_once(')').unwrap();
     world.cluster.kubectl(line).run().ok();
     soon("it is taken over", || hosts(&world) == always());

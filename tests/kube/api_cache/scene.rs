@@ -268,7 +268,7 @@ impl Edge {
         cluster.pki.server(&certificate, &[], &[hubs_at.into()]);
         let file = |name: String| cluster.pki.path(&name);
         let hubs = example_of(
-            "hubs",
+            "yurthub",
             "edge.yaml",
             &[
                 ("10.1.0.5", hubs_at.to_string()),
@@ -277,7 +277,7 @@ impl Edge {
                 ("/etc/kubernetes/pki/ca.crt", file("ca.pem".into())),
             ],
         );
-        let config = with_lines_of(&config, &hubs, "reader:\n");
+        let config = with_lines_of(&config, &hubs, "api_cache:\n");
         let own = format!(
             "node: {name}\ndata_dir: {}\n",
             folder.join("data").display()
@@ -303,7 +303,7 @@ impl Edge {
     /// Ends it; from its next start on it shows programs this certificate of the CA, or has no TLS.
     pub(super) fn shows(&mut self, shown: Option<(&Pki, &str)>) {
         self.dies();
-        let (file, key) = (self.folder.join("edge.yaml"), "reader:\n");
+        let (file, key) = (self.folder.join("edge.yaml"), "api_cache:\n");
         let config = fs::read_to_string(&file).unwrap();
         let lines = config.split_inclusive('\n');
         let mut config: String = lines.filter(|line| !line.starts_with("  tls:")).collect();

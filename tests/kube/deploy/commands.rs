@@ -70,13 +70,14 @@ fn block(part: &str) -> String {
 }
 
 /// A text of each block, and the tests that run the block.
-const BLOCKS: [(&str, &str); 10] = [
+const BLOCKS: [(&str, &str); 11] = [
     ("apply -k overlays/clients", "commands"),
     ("openssl req", "commands"),
     ("docker run", "commands"),
     // By its effect: the folders are made so, and the gateway serves.
     ("systemd-tmpfiles", "pods"),
     ("ca rotate", "commands"),
+    ("in_pod ca csr", "commands"),
     // The same patch, and a client in the pods' network.
     ("patch configmap causeway-ports", "ports"),
     ("token create", "commands"),
@@ -277,6 +278,11 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     for (line, pair) in steps.iter().zip(pods.windows(2)) {
         step(&made, &shell, (pair[0], pair[1]), line);
     }
+    let renewed = shell.run(&block("in_pod ca csr")).ok();
+    assert!(renewed.text().contains("imported"), "{}", renewed.text());
+    made.begin("Deployment", "causeway-gateway", "fifth", gateway);
+    made.ready("causeway", "fifth");
+    connects(world, "fifth");
     let map = world
         .cluster
         .get("-n kube-system configmap causeway-ca")

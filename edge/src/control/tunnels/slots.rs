@@ -37,8 +37,8 @@ pub(super) struct TunnelSlots {
     party: TunnelGroup,
     /// The one address that is dialled.
     place: Option<GatewayAddr>,
-    /// Where names lead: the address is dialled for as long as it is among these. Nothing where a gateway was found behind it
-    /// (`discovery`): it is not dialled again for that gateway, since it may lead to any other.
+    /// Addresses that names resolve to: the address is dialled for as long as it is among these. `None` if a gateway was found
+    /// behind it (`discovery`): it is not dialled again for that gateway, since it may lead to any other.
     wanted: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
 }
 
