@@ -31,7 +31,7 @@ class Causeway(Contestant):
     tunnel: int = 0
     admin: int = 0
     edge_admin: int = 0
-    workers: int = 1
+    cores: int = 1
     # Rules of its policy, of which the last lets callers pass; none is no policy.
     rules: int = 0
     # What its gateway's configuration has besides, and by whose name it is quoted.

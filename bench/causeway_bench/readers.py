@@ -2,7 +2,7 @@
 
 A pool is a site of some edges, each with an equal share of the pool's readers; one edge leads. Each site has the cloud
 behind a link of its own, on which the kernel counts. Both ways have the same cluster, the same changes, and the same
-api_cache: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
+readers: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Scale:
     sites: int
     edges: int
     # At each edge.
-    api_cache: int
+    readers: int
     # Changes after which whatever is kept of the last ones is full, at edges as they are configured without further words.
     fill: int
 

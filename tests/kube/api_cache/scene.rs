@@ -76,13 +76,13 @@ impl Scene {
                 ("gw.example.com", CLOUD.to_string()),
                 (
                     "/etc/causeway/gateway.kubeconfig",
-                    cluster.account("readers"),
+                    cluster.account("api-cache"),
                 ),
             ],
         );
         // Beside it hubs read as their own example says.
         let hubs = example_of("yurthub", "gateway.yaml", &[]);
-        cluster.apply_example("hubs/rbac.yaml");
+        cluster.apply_example("yurthub/rbac.yaml");
         let config = with_lines_of(&config, &hubs, "kubernetes:\n");
         fs::write(folder.join("gateway.yaml"), config).unwrap();
         let mut scene = Self {

@@ -27,7 +27,7 @@ impl Running {
         let free = SocketAddr::from(([127, 0, 0, 1], 0));
         let mut config = Config {
             data_dir: data.to_owned(),
-            cores: 1,
+            workers: 1,
             access_log: AccessLog::None,
             ..Config::default()
         };
@@ -35,7 +35,7 @@ impl Running {
         config.admin.listen = free;
         config.timeouts.drain = Duration::ZERO;
         let front = |name, kind| Listener::new(name, kind, ListenAddr::Tcp(free));
-        config.fronts = vec![
+        config.listeners = vec![
             front("https", ListenerProtocol::Https),
             front("connect", ListenerProtocol::Connect),
         ];
@@ -51,7 +51,7 @@ impl Running {
     }
 
     fn front(&self, name: &str) -> SocketAddr {
-        self.addresses.front(name).unwrap()
+        self.addresses.listener(name).unwrap()
     }
 
     async fn stop(self) {
@@ -73,7 +73,7 @@ async fn mint(folder: &Path) -> (String, String) {
     let ca = Store::open(&data, OpenMode::Existing).unwrap();
     let ca = ca.ca().unwrap().unwrap();
     let leaf = ca
-        .issue_caller("bench", &[], Duration::from_hours(1))
+        .issue_client("bench", &[], Duration::from_hours(1))
         .unwrap();
     let (root, caller) = (folder.join("ca.pem"), folder.join("caller.pem"));
     fs::write(&root, ca.root_pem()).unwrap();
