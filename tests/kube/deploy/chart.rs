@@ -97,7 +97,7 @@ fn helm_refuses_ineffective_values() {
         ("edge.config.gateway=x", "'gateway' not allowed"),
         ("image.digest=abc", "/image/digest"),
         (
-            "patches[0].protocol=Service,patches[0].name=tunnels,patches[0].patch.x=y",
+            "patches[0].kind=Service,patches[0].name=tunnels,patches[0].patch.x=y",
             "way clients has no Service of the name tunnels",
         ),
         (
