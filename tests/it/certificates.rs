@@ -28,7 +28,8 @@ use tokio::{
 
 /// Life of an edge's certificate.
 const SHORT: Duration = Duration::from_secs(20);
-/// Between two requests, and between two messages of a session.
+/// Pause between two requests, and between two messages of a session. Time is the subject of these tests: traffic goes on while
+/// certificates are renewed and roots are replaced.
 pub(crate) const PACE: Duration = Duration::from_millis(100);
 const EXEC: &str =
     "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";

@@ -85,12 +85,13 @@ impl GatewayList {
             told.clone_from(&sound);
         }
         info!(gateways = ?sound, "the gateway announced its addresses");
-        self.state.gateways(self.all());
         self.changed.send_replace(());
         let kept = self.held.change(|identity| identity.gateways = sound).await;
         if let Err(error) = kept {
             warn!(%error, "cannot save the gateway's addresses; they are lost at the next restart");
         }
+        // The status shows them once they are on the disk.
+        self.state.gateways(self.all());
     }
 }
 

@@ -152,6 +152,7 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     let mut asks = asked.subscribe();
     asks.wait_for(|asked| *asked >= until_asked).await.unwrap();
     make.send_replace(Is::Well);
+    // Paused time: long enough for each loss to be noticed.
     sleep(Duration::from_mins(1)).await;
     assert_eq!(store.status().lost, None);
 
@@ -171,6 +172,7 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     make.send_replace(Is::Hung);
     until(true).await;
     make.send_replace(Is::Refusing);
+    // Paused time, in which the pauses grow.
     sleep(Duration::from_mins(10)).await;
     make.send_replace(Is::Well);
     let back = Instant::now();

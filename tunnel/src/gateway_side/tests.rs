@@ -1,7 +1,5 @@
 //! Both ends of a tunnel over one in-memory pipe.
 
-#![allow(clippy::disallowed_methods, reason = "tests own their tasks")]
-
 mod budget;
 mod heads;
 
@@ -20,23 +18,66 @@ use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex},
     net::{TcpListener, TcpStream},
     sync::mpsc,
+    task::JoinSet,
     time::Instant,
 };
 
+/// Tasks of a test. Dropping it ends them, and fails the test if one of them has panicked.
+#[derive(Default)]
+struct Tasks(JoinSet<()>);
+
+impl Tasks {
+    fn spawn(&mut self, task: impl Future<Output = ()> + std::marker::Send + 'static) {
+        self.0.spawn(task);
+    }
+
+    /// Whether a task has ended, which must not have panicked.
+    fn has_ended(&mut self) -> bool {
+        self.0.try_join_next().map(Result::unwrap).is_some()
+    }
+
+    /// Waits until all have ended.
+    async fn join(mut self) {
+        while let Some(ended) = self.0.join_next().await {
+            ended.unwrap();
+        }
+    }
+}
+
+impl Drop for Tasks {
+    fn drop(&mut self) {
+        while let Some(ended) = self.0.try_join_next() {
+            assert!(std::thread::panicking() || ended.is_ok(), "{ended:?}");
+        }
+    }
+}
+
 type Edge = EdgeSide<CountedIo<DuplexStream>>;
 
-async fn pair(settings: GatewaySideConfig) -> (Tunnel, mpsc::UnboundedReceiver<TunnelEnd>, Edge) {
+/// The end of a tunnel, whose driver runs as long as this value lives.
+struct Ended {
+    receiver: mpsc::UnboundedReceiver<TunnelEnd>,
+    tasks: Tasks,
+}
+
+impl Ended {
+    /// Runs the driver until its tunnel ends.
+    fn of(driver: impl Future<Output = TunnelEnd> + std::marker::Send + 'static) -> Self {
+        let (tell, receiver) = mpsc::unbounded_channel();
+        let mut tasks = Tasks::default();
+        tasks.spawn(async move { drop(tell.send(driver.await)) });
+        Self { receiver, tasks }
+    }
+}
+
+async fn pair(settings: GatewaySideConfig) -> (Tunnel, Ended, Edge) {
     let (near, far) = duplex(256 * 1024);
     let (near, far) = (CountedIo::new(near), CountedIo::new(far));
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
     let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
     let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
     let (tunnel, driver) = connected.unwrap();
-    let (tell, ended) = mpsc::unbounded_channel();
-    tokio::spawn(async move {
-        let _ = tell.send(driver.run().await);
-    });
-    (tunnel, ended, accepted.unwrap())
+    (tunnel, Ended::of(driver.run()), accepted.unwrap())
 }
 
 #[tokio::test]
@@ -48,10 +89,10 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     let settings = GatewaySideConfig::default();
     let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
     let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
-    tokio::spawn(driver.run());
+    let mut ended = Ended::of(driver.run());
     // Many small answers in one turn: each is held, and the connection takes 64 bytes at a time.
-    tokio::spawn(async move {
-        let mut asked = Vec::new();
+    ended.tasks.spawn(async move {
+        let (mut asked, mut replies) = (Vec::new(), JoinSet::new());
         while let Ok(IncomingStream::Stream(stream)) = edge.next().await {
             asked.push(*stream);
             if asked.len() < 32 {
@@ -60,7 +101,7 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
             for (index, stream) in asked.drain(..).enumerate() {
                 let mut send = stream.reply.send(Response::new(()), false).unwrap();
                 let body = Bytes::from(vec![u8::try_from(index).unwrap(); 3000]);
-                tokio::spawn(async move { send.last(body).await });
+                replies.spawn(async move { send.last(body).await });
             }
         }
     });
@@ -88,7 +129,7 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
 /// Both ends of a tunnel on which the edge takes its turns.
 struct Turning {
     tunnel: Tunnel,
-    ended: mpsc::UnboundedReceiver<TunnelEnd>,
+    ended: Ended,
     /// Of the edge's end.
     edge: Arc<TunnelLoad>,
     /// Requests that the edge receives.
@@ -141,18 +182,15 @@ async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turn
     let accept = edge_side::accept(far, far_traffic, edge);
     let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
     let ((tunnel, driver), server) = (connected.unwrap(), accepted.unwrap());
-    let (tell, ended) = mpsc::unbounded_channel();
-    tokio::spawn(async move {
-        let _ = tell.send(driver.run().await);
-    });
+    let mut ended = Ended::of(driver.run());
     let load = server.load();
     let (tell, asked) = mpsc::unbounded_channel();
-    tokio::spawn(edge_taking_turns(server, tell));
+    ended.tasks.spawn(edge_taking_turns(server, tell));
     let mut control = tunnel.control().await.unwrap();
     tunnel.give_turns();
     let turns = tunnel.clone();
     let (took, taken) = mpsc::unbounded_channel();
-    tokio::spawn(async move {
+    ended.tasks.spawn(async move {
         loop {
             tokio::select! {
                 bytes = turns.turn() => {
@@ -179,20 +217,28 @@ async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turn
     }
 }
 
-/// A tunnel whose edge serves each stream with `serve`.
-async fn serving<F>(serve: impl Fn(Box<StreamRequest>) -> F + std::marker::Send + 'static) -> Tunnel
+/// A tunnel whose edge serves each stream with `serve`, and the tasks of both ends.
+async fn serving<F>(
+    serve: impl Fn(Box<StreamRequest>) -> F + std::marker::Send + 'static,
+) -> (Tunnel, Tasks)
 where
     F: Future<Output = ()> + std::marker::Send + 'static,
 {
-    let (tunnel, _, mut edge) = pair(GatewaySideConfig::default()).await;
-    tokio::spawn(async move {
-        while let Ok(incoming) = edge.next().await {
-            if let IncomingStream::Stream(asked) = incoming {
-                tokio::spawn(serve(asked));
+    let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    ended.tasks.spawn(async move {
+        let mut served = JoinSet::new();
+        loop {
+            tokio::select! {
+                incoming = edge.next() => match incoming {
+                    Ok(IncomingStream::Stream(asked)) => drop(served.spawn(serve(asked))),
+                    Ok(_) => {}
+                    Err(_) => return,
+                },
+                Some(done) = served.join_next() => done.unwrap(),
             }
         }
     });
-    tunnel
+    (tunnel, ended.tasks)
 }
 
 fn target() -> Target {
@@ -221,7 +267,7 @@ async fn answer_with(asked: Box<StreamRequest>, body: Bytes) {
 
 #[tokio::test]
 async fn a_request_reaches_the_edge_with_target_and_no_private_fields() {
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
         assert_eq!(asked.kind, StreamKind::Request);
         assert_eq!(asked.target, target());
         assert!(
@@ -241,14 +287,17 @@ async fn a_request_reaches_the_edge_with_target_and_no_private_fields() {
 
 #[tokio::test]
 async fn an_upgrade_keeps_its_method_and_token() {
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
+        if asked.kind == StreamKind::Request {
+            return answer_with(asked, Bytes::new()).await;
+        }
         assert_eq!(asked.kind, StreamKind::Upgrade("SPDY/3.1".into()));
         assert_eq!(asked.head.method(), Method::POST);
         answer_with(asked, Bytes::from_static(b"whole")).await;
     })
     .await;
     // SETTINGS of the edge arrive with its first answer at the latest (trap 5).
-    let _ = fetch(&tunnel, "/").await;
+    fetch(&tunnel, "/").await.unwrap();
     let mut head = get("/exec");
     *head.method_mut() = Method::POST;
     let ask = StreamKind::Upgrade("SPDY/3.1".into());
@@ -262,7 +311,7 @@ async fn an_upgrade_keeps_its_method_and_token() {
 
 #[tokio::test]
 async fn an_edges_refusal_carries_its_word_and_sentence() {
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
         asked
             .reply
             .refuse(&RejectCode::TargetRefused.because("could not dial 127.0.0.1:9: refused"));
@@ -286,7 +335,7 @@ async fn an_edges_refusal_carries_its_word_and_sentence() {
 
 #[tokio::test]
 async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
         let mut send = asked.reply.send(Response::new(()), false).unwrap();
         let chunk = |_| {
             Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(&[7; 64])))
@@ -304,7 +353,7 @@ async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
 
 #[tokio::test]
 async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
-    let tunnel = serving(|mut asked| async move {
+    let (tunnel, _tasks) = serving(|mut asked| async move {
         asked.reply.reset().await;
     })
     .await;
@@ -331,7 +380,7 @@ async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
 #[tokio::test]
 async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
     let (saw, mut seen) = mpsc::unbounded_channel();
-    let tunnel = serving(move |mut asked| {
+    let (tunnel, _tasks) = serving(move |mut asked| {
         let saw = saw.clone();
         async move {
             let first = asked.body.data().await;
@@ -351,7 +400,7 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
     drop(opened.send);
     assert!(seen.recv().await.unwrap());
 
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
         let mut send = asked.reply.send(Response::new(()), false).unwrap();
         send.data(Bytes::from_static(b"half")).await.unwrap();
         drop(send);
@@ -363,7 +412,7 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
 
 #[tokio::test]
 async fn an_answer_before_the_request_is_read_is_whole() {
-    let tunnel = serving(|asked| async move {
+    let (tunnel, _tasks) = serving(|asked| async move {
         let StreamRequest { reply, body, .. } = *asked;
         let mut send = reply.send(Response::new(()), false).unwrap();
         send.last(Bytes::from(vec![1; 300_000])).await.unwrap();
@@ -384,7 +433,7 @@ async fn an_answer_before_the_request_is_read_is_whole() {
 async fn a_half_close_and_a_reset_travel_through_a_relay() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let tunnel = serving(move |asked| async move {
+    let (tunnel, _tasks) = serving(move |asked| async move {
         let app = TcpStream::connect(address).await.unwrap();
         let send = asked.reply.send(Response::new(()), false).unwrap();
         copy::relay(
@@ -433,7 +482,8 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
 #[tokio::test]
 async fn the_control_stream_speaks_both_ways() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
-    let edge = tokio::spawn(async move {
+    let mut tasks = Tasks::default();
+    tasks.spawn(async move {
         let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
             panic!("the first stream is the control stream");
         };
@@ -463,7 +513,7 @@ async fn the_control_stream_speaks_both_ways() {
         }
     );
     control.close();
-    edge.await.unwrap();
+    tasks.join().await;
 }
 
 #[tokio::test]
@@ -472,8 +522,10 @@ async fn streams_beyond_the_limit_are_refused_and_counted_back() {
         max_streams: 2,
         ..GatewaySideConfig::default()
     };
-    let (tunnel, _ended, mut edge) = pair(settings).await;
-    tokio::spawn(async move { while edge.next().await.is_ok() {} });
+    let (tunnel, mut ended, mut edge) = pair(settings).await;
+    ended
+        .tasks
+        .spawn(async move { while edge.next().await.is_ok() {} });
     let open = || async {
         tunnel
             .open(get("/"), &StreamKind::Request, &target(), true)
@@ -503,7 +555,7 @@ async fn a_silent_tunnel_is_suspect_after_10_s_and_closed_after_15_s() {
     );
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(tunnel.is_suspect());
-    assert_eq!(ended.recv().await, Some(TunnelEnd::Silent));
+    assert_eq!(ended.receiver.recv().await, Some(TunnelEnd::Silent));
     assert!(started.elapsed() <= Duration::from_secs(15));
     assert!(!tunnel.is_open());
 }
@@ -536,28 +588,29 @@ async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
     let (mut from_near, to_near) = tokio::io::split(from_near);
     let (from_far, mut to_far) = tokio::io::split(from_far);
-    tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
+    let mut tasks = Tasks::default();
+    tasks.spawn(async move { drop(tokio::io::copy(&mut from_near, &mut to_far).await) });
     let trickles = Arc::new(AtomicBool::new(false));
-    tokio::spawn(trickle(from_far, to_near, trickles.clone()));
+    tasks.spawn(trickle(from_far, to_near, trickles.clone()));
     let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
     let connecting = connect(near, near_traffic, GatewaySideConfig::default());
     let (connected, accepted) = tokio::join!(connecting, accept);
     let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
-    tokio::spawn(driver.run());
+    let _ended = Ended::of(driver.run());
     let (finish, finished) = tokio::sync::oneshot::channel::<()>();
-    tokio::spawn(async move {
+    tasks.spawn(async move {
         let Ok(IncomingStream::Stream(stream)) = edge.next().await else {
             return;
         };
-        tokio::spawn(async move {
+        let answering = async {
             let mut send = stream.reply.send(Response::new(()), false).unwrap();
             let endless = async { while send.data(vec![0; 65536].into()).await.is_ok() {} };
             tokio::select! {
                 () = endless => {}
                 _ = finished => {}
             }
-        });
-        let _ = edge.next().await;
+        };
+        let _ = tokio::join!(answering, edge.next());
     });
     // As every tunnel's control stream.
     let _control = OpenStreamGuard::new(tunnel.load(), 9).unwrap();
@@ -565,7 +618,7 @@ async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
     let target = Target::new("edge-1", 80);
     let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
     let mut body = opened.unwrap().answer.await.unwrap().into_body();
-    tokio::spawn(async move { while body.data().await.is_some() {} });
+    tasks.spawn(async move { while body.data().await.is_some() {} });
 
     trickles.store(true, Relaxed);
     let until = async |suspect: bool| {
@@ -593,24 +646,26 @@ async fn an_early_probe_measures_the_silence_of_a_tunnel() {
     tunnel.probe();
     tokio::time::sleep(second).await;
     assert!(tunnel.unanswered_for() >= second / 2 && tunnel.silent_for() >= 2 * second);
-    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    let mut driven = Tasks::default();
+    driven.spawn(async move { drop(edge.next().await) });
     tokio::time::sleep(second).await;
     assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
     tunnel.probe();
     tokio::time::sleep(second / 2).await;
     assert!(tunnel.silent_for() < second);
-    assert!(!edge.is_finished());
+    assert!(!driven.has_ended());
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_idle_tunnel_is_kept_alive_by_pings_seen_at_both_ends() {
     let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
-    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    let mut driven = Tasks::default();
+    driven.spawn(async move { drop(edge.next().await) });
     tokio::time::sleep(Duration::from_mins(10)).await;
     assert!(tunnel.is_open());
     assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
-    assert!(ended.try_recv().is_err());
-    assert!(!edge.is_finished());
+    assert!(ended.receiver.try_recv().is_err());
+    assert!(!driven.has_ended());
 }
 
 #[tokio::test(start_paused = true)]
@@ -633,8 +688,9 @@ async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
 
 /// Serves every stream by sending back what it brings.
 async fn echo(mut all: mpsc::UnboundedReceiver<StreamRequest>) {
+    let mut echoes = JoinSet::new();
     while let Some(asked) = all.recv().await {
-        tokio::spawn(async move {
+        echoes.spawn(async move {
             let StreamRequest {
                 reply, mut body, ..
             } = asked;
@@ -658,17 +714,19 @@ async fn shout(tunnel: Tunnel, times: usize) -> usize {
             .await
             .unwrap();
         let mut send = opened.send;
-        let up = tokio::spawn(async move {
+        let up = async move {
             for _ in 0..64 {
                 send.data(Bytes::from(vec![3; 64 * 1024])).await.unwrap();
             }
             send.end().unwrap();
-        });
-        let mut body = opened.answer.await.unwrap().into_body();
-        while let Some(chunk) = body.data().await {
-            moved += chunk.unwrap().len();
-        }
-        up.await.unwrap();
+        };
+        let down = async {
+            let mut body = opened.answer.await.unwrap().into_body();
+            while let Some(chunk) = body.data().await {
+                moved += chunk.unwrap().len();
+            }
+        };
+        tokio::join!(up, down);
     }
     moved
 }
@@ -691,18 +749,18 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
         asked,
         ..
     } = taking_turns(settings).await;
-    tokio::spawn(echo(asked));
+    ended.tasks.spawn(echo(asked));
     // A crowd that comes and goes makes the windows of both ends change all the time.
-    let crowd: Vec<_> = (0..12)
-        .map(|number| number % 3 + 1)
-        .map(|times| (times, tokio::spawn(shout(tunnel.clone(), times))))
-        .collect();
-    for (times, each) in crowd {
-        let bound = Duration::from_mins(5);
-        let moved = tokio::time::timeout(bound, each).await.expect("it hangs");
-        assert_eq!(moved.unwrap(), times * (4 << 20));
+    let mut crowd = Tasks::default();
+    for times in (0..12).map(|number| number % 3 + 1) {
+        let shouting = shout(tunnel.clone(), times);
+        crowd.spawn(async move { assert_eq!(shouting.await, times * (4 << 20)) });
     }
-    assert!(ended.try_recv().is_err(), "the tunnel lives on");
+    let bound = Duration::from_mins(5);
+    tokio::time::timeout(bound, crowd.join())
+        .await
+        .expect("it hangs");
+    assert!(ended.receiver.try_recv().is_err(), "the tunnel lives on");
     assert!(tunnel.round_trip() > Duration::ZERO);
 }
 
@@ -736,6 +794,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
     };
     let Turning {
         tunnel,
+        ended: _ended,
         mut asked,
         mut taken,
         ..

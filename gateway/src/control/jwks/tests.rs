@@ -34,6 +34,7 @@ async fn fetched_at(
     fetches.into_inner().unwrap()
 }
 
+/// Lets paused time pass.
 async fn seconds(seconds: u64) {
     tokio::time::sleep(Duration::from_secs(seconds)).await;
 }

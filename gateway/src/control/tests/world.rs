@@ -322,7 +322,8 @@ impl World {
         edge
     }
 
-    /// Waits until a condition is met.
+    /// Waits until a condition is met. The conditions are metrics, tables and counts of tasks, most of which tell nobody of a
+    /// change, so this looks again and again.
     pub(crate) async fn until(&self, what: impl Fn(&Self) -> bool) {
         let looking = async {
             while !what(self) {

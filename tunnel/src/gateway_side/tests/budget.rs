@@ -50,6 +50,7 @@ async fn fill(send: &mut StreamSender) {
 async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
     let Turning {
         tunnel,
+        ended: _ended,
         edge,
         mut asked,
         ..
@@ -96,7 +97,10 @@ async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
 async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
     let pressure = Arc::new(MemoryBudget::new(usize::MAX));
     let Turning {
-        tunnel, mut asked, ..
+        tunnel,
+        ended: _ended,
+        mut asked,
+        ..
     } = taking_turns(settings(pressure.clone())).await;
     let mut sending = JoinSet::new();
     let mut stalled = Vec::new();
@@ -226,7 +230,7 @@ async fn data_of_a_dead_tunnel_counts_until_its_readers_are_gone() {
     let stalled = opened.answer.await.unwrap();
     let held = tunnel.load().weigh().all;
     tunnel.close();
-    ended.recv().await.unwrap();
+    ended.receiver.recv().await.unwrap();
     drop((opened.send, tunnel));
     assert!(held > 0);
     let counted = || (pressure.bytes(), siblings.stalled());
@@ -267,7 +271,7 @@ async fn tunnels_of_one_node_share_its_budget() {
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
-    tokio::spawn(async move {
+    ended.tasks.spawn(async move {
         let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
             panic!("the first stream is the control stream");
         };
@@ -303,7 +307,7 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
             let _ = control.tell(&GatewayMessage::Registered).await;
         }
     };
-    let (why, (), _) = tokio::join!(ended.recv(), hearing, tunnel.turn());
+    let (why, (), _) = tokio::join!(ended.receiver.recv(), hearing, tunnel.turn());
     let why = why.unwrap().to_string();
     assert!(why.contains("has not acknowledged new SETTINGS"), "{why}");
     let took = began.elapsed();

@@ -11,7 +11,7 @@ fn field(octet: u8, length: usize) -> HeaderValue {
 }
 
 /// A tunnel whose edge answers with a field as the path says: `/octet/length`; trailers where it begins with `/trailers`.
-async fn answering() -> Tunnel {
+async fn answering() -> (Tunnel, Tasks) {
     serving(async |asked| {
         let path = asked.head.uri().path().to_owned();
         let mut parts = path.rsplit('/');
@@ -42,7 +42,7 @@ async fn answer(tunnel: &Tunnel, path: &str) -> Result<Response<StreamReceiver>,
 
 #[tokio::test]
 async fn a_slow_head_passes_or_fails_only_its_stream() {
-    let tunnel = answering().await;
+    let (tunnel, _tasks) = answering().await;
     let waiting = answer(&tunnel, "/97/1").await.unwrap();
     for octet in OCTETS {
         let path = format!("/{octet}/{}", MAX_HEAD - 100);
@@ -60,7 +60,7 @@ async fn a_slow_head_passes_or_fails_only_its_stream() {
 
 #[tokio::test]
 async fn trailers_pass_or_fail_their_stream() {
-    let tunnel = answering().await;
+    let (tunnel, _tasks) = answering().await;
     for octet in OCTETS {
         let path = format!("/trailers/{octet}/{}", MAX_HEAD - 100);
         let body = answer(&tunnel, &path).await.unwrap().into_body();
@@ -78,7 +78,7 @@ async fn trailers_pass_or_fail_their_stream() {
 
 #[tokio::test]
 async fn a_request_that_no_tunnel_carries_is_not_sent() {
-    let tunnel = answering().await;
+    let (tunnel, _tasks) = answering().await;
     let mut head = get("/97/1");
     head.headers_mut().insert("x-large", field(b'a', MAX_HEAD));
     let target = target();
