@@ -141,7 +141,7 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
         ),
         (Some(from), root) => import_chain(from, root.as_deref(), directory)?,
     }
-    ca_rotate::notify_gateway(directory).await?;
+    ca_rotate::load_in_gateway(directory).await?;
     Ok(())
 }
 

@@ -9,7 +9,6 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use causeway_certs::{Ca, Fingerprint, NodeName, RootStage, RotationStep, Store};
-use hyper::Method;
 use rustls::pki_types::UnixTime;
 use serde::Deserialize;
 
@@ -59,7 +58,7 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
     if let Some((_, next)) = ca.other() {
         outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
     }
-    let heard = notify_gateway(directory)
+    let heard = load_in_gateway(directory)
         .await?
         .map_or_else(String::new, |progress| {
             let (all, left) = (progress.connected, progress.without_roots.len());
@@ -86,7 +85,7 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
     let prepared = matches!(ca.other(), Some((RootStage::Prepared, _)));
     if prepared
         && !ask.force
-        && let Some(progress) = notify_gateway(directory).await?
+        && let Some(progress) = load_in_gateway(directory).await?
         && !progress.without_roots.is_empty()
     {
         if !progress.too_old.is_empty() {
@@ -111,7 +110,7 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
         "the new root signs certificates already",
     )?;
     outln!("signs     {}", ca.fingerprint())?;
-    notify_gateway(directory).await?;
+    load_in_gateway(directory).await?;
     outln!(
         "the old root is still trusted; edges renew their certificates with the new root; next: causeway ca rotate retire"
     )?;
@@ -124,7 +123,7 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
     let retiring = matches!(ca.other(), Some((RootStage::Retiring, _)));
     if retiring && !ask.force {
         let mut left = on_another_root(&store, ca.fingerprint())?;
-        if let Some(progress) = notify_gateway(directory).await? {
+        if let Some(progress) = load_in_gateway(directory).await? {
             left.extend(progress.on_another_root);
         }
         if !left.is_empty() {
@@ -142,7 +141,7 @@ async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
         "there is only one root; there is nothing to retire",
     )?;
     outln!("signs     {}", ca.fingerprint())?;
-    notify_gateway(directory).await?;
+    load_in_gateway(directory).await?;
     if step == RotationStep::Made {
         outln!(
             "join tokens and client certificates of the old root are no longer valid; create new ones where they are needed"
@@ -170,28 +169,15 @@ fn change(
     store.change_ca(|ca| Ok(step(ca)?))
 }
 
-/// Has the gateway take up what the directory says, if one runs there, and asks how far the edges are.
-pub(super) async fn notify_gateway(directory: &Path) -> anyhow::Result<Option<RotationStatus>> {
-    let Some(address) = admin_client::address_from_data_dir(directory)? else {
+/// Has the gateway that runs on the directory load the CA. Returns how far the edges are, if one runs there.
+pub(super) async fn load_in_gateway(directory: &Path) -> anyhow::Result<Option<RotationStatus>> {
+    let Some(body) = data_dir::post(directory, PROGRESS, "the CA is changed").await? else {
         return Ok(None);
     };
-    let told = admin_client::request(Method::POST, &address, PROGRESS).await;
-    let (status, body) = told.with_context(|| {
-        format!(
-            "the gateway on the data directory {} does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
-            directory.display()
-        )
-    })?;
-    if !status.is_success() {
-        let said = String::from_utf8_lossy(&body);
-        bail!(
-            "the gateway at {address} did not load the new CA: {status} {}",
-            said.trim()
-        );
-    }
-    serde_json::from_slice(&body).map(Some).with_context(|| {
-        format!("the response of {address} does not contain the progress of the edges")
-    })
+    let progress = serde_json::from_slice(&body);
+    Ok(Some(progress.context(
+        "the gateway's answer does not contain the progress of the edges",
+    )?))
 }
 
 /// Nodes whose certificate is good and does not hang on this root, as far as the directory knows.

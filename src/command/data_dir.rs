@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use causeway_certs::{Ca, NodeName, OpenMode, Store};
-use hyper::Method;
+use hyper::{Method, body::Bytes};
 
 use super::admin_client;
 use crate::output::outln;
@@ -41,12 +41,25 @@ pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
 
 /// Notifies the gateway that runs on the directory of a change, and prints what was done.
 pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Result<()> {
+    match post(directory, "/api/v1/refresh", done).await? {
+        Some(_) => outln!("{done}")?,
+        None => outln!("{done}; no gateway runs in {}", directory.display())?,
+    }
+    Ok(())
+}
+
+/// Has the gateway that runs on the directory apply a change. Returns its answer, or `None` if no gateway runs there. An error
+/// begins with what was `done` in the directory.
+pub(super) async fn post(
+    directory: &Path,
+    path: &str,
+    done: &str,
+) -> anyhow::Result<Option<Bytes>> {
     let Some(address) = admin_client::address_from_data_dir(directory)? else {
-        outln!("{done}; no gateway runs in {}", directory.display())?;
-        return Ok(());
+        return Ok(None);
     };
-    let told = admin_client::request(Method::POST, &address, "/api/v1/refresh").await;
-    let (status, body) = told.with_context(|| {
+    let answer = admin_client::request(Method::POST, &address, path).await;
+    let (status, body) = answer.with_context(|| {
         format!(
             "{done} in {}, but the gateway on this data directory does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
             directory.display()
@@ -59,8 +72,7 @@ pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Resu
             said.trim()
         );
     }
-    outln!("{done}")?;
-    Ok(())
+    Ok(Some(body))
 }
 
 pub(super) fn open(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
