@@ -212,7 +212,7 @@ pub struct Tunnels {
     /// Number of bytes of one stream after which the edge opens an additional tunnel.
     #[serde(with = "ByteSize")]
     pub bulk_after: usize,
-    /// Time after which the edge closes an additional tunnel that no stream has used that much.
+    /// Time after which the edge closes an additional tunnel that no stream has used that much, at least 2 s.
     #[serde(with = "DurationStr")]
     pub bulk_idle: Duration,
 }

@@ -12,6 +12,7 @@ use crate::{
     },
 };
 use causeway_edge::config::Protocol;
+use causeway_tunnel::load::BULK_SPAN;
 use futures_util::future::join_all;
 use std::{
     sync::{
@@ -64,12 +65,12 @@ async fn bulk(road: &Road) -> JoinSet<()> {
     reading
 }
 
-/// How many tunnels the edge has in this slot and state.
-fn tunnels(road: &Road, slot: u32, state: &str) -> usize {
-    let tunnels = road.edge.status().tunnels;
-    let those = tunnels.iter();
-    those
-        .filter(|tunnel| tunnel.slot == slot && tunnel.state == state)
+/// Returns the number of tunnels in slot 1 that are in this state at the gateway, which chooses the tunnels of new streams.
+async fn additional(road: &Road, state: &str) -> usize {
+    let node = road.node("edge-1").await;
+    let tunnels = node["details"].as_array().unwrap().iter();
+    tunnels
+        .filter(|tunnel| tunnel["slot"] == 1 && tunnel["state"] == state)
         .count()
 }
 
@@ -78,14 +79,14 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
     let app = app().await;
     let world = Road::build().start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
-    let edge = edge.config(|config| config.tunnels.bulk_idle = Duration::from_millis(200));
+    let edge = edge.config(|config| config.tunnels.bulk_idle = BULK_SPAN);
     let edge = edge.join().await;
     let road = Road::of(world, edge);
     let mut sessions = Vec::new();
     for round in 1..=3 {
         let others = bulk(&road).await;
         until("there is a tunnel beside the bulk", async || {
-            tunnels(&road, 1, "standing") == 1
+            additional(&road, "connected").await == 1
         })
         .await;
         for session in &mut sessions {
@@ -95,7 +96,7 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
         drop(others);
         // Each keeps the session that was begun on it.
         until("closing the additional tunnel", async || {
-            tunnels(&road, 1, "leaving") == round
+            additional(&road, "draining").await == round
         })
         .await;
         for session in &mut sessions {
@@ -104,7 +105,7 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
     }
     drop(sessions);
     until("tunnels without sessions are gone", async || {
-        road.tunnels().await.len() == 1 && tunnels(&road, 1, "leaving") == 0
+        road.tunnels().await.len() == 1
     })
     .await;
     assert_eq!(road.client().get(URL).await.text(), "here");

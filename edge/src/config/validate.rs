@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use causeway_certs::{NodeName, SignerProfile};
 use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
-use causeway_tunnel::wire::MOST_TUNNELS;
+use causeway_tunnel::{load::BULK_SPAN, wire::MOST_TUNNELS};
 
 use super::{Allow, Config, Port, Protocol};
 
@@ -130,11 +130,7 @@ impl Config {
 
     fn numbers(&self, faults: &mut ConfigErrors) {
         let timeouts = &self.timeouts;
-        let spans = [
-            ("bulk_idle", self.tunnels.bulk_idle),
-            ("resolve_after", self.tunnels.resolve_after),
-        ];
-        faults.not_zero("tunnels", &spans);
+        faults.not_zero("tunnels", &[("resolve_after", self.tunnels.resolve_after)]);
         faults.not_zero(
             "timeouts",
             &[
@@ -170,6 +166,12 @@ impl Config {
                 ("stalled", limits.stalled),
             ],
         );
+        if tunnels.bulk_idle < BULK_SPAN {
+            let detail = format!(
+                "must be at least {BULK_SPAN:?}, the time over which bulk is measured: else the additional tunnel would close during the transfer"
+            );
+            faults.add("tunnels.bulk_idle", detail);
+        }
         if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
             let detail = format!(
                 "must be at most {MOST_TUNNELS}, because a gateway accepts no more tunnels of one edge"
