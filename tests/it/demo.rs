@@ -42,7 +42,8 @@ async fn every_printed_command_works_and_no_files_remain() {
 #[tokio::test]
 async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     need!("curl");
-    let mut demo = Demo::start("").await;
+    // The demos of other tests take the first free loopback address, so they would take this one's while it is stopped.
+    let mut demo = Demo::start("--listen 127.0.1.1:9100").await;
     let (call, read) = (demo.command("curl "), demo.command("curl -sS http://"));
     let switch = demo.command("kill ");
     let elsewhere = demo.temporary.path().to_owned();
