@@ -268,7 +268,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
         let mut count = 0;
-        for part in ["tutorials", "howto"] {
+        for part in ["tutorials", "howto", "migrate"] {
             for page in std::fs::read_dir(docs.join(part)).unwrap() {
                 let page = page.unwrap().path();
                 let text = std::fs::read_to_string(&page).unwrap();
