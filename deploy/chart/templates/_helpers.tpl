@@ -58,12 +58,12 @@ laid over it. With no values but way and address it is the same objects.
 {{- end }}
 {{- range $index, $patch := .Values.patches }}
 {{- if not (hasKey $found (toString $index)) }}
-{{- fail (printf "patches[%d]: way %s has no %s of the name %s to lay it over" $index $.Values.way $patch.kind $patch.name) }}
+{{- fail (printf "patches[%d]: way %s has no %s of the name %s" $index $.Values.way $patch.kind $patch.name) }}
 {{- end }}
 {{- end }}
 {{- $service := .Values.gateway.service }}
 {{- if and (or $service.type $service.annotations $service.nodePort) (not $found.service) }}
-{{- fail (printf "gateway.service: way %s has no Service, since its gateways are on the network of their hosts; leave it out" .Values.way) }}
+{{- fail (printf "gateway.service: way %s has no Service, because its gateways use the network of their hosts; remove it" .Values.way) }}
 {{- end }}
 {{- dict "items" $objects | toJson }}
 {{- end }}
@@ -77,7 +77,7 @@ laid over it. With no values but way and address it is the same objects.
 {{- $said := ternary (dig "tunnel" "advertise" list $given) (dig "gateways" list $given) (eq .side "gateway") }}
 {{- $key := ternary "gateway.config.tunnel.advertise" "edge.config.gateways" (eq .side "gateway") }}
 {{- if not $said }}
-{{- $address = required (printf "address is required: HOST:PORT by which edges reach the gateways' tunnel port, such as --set address=gateways.your.domain:10262 (or %s)" $key) $address }}
+{{- $address = required (printf "address is required: HOST:PORT at which edges reach the gateways' tunnel port, such as --set address=gateways.your.domain:10262 (or %s)" $key) $address }}
 {{- $_ := set $data $file (replace "gw.example.com:10262" $address (get $data $file)) }}
 {{- end }}
 {{- if eq .side "gateway" }}

@@ -56,7 +56,7 @@ fn rendered_manifests_are_current() {
     let readme = fs::read_to_string(copy.join("chart/README.md")).unwrap();
     for row in [
         "| `gateway.service.type` | `\"\"` | Type of the Service",
-        "| `gateway.metrics.podMonitor.interval` | `30s` | How often",
+        "| `gateway.metrics.podMonitor.interval` | `30s` | Interval",
         "| `patches` | `[]` | For everything else",
     ] {
         assert!(readme.contains(row), "{readme}");
