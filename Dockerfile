@@ -1,4 +1,4 @@
-# One image for gateway, edge and everything else: a static binary and nothing beside it.
+# One image for gateway, edge and all commands: it contains only a static binary.
 #
 #   docker build -t causeway --target causeway .          FROM scratch, without a shell
 #   docker build -t causeway:nft --target with-nft .      with the program `nft`, on Debian
@@ -10,9 +10,9 @@
 
 # Rust and a C compiler on glibc.
 ARG BUILDER_IMAGE=rust:1.95-bookworm
-# What the binary is laid into.
+# Base of the images without `nft`.
 ARG BASE_IMAGE=scratch
-# What `nft` is installed into, by apt-get.
+# Base of the image into which apt-get installs `nft`.
 ARG NFT_BASE_IMAGE=debian:12-slim
 
 FROM ${BUILDER_IMAGE} AS build
@@ -29,9 +29,9 @@ COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
 COPY tests/summary/Cargo.toml tests/summary/
-# Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
-# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has. Where crates
-# lay at the build is in no message.
+# Dependencies, from the manifests only: this layer stays until a manifest changes. The target is named so that build
+# scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, independent of this machine's. Messages
+# contain no paths of crates of the build.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config rt watch-cache tunnel upstream certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
@@ -74,7 +74,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends nftables \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build --chown=65532:65532 /image/ /
-# A capability (NET_ADMIN) that a container is given is in force for root alone.
+# Only root in a container has the capability (NET_ADMIN) that the container gets.
 USER 0:0
 ENTRYPOINT ["/causeway"]
 HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health"]
@@ -82,5 +82,5 @@ LABEL org.opencontainers.image.title="Causeway" \
       org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you; with nft" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Without a target named it is the small one. (Builders before BuildKit make all stages above: name the target there.)
+# The default target is the small image. (Builders before BuildKit make all stages above: name the target there.)
 FROM causeway

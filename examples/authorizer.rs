@@ -1,8 +1,8 @@
 //! Run with: `cargo run --example authorizer`
 //!
-//! An `Authorize` of one's own, asked at every stream before the edge hears of it: the group `ops` may do
-//! everything, `readers` may only GET. Clients are authenticated by bearer tokens, whose hashes stand in a
-//! file. The rest of this file is a gateway, an edge and an app to ask through.
+//! Shows a custom `Authorize`, which the gateway calls for every stream before the edge receives it: the group `ops` may do
+//! everything, `readers` may only GET. Clients authenticate with bearer tokens, whose hashes are in a file. The rest of
+//! this file is a gateway, an edge and an app to test it with.
 
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
@@ -26,10 +26,10 @@ type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 struct ByGroup;
 
 impl Authorize for ByGroup {
-    // Must not wait. Whoever has to ask somebody else returns `Verdict::Ask` with a future.
+    // Must not wait. A policy that has to ask another service returns `Verdict::Ask` with a future.
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let is_in = |group: &str| ask.client.groups.iter().any(|one| one == group);
-        // An upgrade is a GET too, but what comes behind it is more than reading.
+        // An upgrade is a GET too, but the bytes after it are more than reading.
         let reads = ask.act == Action::Request && ask.method == Method::GET;
         if is_in("ops") || is_in("readers") && reads {
             return AuthzDecision::Allow;
@@ -46,7 +46,7 @@ async fn main() -> Result {
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
 
-    // What `causeway client token` does: the file gets hashes, the clients keep the tokens.
+    // Does the same as `causeway client token`: the file gets hashes, the clients keep the tokens.
     let (reader, first) = StaticTokens::generate("prometheus", &["readers".into()])?;
     let (operator, second) = StaticTokens::generate("alice", &["ops".into()])?;
     std::fs::write(
@@ -143,7 +143,7 @@ async fn edge(
     Ok(tokio::time::timeout(Duration::from_secs(10), connected).await?)
 }
 
-/// One request to port 9100 of edge-1: the status line and the body of its answer.
+/// Sends one request to port 9100 of edge-1; returns the status line and the body of its answer.
 async fn call(listener: SocketAddr, method: &str, token: &str) -> Result<String> {
     let mut io = TcpStream::connect(listener).await?;
     let head = format!(

@@ -1,8 +1,8 @@
 //! Run with: `cargo run --example edge_library`
 //!
-//! The edge as a library: a program on a node makes itself reachable, without an agent beside it. Its app
-//! listens on loopback, an edge in the same process serves it to the gateway, and `Status` says how
-//! that goes. The gateway, at the end of this file, runs elsewhere in real life.
+//! Shows the edge as a library: a program on a node makes itself reachable, without an agent beside it. Its app listens on
+//! loopback, an edge in the same process serves it to the gateway, and `Status` shows the state of the edge. The gateway,
+//! at the end of this file, runs on another machine in production.
 
 use std::{error::Error, net::SocketAddr, path::Path, time::Duration};
 
@@ -35,7 +35,7 @@ async fn main() -> Result {
         axum::serve(socket, router).with_graceful_shutdown(stop.clone().cancelled_owned());
     tasks.spawn(async move { Ok(serving.await?) });
 
-    // Clients reach it as port 80 of this node, and nothing else of this machine.
+    // Clients reach it as port 80 of this node, and no other port of this machine.
     let port = Port {
         target: Some(app.to_string()),
         ..Port::default()
@@ -43,7 +43,7 @@ async fn main() -> Result {
     let mut config = Config {
         data_dir: folder.path().join("edge"),
         gateways: vec![gateway.to_string()],
-        // Needed once: the certificate that it buys is kept in the data directory.
+        // Needed once: the data directory keeps the certificate that the edge obtains with it.
         join: Some(Secret::new(token)),
         ports: [(80, port)].into(),
         ..Config::default()
@@ -65,7 +65,7 @@ async fn main() -> Result {
     println!("a client reads {}", call(listener).await?);
     show("called", &status);
 
-    // The edge leaves its gateways in order: what is open gets `timeouts.drain` to end.
+    // The edge leaves its gateways in order: open sessions get `timeouts.drain` to end.
     stop.cancel();
     while let Some(ended) = tasks.join_next().await {
         ended??;
@@ -124,7 +124,7 @@ fn gateway(
     Ok((addresses.tunnel, listener, token.text().expose().to_owned()))
 }
 
-/// One request to port 80 of sensor-1: the body of its answer.
+/// Sends one request to port 80 of sensor-1; returns the body of its answer.
 async fn call(listener: SocketAddr) -> Result<String> {
     let mut io = TcpStream::connect(listener).await?;
     io.write_all(b"GET /temperature HTTP/1.1\r\nhost: sensor-1:80\r\nconnection: close\r\n\r\n")

@@ -1,7 +1,7 @@
 //! Run with: `cargo run --example embed_gateway`
 //!
-//! A gateway and an edge in a process of one's own: the edge joins with a token, dials the gateway, and
-//! one HTTPS request goes through both. The configuration structs are those of the YAML files.
+//! Shows a gateway and an edge in the caller's own process: the edge joins with a token, dials the gateway, and one HTTPS
+//! request passes through both. The configuration structs are those of the YAML files.
 
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
@@ -29,7 +29,7 @@ async fn main() -> Result {
     let stop = CancellationToken::new();
     let mut tasks: JoinSet<Result> = JoinSet::new();
 
-    // What `causeway ca init` and `causeway token create` do.
+    // Do the same as `causeway ca init` and `causeway token create`.
     let store = Store::open(folder.path().join("gateway"), OpenMode::Create)?;
     let ca = Ca::create(&TrustDomain::parse("embedded.example")?)?;
     store.save_ca(&ca)?;
@@ -50,7 +50,7 @@ async fn main() -> Result {
         Ok(())
     });
 
-    // What the node serves: an app on a free port.
+    // The node's service: an app on a free port.
     let socket = TcpListener::bind("127.0.0.1:0").await?;
     let app = socket.local_addr()?;
     let router = Router::new().route("/", get(|| async { "hello from behind the NAT\n" }));
@@ -58,7 +58,7 @@ async fn main() -> Result {
     let serving = axum::serve(socket, router).with_graceful_shutdown(stopped);
     tasks.spawn(async move { Ok(serving.await?) });
 
-    // Joining is a request to the gateway, which has to run by now.
+    // To join, the edge sends a request to the gateway, which has to run by now.
     let config = edge(folder.path(), addresses.tunnel, app, &token);
     let edge = Edge::open(config, &stop).await?.bind().await?;
     println!("edge: joined as {}", edge.node());
@@ -69,7 +69,7 @@ async fn main() -> Result {
     tokio::time::timeout(Duration::from_secs(10), connected(&status)).await?;
     print!("{}", call(&ca, listener).await?);
 
-    // Ask, then wait: both drain, each for as long as its configuration allows.
+    // Requests the shutdown, then waits: both drain, each for at most its configured time.
     stop.cancel();
     while let Some(ended) = tasks.join_next().await {
         ended??;
@@ -94,7 +94,7 @@ fn gateway(folder: &Path) -> Result<Bound> {
     Ok(Gateway::new(config).bind()?)
 }
 
-/// An edge that serves `app` as port 9100 of its node.
+/// Starts an edge that serves `app` as port 9100 of its node.
 fn edge(
     folder: &Path,
     gateway: SocketAddr,

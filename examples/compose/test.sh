@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A tour of the demo that checks each step: up, called, cut, paused, restarted, read without a cloud, misconfigured, down.
-# Each command is printed as one can type it here. The last line is the verdict; nothing is left but the images,
-# so that the next run need not build them.
+# Prints each command as a user types it. The last line is the verdict. Only the images stay, so that the next run need not
+# build them.
 #
-#   COMPOSE   which Compose to use (default: `docker compose` where it is there, else `docker-compose`)
+#   COMPOSE   which Compose to use (default: `docker compose` if available, else `docker-compose`)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export COMPOSE_PROJECT_NAME=${COMPOSE_PROJECT_NAME:-causeway-demo}
@@ -20,7 +20,7 @@ compose() { "${compose[@]}" "$@"; }
 say() { printf '\n== %s\n' "$*"; current=$*; }
 passes() { passed=$((passed + 1)); printf 'ok: %s\n' "$current"; }
 fail() { printf 'not ok: %s\n' "$*"; return 1; }
-# Prints a command as one would type it, and runs it.
+# Prints a command as a user types it, and runs it.
 shown() { printf '$ %s\n' "${*/#compose/docker compose}"; "$@"; }
 
 finish() {
@@ -55,7 +55,7 @@ network() { docker network ls -q --filter "label=com.docker.compose.project=$COM
 address() { docker inspect -f '{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}' "$(id "$1")" | cut -d ' ' -f 1; }
 call() { compose exec -T client call --max-time 30 "$@"; }
 
-# Again and again until it succeeds; gives up after so many seconds.
+# Repeats a command until it succeeds; gives up after the number of seconds.
 within() { # seconds, command...
   local end=$((SECONDS + $1))
   shift
@@ -65,7 +65,7 @@ within() { # seconds, command...
   done
 }
 
-# A request from another container's place in the network.
+# Sends a request from the network of another container.
 from() { # container, arguments of curl...
   local container=$1
   shift
@@ -101,7 +101,7 @@ no_way_in() {
   for site in 1 2; do
     ! from gateway "http://$(address "edge-$site"):10266/healthz" || fail "edge-$site answers the gateway"
     ! from gateway "http://$(address "app-$site")/" || fail "app-$site answers the gateway"
-    # On the site itself the same address answers: it is the network that keeps the gateway out.
+    # On the site itself the same address answers: only the network separates the gateway from it.
     [ "$(from "edge-$site" "http://$(address "app-$site")/")" = "hello from app-$site" ] || fail "app-$site is not there"
   done
   passes
@@ -172,7 +172,7 @@ reading() {
   ! call --connect-timeout 3 https://edge-1:9100/ >/dev/null 2>&1 || fail 'the gateway is there'
   shown compose exec -T node-1 curl -sS "$slices" | tee "$scratch/after"; echo
   cmp <(tail -n 1 "$scratch/before") <(tail -n 1 "$scratch/after")
-  # Who reads is told before long how old it is.
+  # Responses to readers soon have a warning with their age.
   within 20 says_it_is_old
   passes
   say 'the cloud is back: what is read is fresh again, and both nodes answer'
@@ -196,7 +196,7 @@ prometheus() {
   passes
 }
 
-# What an edge of these settings says, as a container of its own beside the demo.
+# Starts an edge with these settings as a container beside the demo, and checks its last line.
 stray() { # name, arguments of docker run...
   local name=$COMPOSE_PROJECT_NAME-$1
   shift

@@ -1,4 +1,4 @@
-//! Host, `:authority` and SNI: whatever they say, they lead to one known node and a sound target, or nowhere.
+//! Host, `:authority` and SNI: every input leads to one known node and a valid target, or to an error.
 //!
 //! Three lines: Host, the target's authority (may be empty), SNI.
 
@@ -34,7 +34,7 @@ static NODES: LazyLock<Nodes> = LazyLock::new(|| {
     nodes.reader()
 });
 
-/// The bounds that a gateway has by default.
+/// The default limits of a gateway.
 const BOUNDS: request::Bounds = request::Bounds {
     target: 65_536,
     header_bytes: 65_536,

@@ -1,6 +1,6 @@
-//! The first bytes of a TLS connection, cut anywhere, through the parser of listeners and the tunnel port.
+//! The first bytes of a TLS connection, split at any position, through the parser of listeners and the tunnel port.
 //!
-//! The first byte says how many bytes come at a time.
+//! The first byte is the number of bytes in each piece.
 
 #![no_main]
 

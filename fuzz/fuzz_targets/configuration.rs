@@ -1,4 +1,4 @@
-//! Configuration: text, then a tree with places, then what a gateway or an edge makes of it, with all its faults.
+//! Configuration: text, then a tree with positions, then the configuration of a gateway or an edge, with all its faults.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ mod yaml;
 
 fuzz_target!(|text: &str| {
     let document = yaml::parse(text);
-    // To YAML a CR alone ends a line as well.
+    // For YAML a lone CR ends a line as well.
     let lines = text.split(['\n', '\r']).count() + 1;
     for spots in document.spots.values() {
         assert!(

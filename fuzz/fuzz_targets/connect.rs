@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 use std::convert::Infallible;
 use tokio::io::AsyncWriteExt;
 
-/// The bounds that a gateway has by default.
+/// The default limits of a gateway.
 const BOUNDS: request::Bounds = request::Bounds {
     target: 65_536,
     header_bytes: 65_536,

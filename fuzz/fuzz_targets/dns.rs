@@ -1,4 +1,4 @@
-//! A question by DNS: whatever it says, an answer is one, to that question, and no larger than fits.
+//! A DNS query: every answer is a DNS message, answers that query, and is not larger than fits.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Lines of the control stream, as either end hears them.
+//! Lines of the control stream, as either end receives them.
 
 #![no_main]
 

@@ -24,7 +24,7 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     runtime.expect("a runtime")
 });
 
-/// A source that says each of these once, and is away behind them.
+/// Source that returns each of these once, and is unavailable afterwards.
 struct Says {
     all: [Bytes; 2],
     asked: AtomicUsize,
@@ -81,10 +81,10 @@ fuzz_target!(|input: &[u8]| {
             let Ok(request) = request else { continue };
             let answer = pool.answer(&request.into_parts().0, None).await;
             if answer.body().is_watch() {
-                // It goes on for as long as somebody reads.
+                // The watch continues for as long as the client reads.
                 let mut body = answer.into_body();
                 for _ in 0..4 {
-                    // Nothing is asked for behind its end.
+                    // The client requests nothing after the end of the watch.
                     if let Some(None) = body.frame().now_or_never() {
                         break;
                     }
@@ -94,11 +94,11 @@ fuzz_target!(|input: &[u8]| {
             let status = answer.status();
             let body = answer.into_body().collect().await;
             let bytes = body.expect("a list does not fail").to_bytes();
-            // What is asked by others may be refused.
+            // Requests of other clients may be refused.
             if !ours {
                 continue;
             }
-            // What is of an unknown kind has no protobuf.
+            // Objects of an unknown kind have no protobuf form.
             if accept == "application/json" {
                 assert_eq!(status.is_success(), synced, "{status}");
             }
@@ -109,7 +109,7 @@ fuzz_target!(|input: &[u8]| {
     });
 });
 
-/// A question's path, and what it accepts.
+/// Path of a request, and its `Accept` header.
 fn asked(question: &[u8]) -> (String, String) {
     let text = String::from_utf8_lossy(question);
     let (path, accept) = text.split_once(' ').unwrap_or((&text, "*/*"));

@@ -11,7 +11,7 @@ fuzz_target!(|text: &str| {
         let said = token.text();
         assert_eq!(said.expose(), text.trim(), "a token has one spelling");
         assert!(!token.to_string().contains(said.expose()));
-        // What is written into a log shows no secret.
+        // The text for a log contains no secret.
         let secret = said.expose().split('.').nth(2).unwrap_or_default();
         assert!(!format!("{token:?}").contains(secret));
     }
