@@ -1,7 +1,7 @@
-//! Clients that behave badly, by the hundred: what they cost they cost themselves, and nothing of it stays.
+//! Hundreds of clients that misbehave: their cost falls on themselves, and no resource stays in use.
 //!
-//! Gateway and edge are processes, so that files and threads can be counted from outside. With
-//! `CAUSEWAY_TEST_FULL=1` each lasts as long as the promise says, and memory and CPU time are measured.
+//! Gateway and edge are processes, so that the test can count their files and threads from outside. With
+//! `CAUSEWAY_TEST_FULL=1` each attack lasts as long as the promise says, and memory and CPU time are measured.
 
 use crate::{
     road::{Road, URL},
@@ -35,13 +35,13 @@ const GET: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 
 /// An edge keeps some idle connections to its app.
 const KEPT: usize = 64;
-/// By how much memory may have grown since a crowd of the same size was there, in bytes.
+/// Growth of memory in bytes that is allowed since an earlier crowd of the same size.
 const GROWTH: usize = 64 << 20;
 
 /// Maximum cost in bytes of the first crowd: the budgets of two tunnels, which allocators release gradually.
 const FIRST: usize = 160 << 20;
 
-/// A site under attack, and what it cost before.
+/// A site under attack, and its resource usage before.
 struct Siege {
     site: Site,
     edge: Process,
@@ -61,7 +61,7 @@ impl Siege {
             site,
             edge,
         };
-        // What is made at the first request stays.
+        // Objects that the first request makes stay.
         siege.answers().await;
         siege.before = siege.now();
         siege
@@ -88,7 +88,7 @@ impl Siege {
         tcp
     }
 
-    /// An ordinary client is served.
+    /// Checks that the gateway serves an ordinary client.
     async fn answers(&self) {
         let asked = async {
             let mut wire = self.dial().await;
@@ -99,7 +99,7 @@ impl Siege {
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     }
 
-    /// Everything is as it was before: streams, connections, files, threads; and it is the same tunnel.
+    /// Checks that streams, connections, files and threads are as before, and that the tunnel is the same.
     async fn end(self) {
         let metrics = async || self.site.metrics().await;
         until("nothing is open, and nothing unread", async || {
@@ -159,7 +159,7 @@ async fn hundreds_of_killed_clients_leave_no_resources() {
             wire
         }));
         for wire in begun.await {
-            // As the system does for a process that is killed with bytes unread.
+            // The kernel does the same for a process that is killed with bytes unread.
             SockRef::from(&wire)
                 .set_linger(Some(Duration::ZERO))
                 .unwrap();
@@ -212,10 +212,10 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
     ]);
     let evicted = [("limit", "discarded_bodies"), ("outcome", "evicted")];
     let mut wires = Vec::new();
-    // Three quarters of 1,024 are one source's.
+    // One source may have three quarters of 1,024.
     until("the oldest bodies are broken off", async || {
         let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
-        // Without a table each status stands for itself.
+        // Without a header table each status is a literal.
         let mut begin = [PREFACE, &settings(&[(1, 0)])].concat();
         for number in 0..STREAMS {
             begin.extend(frame(HEADERS, END_HEADERS, 2 * number + 1, &head));
@@ -242,7 +242,8 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
     assert_eq!(road.client().get(URL).await.text(), "well");
 }
 
-/// Begins so many requests and resets each at once, until the connection is ended. How many there were.
+/// Begins this many requests and resets each at once, until the gateway ends the connection. Returns the number of
+/// requests.
 async fn resets(road: &Road, all: u32) -> u32 {
     const BATCH: u32 = 50;
     let head = fields(&[
@@ -273,7 +274,7 @@ async fn resets(road: &Road, all: u32) -> u32 {
                 }
             }
         };
-        // An end without a word is one as well.
+        // An end without a GOAWAY counts too.
         let alive: std::io::Result<bool> = timeout(PATIENCE, alive).await.unwrap();
         if !alive.unwrap_or(false) {
             return first + BATCH;
@@ -304,12 +305,12 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     }
     let open = site.metrics().await.sum("open_streams", &[]);
     assert_eq!(open, 1_000);
-    // A connection that has not upgraded is ended meanwhile.
+    // The gateway ends a connection that has not upgraded in this time.
     let mut idle = TcpStream::connect(&site.listener).await.unwrap();
     let ended = timeout(PATIENCE, idle.read_u8()).await.unwrap();
     assert!(ended.is_err(), "{ended:?}");
     if full() {
-        // Time itself is the subject: what is idle must not be ended.
+        // Time itself is the subject: an idle session must not end.
         sleep(Duration::from_mins(10)).await;
     }
     for (number, wire) in wires.iter_mut().enumerate() {
@@ -322,7 +323,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
 }
 
 impl Siege {
-    /// As [`Siege::end`], where the app answers no ordinary client.
+    /// As [`Siege::end`], for an app that does not answer an ordinary client.
     async fn end_idle(self) {
         until("streams, connections and files are as before", async || {
             let metrics = self.site.metrics().await;
@@ -349,7 +350,7 @@ async fn slow_heads_are_closed_and_slow_bodies_block_no_client() {
     let siege = Siege::of(&app, "timeouts: { header: 1s }").await;
     let slow = join_all((0..200).map(|_| async {
         let mut wire = siege.dial().await;
-        // One byte each 100 ms, which never make a whole head.
+        // One byte each 100 ms. The head never becomes complete.
         for byte in GET.trim_end().bytes().chain(std::iter::repeat(b'x')) {
             if wire.write_all(&[byte]).await.is_err() {
                 break;
@@ -397,7 +398,7 @@ async fn a_flood_up_to_the_file_limit_ends_and_clients_are_accepted() {
     let metrics = siege.site.metrics().await;
     assert_eq!(metrics.sum("tunnels", &[]), 1, "the edge is not pushed out");
 
-    // Whoever says nothing is ended, in waves, and an ordinary client gets through in the end.
+    // Checks that the gateway ends silent connections, in waves, and that it then serves an ordinary client.
     let from = siege.site.gateway.usage().cpu;
     let begun = Instant::now();
     until("an ordinary client is served again", async || {
@@ -442,14 +443,14 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
         wire.write_all(get.as_bytes()).await.unwrap();
         silent.push(wire);
     }
-    // Those for which there was no file left have their answer, which says so.
+    // Requests for which no file was left get an answer that gives this reason.
     let answered = silent.iter_mut().map(|wire| Box::pin(read_head(wire)));
     let (head, ..) = timeout(PATIENCE, select_all(answered)).await.unwrap();
     assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
     let error = "error=proxy_internal_error; details=\"exhausted: ";
     assert!(head.contains(error), "{head}");
     edge.said("this edge is out of file descriptors").await;
-    // And so has whoever comes now, well or not.
+    // Further requests get it too, well-formed or not.
     let mut wire = TcpStream::connect(&site.listener).await.unwrap();
     let head = timeout(PATIENCE, exchange(&mut wire, GET)).await;
     let head = head.expect("no answer");
@@ -462,7 +463,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     .await;
 }
 
-/// A listener with few places, all of them taken by the address that the client comes from as well.
+/// Listener with few connections, all of them used by the address from which the client connects as well.
 #[tokio::test]
 async fn silent_connections_keep_no_client_out() {
     let app = App::saying("here").await;
@@ -479,7 +480,7 @@ async fn silent_connections_keep_no_client_out() {
     siege.end().await;
 }
 
-/// Control frames of each kind that HTTP/2 servers answer or ignore without an end.
+/// Control frames of each kind that HTTP/2 servers answer or ignore without limit.
 #[tokio::test]
 async fn floods_of_control_frames_get_enhance_your_calm() {
     const PRIORITY: u8 = 2;
@@ -498,7 +499,7 @@ async fn floods_of_control_frames_get_enhance_your_calm() {
         let mut wire = siege.dial().await;
         let begin = [PREFACE, &settings(&[])].concat();
         send(&mut wire, &begin).await.unwrap();
-        // A ping tells when a batch was served: what is unread holds up nobody.
+        // A ping shows when a batch was served: unread bytes delay no other client.
         let batch = [one.repeat(*batch), frame(PING, 0, 0, &[8; 8])].concat();
         let flood = async {
             for _ in 0..100 {

@@ -42,7 +42,7 @@ fn free() -> String {
     listener.local_addr().unwrap().to_string()
 }
 
-/// An edge that reads.
+/// An edge with an API cache.
 struct Reading {
     edge: Process,
     at: String,
@@ -58,13 +58,13 @@ impl Reading {
         Self { edge, at }
     }
 
-    /// A node that joins, in a pool.
+    /// A node that joins as a member of a pool.
     async fn join(site: &Site, node: &str, reader: &str) -> Self {
         let token = site.token(&format!("--node {node} --pool north")).await;
         Self::of(site.edge(node, 1).flag("--join", token), reader).await
     }
 
-    /// Asks; status, head and body.
+    /// Sends a request; returns status, head and body.
     async fn get(&self, path: &str) -> (u16, String, Value) {
         let url = format!("http://{}/{path}", self.at);
         let output = Tool::curl()
@@ -77,7 +77,7 @@ impl Reading {
         (status, head.to_owned(), serde_json::from_str(body).unwrap())
     }
 
-    /// The names of what is there, or nothing.
+    /// Returns the names of the listed objects, or nothing.
     async fn names(&self, path: &str) -> Vec<String> {
         let (status, _, list) = self.get(path).await;
         if status != 200 {
@@ -97,7 +97,7 @@ impl Reading {
         .await;
     }
 
-    /// The address that a slice has, as soon as it is this.
+    /// Waits until the slice has this address.
     async fn says(&self, name: &str, address: &str) {
         let path = format!("apis/discovery.k8s.io/v1/namespaces/shop/endpointslices/{name}");
         until("the change is there", async || {
@@ -121,7 +121,7 @@ impl Reading {
         serde_json::from_str::<Value>(&text).unwrap()["api_cache"].clone()
     }
 
-    /// All that is configured is in force.
+    /// Checks that the whole configuration is in effect.
     async fn is_well(&self) -> bool {
         let metrics = self.page("metrics").await;
         metrics.contains("causeway_edge_last_reload_successful 1\n")
@@ -152,13 +152,13 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     write(objects.path(), "slice-9", "10.0.0.9");
     node.says("slice-1", "10.0.0.2").await;
     node.has(4).await;
-    // A manifest that is none changes nothing, and is told.
+    // An invalid manifest changes nothing, and is reported.
     fs::write(objects.path().join("bad.yaml"), "kind: [").unwrap();
     let mut site = site;
     site.gateway.said("bad.yaml").await;
     fs::remove_file(objects.path().join("bad.yaml")).unwrap();
 
-    // Without a gateway all goes on, and says how old it is.
+    // Without a gateway the edge continues to serve, and reports the age of its data.
     let gone = objects.path().join("slice-0.json");
     let site = site.restart(|_| fs::remove_file(gone).unwrap()).await;
     node.has(3).await;
@@ -192,7 +192,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     drop(site);
 }
 
-/// A gateway that says nothing is noticed by its missing answers to pings, and what was read counts from its last word on.
+/// The edge notices a silent gateway by its missing answers to pings. The age counts from the gateway's last message.
 #[tokio::test]
 async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
     need!("curl");
@@ -212,7 +212,8 @@ async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
         told.is_some()
     })
     .await;
-    // It may have been silent for 5 s before, or said a last word while it was being stopped; seconds are whole ones.
+    // The gateway may have been silent for 5 s before, or may have sent a last message while it was stopped; the age has
+    // whole seconds.
     let (told, least) = (told.unwrap(), lasts.saturating_sub(2));
     assert!(
         (least..most + 10).contains(&told),
@@ -256,7 +257,7 @@ async fn one_pool_member_reads_for_the_others_and_is_replaced() {
         role("leader").await.len() == 1 && role("follower").await.len() == 2
     })
     .await;
-    // Nobody else reads at the gateway.
+    // Only this edge reads from the gateway.
     until("one reads at the gateway", async || {
         site.metrics().await.sum("api_cache_connections", &[]) == 1
     })
@@ -283,7 +284,7 @@ async fn one_pool_member_reads_for_the_others_and_is_replaced() {
     .await;
 }
 
-/// Makes the certificate that programs are shown, which is its own CA, in a folder.
+/// Makes the self-signed certificate that the endpoint shows to programs, in a folder.
 fn show(folder: &Path) {
     let names = ["kubernetes.default.svc", "127.0.0.1"].map(str::to_owned);
     let key = rcgen::KeyPair::generate().unwrap();
@@ -293,14 +294,14 @@ fn show(folder: &Path) {
     fs::write(folder.join("endpoint.pem"), made.pem()).unwrap();
 }
 
-/// curl at an endpoint with TLS, by the CA that is in the folder now or was there once.
+/// Runs curl at an endpoint with TLS. curl trusts the CA that is or was in the folder.
 fn over_tls(node: &Reading, ca: &Path, path: &str) -> Tool {
     let url = format!("https://{}/{path}", node.at);
     let ca = ca.display().to_string();
     Tool::curl().args(["--no-buffer", "--max-time", "60", "--cacert", &ca, &url])
 }
 
-/// A pair that does not fit leaves the last one in place.
+/// If certificate and key do not match, the edge keeps the previous pair.
 async fn spoilt(node: &mut Reading, folder: &Path) {
     let kept = folder.join("kept.pem");
     fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
@@ -332,7 +333,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
         "{}",
         check.stderr
     );
-    // An edge is needed without it, too.
+    // An edge is useful without the API cache, too.
     let mut node = Reading::join(&site, "edge-1", &reader).await;
     let told = node
         .edge

@@ -17,16 +17,16 @@ use tokio::{
     time::timeout,
 };
 
-/// Not what a request takes, but beyond any doubt.
+/// More than a request takes on any machine.
 const PATIENCE: Duration = Duration::from_mins(2);
 
 /// Expected response to a client for one path.
 enum Row {
-    /// A failure of ours with this reason.
+    /// An error of Causeway with this reason.
     Broken,
-    /// The app's own answer with this status, of which the closure approves.
+    /// The app's own answer with this status, which the closure checks.
     Answer(u16, fn(&Answer) -> bool),
-    /// An answer that begins and does not end as one.
+    /// An answer that begins and breaks off.
     Reset,
 }
 
@@ -151,13 +151,13 @@ async fn holds_of_each(road: &Road) {
             assert_eq!(after.unwrap().text(), "well", "after {path}");
         }
     }
-    // One for bulk may have been dialled; the first is the one that was there before.
+    // A second tunnel for bulk may exist; the first is the one from before.
     assert_eq!(road.tunnels().await[0], first);
     road.until_idle().await;
 }
 
-/// An app that writes single bytes is not to cost a frame, a record of TLS and a write for each; and what it writes before
-/// it goes quiet is not kept back.
+/// For an app that writes single bytes, not every byte may cost a frame, a TLS record and a write. The bytes before a pause
+/// are not held back.
 #[tokio::test]
 async fn short_chunks_of_an_upstream_are_joined_without_delay() {
     const MANY: usize = 1 << 14;
@@ -188,7 +188,7 @@ async fn short_chunks_of_an_upstream_are_joined_without_delay() {
     drop(app);
 }
 
-/// The bytes in chunks of a whole body, and how many chunks these are.
+/// Returns the bytes in chunks of a whole body, and the number of chunks.
 fn chunks_of(mut body: &[u8]) -> (usize, usize) {
     let (mut bytes, mut chunks) = (0, 0);
     loop {
@@ -229,7 +229,7 @@ async fn silent_upstreams_delay_only_their_own_clients() {
     assert_eq!(road.tunnels().await[0], first);
 }
 
-/// Hints are frames, and too many frames end a tunnel: with it everybody's streams.
+/// Early hints are frames, and too many frames end a tunnel with the streams of all clients.
 #[tokio::test]
 async fn floods_of_hints_end_no_tunnel() {
     let gate = Gate::new();

@@ -1,4 +1,4 @@
-//! Apps to which the gateway itself speaks TLS: asked as an edge asks them, with a key that no edge holds.
+//! Apps to which the gateway itself speaks TLS, with a key that no edge has. Requests equal those that an edge would send.
 
 use crate::{
     road::{Road, URL},
@@ -71,7 +71,7 @@ pub(crate) fn asked(
     }
 }
 
-/// A world that asks port 10250 of all nodes so, and lets edges in.
+/// A world whose gateway speaks TLS to port 10250 of all nodes, and admits edges.
 async fn world(authority: &Authority, client: Option<&LeafCertificate>) -> World {
     let build = World::build();
     let ours = asked(build.folder(), authority, client);
@@ -94,7 +94,7 @@ async fn edge(world: &World, node: &str, app: &App) -> Edge {
 #[tokio::test]
 async fn requests_pass_with_bodies_and_connections_are_reused() {
     let (app, road) = Road::secured(by_path).await;
-    // More would bring a second tunnel, whose connections are its own.
+    // More bytes would start a second tunnel, which has separate connections.
     let large = pattern(1 << 18);
     for client in [road.client(), road.http2()] {
         assert_eq!(client.get(URL).await.text(), "well");
@@ -417,7 +417,7 @@ async fn connections_are_never_shared_between_nodes() {
     for node in ["edge-1", "edge-2"] {
         let tls = authority.serve(&authority.app(&[node]), false);
         let app = App::https(tls, move |_| answer::ok(node)).await;
-        // Behind their NATs both have the same address.
+        // Both have the same address behind their NATs.
         let edge = edge(&world, node, &app).await;
         apps.push((node, app, edge));
     }
@@ -432,12 +432,12 @@ async fn connections_are_never_shared_between_nodes() {
     }
 }
 
-/// A world with such waits, its edge, and an app that was asked once.
+/// A world with these time limits, its edge, and an app that has received one request.
 async fn asked_once(change: impl FnOnce(&mut Config)) -> (World, Edge, App) {
     let authority = Authority::new();
     let tls = authority.serve(&authority.app(&["edge-1"]), false);
     let app = App::https(tls, by_path).await;
-    // In a block of its own: what is moved would count as a part of this future.
+    // In a block of its own, because moved values would be part of this future.
     let starting = {
         let build = World::build();
         let ours = asked(build.folder(), &authority, None);

@@ -62,19 +62,19 @@ struct Seen {
     requests: AtomicUsize,
     /// Requests that wait at `/gate`.
     waiting: AtomicUsize,
-    /// Answers without an end that are over.
+    /// Endless answers that are over.
     given_up: AtomicUsize,
-    /// How many of them may break off.
+    /// Number of endless answers that may break off.
     breaks: AtomicUsize,
     /// Connections that have ended in order.
     ended: AtomicUsize,
-    /// Bodies of requests at `/keeps`, which were answered.
+    /// Bodies of answered requests at `/keeps`.
     kept: std::sync::Mutex<Vec<Incoming>>,
-    /// Asks connections to end.
+    /// Requests the end of connections.
     leave: std::sync::Mutex<CancellationToken>,
 }
 
-/// An app by HTTP/2, until it is dropped.
+/// An app that speaks HTTP/2, until it is dropped.
 struct App {
     address: SocketAddr,
     seen: Arc<Seen>,
@@ -89,7 +89,7 @@ fn with_alpn(tls: &Arc<ServerConfig>) -> TlsAcceptor {
 }
 
 impl App {
-    /// One that takes so many streams at once on each connection.
+    /// An app that accepts this many streams at once on each connection.
     async fn start(authority: &Authority, streams: u32) -> Self {
         let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -123,7 +123,7 @@ impl App {
         self.seen.connections.load(SeqCst)
     }
 
-    /// Waits until so many wait at its gate.
+    /// Waits until this many requests wait at its gate.
     async fn until_waiting(&self, many: usize) {
         until("all wait at the gate", async || {
             self.seen.waiting.load(SeqCst) == many
@@ -131,7 +131,7 @@ impl App {
         .await;
     }
 
-    /// Asks all connections that there are to end.
+    /// Requests the end of all present connections.
     fn leave(&self) {
         let mut leave = self.seen.leave.lock().unwrap();
         std::mem::take(&mut *leave).cancel();
@@ -185,7 +185,7 @@ async fn answer(
             text("well")
         }
         "/deaf" => {
-            // It goes with its connection.
+            // The task ends with its connection.
             let _body = request.into_body();
             std::future::pending().await
         }
@@ -198,7 +198,7 @@ async fn answer(
         "/large" => text(pattern(8 << 20)),
         "/endless" => Endless(usize::MAX, seen).boxed_unsync(),
         "/breaks" => Endless(3, seen).boxed_unsync(),
-        // All that a client waits for, and no end of the stream behind it.
+        // The client gets the whole answer, but the stream behind it does not end.
         "/unended" => {
             let chunks = usize::from(request.method() == Method::GET);
             let body = Endless(chunks, seen).boxed_unsync();
@@ -210,7 +210,7 @@ async fn answer(
     Ok(Response::new(body))
 }
 
-/// So many chunks, and no end behind them: it breaks off when it may. It tells that it is over.
+/// Body of this many chunks and no end after them: it breaks off when it may, and reports that it is over.
 struct Endless(usize, Arc<Seen>);
 
 impl Body for Endless {
@@ -245,7 +245,7 @@ impl Drop for Endless {
     }
 }
 
-/// A road to this address as port 9100, to which the gateway itself speaks TLS.
+/// Starts a gateway and an edge with this address as port 9100. The gateway itself speaks TLS to it.
 async fn road(authority: &Authority, app: SocketAddr, change: impl FnOnce(&mut Config)) -> Road {
     road_by(Road::build(), authority, app, change).await
 }
@@ -264,7 +264,7 @@ async fn road_by(
     Box::pin(Road::along(build, Protocol::Tcp, app)).await
 }
 
-/// An app that takes so many streams at once, and the road to it.
+/// Starts an app that accepts this many streams at once, and a gateway and an edge for it.
 async fn to_app(streams: u32, change: impl FnOnce(&mut Config)) -> (App, Road) {
     let authority = Authority::new();
     let app = App::start(&authority, streams).await;
@@ -323,7 +323,7 @@ async fn an_abort_is_a_reset_both_ways_and_keeps_the_connection() {
     road.until_idle().await;
 }
 
-/// Clients and the app give answers up, while one waits at the gate.
+/// Clients and the app cancel answers, while one request waits at the gate.
 async fn break_off(app: &App, road: &Road) {
     app.until_waiting(1).await;
     for (number, client) in [road.client(), road.http2()].into_iter().enumerate() {
@@ -445,7 +445,7 @@ async fn an_idle_shared_connection_closes_without_delaying_requests() {
     assert_eq!(app.connections(), 2);
 }
 
-/// An app whose first connection is this flood, and whose others do not matter; behind it, what its clients get.
+/// Starts an app whose first connection sends this flood. Returns the result of its clients on the next connections.
 async fn floods(flood: Vec<u8>) {
     let authority = Authority::new();
     let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
@@ -534,7 +534,7 @@ async fn http2_upstream_streams_end_if_their_client_loses_permission() {
     drop(streams);
 }
 
-/// The client has its answer by HTTP/1.1, though the stream that brings it has not ended.
+/// The client has its whole answer over HTTP/1.1, though the stream that carries it has not ended.
 #[tokio::test]
 async fn an_answer_is_whole_with_its_length_and_to_head_with_its_head() {
     let (_app, road) = to_app(100, |_| {}).await;

@@ -1,4 +1,4 @@
-//! The audit log: who was refused what, who opened and closed which session, and no secret, there or in any other log.
+//! Audit log: refused requests with their client, opened and closed sessions, and no secret in this or any other log.
 
 use crate::world::{
     app::{App, answer},
@@ -17,7 +17,7 @@ use tokio::io::AsyncWriteExt;
 struct Audited {
     folder: TempDir,
     site: Site,
-    /// alice's token.
+    /// Token of the client alice.
     secret: String,
 }
 
@@ -55,7 +55,7 @@ impl Audited {
             .collect()
     }
 
-    /// Waits until there are lines of these events and no others.
+    /// Waits until the log has lines of these events and no others.
     async fn until_told(&self, events: &[&str]) {
         until("the audit log has its lines", async || {
             let lines = self.lines();

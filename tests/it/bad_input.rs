@@ -1,8 +1,8 @@
-//! Bad input to the built binary: what is wrong is said in words that help, and nothing is half done.
+//! Bad input to the built binary: error messages name the fault and its remedy, and no work is half done.
 //!
-//! Exit 2 for arguments and configuration, with all faults at once; exit 78 for faults that an operator has to fix before another
-//! attempt can do better; exit 1 for everything else. A refusal that
-//! time does not mend ends an edge that joins; one that runs backs off and says so.
+//! Exit 2 for arguments and configuration, with all faults at once; exit 78 for faults that an operator has to correct
+//! before another attempt can succeed; exit 1 for everything else. A permanent refusal ends an edge that joins. An edge
+//! that already runs backs off and logs the refusal.
 
 use crate::world::{
     PATIENCE,
@@ -23,7 +23,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// A little of everything; each expected line is one fault.
+/// A mixture of faults; each expected line is one fault.
 const GATEWAY: &str = "\
 colour: blue
 tunnel:
@@ -183,7 +183,7 @@ async fn an_address_in_use_is_reported_with_its_listener() {
         let said = second.flag("--tunnel-listen", tunnel).run().await;
         said.failed(&[named, &taken, "in use"]);
     }
-    // The first gateway has not been disturbed.
+    // The first gateway is not affected.
     let admin = fs::read_to_string(site.data().join("run-admin")).unwrap();
     assert_eq!(admin.trim(), site.admin);
 
@@ -227,14 +227,14 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
         let said = at_once(refused).await.failed(&[words]);
         assert!(!said.contains(&secret(token)), "{said}");
         assert!(!site.edge_data("fresh").join("edge.json").exists());
-        // One that is unknown may be known to another gateway behind the same address.
+        // Another gateway behind the same address may know a token that this one does not know.
         let tries = if logged == "token_unknown" { 6 } else { 1 };
         site.gateway.wrote(logged, tries, PATIENCE).await;
         let log = site.gateway.written();
         assert_eq!(log.count(logged), tries, "{log:#?}");
         assert!(!log.stderr.contains(&secret(token)));
     }
-    // What was refused is not spent.
+    // A refused token is not used up.
     let mut meant = site.edge("edge-3", 1).flag("--join", &other).start();
     meant.said("tunnel registered").await;
 }
@@ -293,7 +293,7 @@ async fn a_gateway_of_another_ca_never_hears_the_token() {
         0
     );
     let hash = token.rsplit('.').next().unwrap();
-    // The token is still good where it belongs.
+    // The token is still valid at its own gateway.
     assert_eq!(hash.len(), 43);
     let mut edge = other.edge("edge-1", 1).flag("--join", &token).start();
     edge.said("tunnel registered").await;
@@ -429,14 +429,14 @@ async fn a_certificate_of_another_ca_is_logged_and_refused() {
 #[tokio::test]
 async fn an_unwritable_data_directory_is_reported_and_uses_no_token() {
     if am_root() {
-        // Root writes anywhere unless it gives that up.
+        // Root may write everywhere, so the process drops that right.
         need!("setpriv");
     }
     let site = Site::start().await;
     let token = site.token("--node edge-1").await;
     let data = site.edge_data("edge-1");
     fs::create_dir(&data).unwrap();
-    // Once before anything is there, and once with the file that is made first.
+    // Once without any file, and once with the file that is made first.
     for version in [None, Some("1\n")] {
         if let Some(version) = version {
             fs::write(data.join("version"), version).unwrap();
@@ -469,7 +469,7 @@ async fn a_second_process_on_one_data_directory_is_refused() {
 #[tokio::test]
 async fn commands_on_an_unwritable_data_directory_change_no_state() {
     if am_root() {
-        // Root writes anywhere unless it gives that up.
+        // Root may write everywhere, so the process drops that right.
         need!("setpriv");
     }
     let site = Site::start().await;
@@ -633,12 +633,13 @@ async fn a_full_disk_under_client_token_leaves_the_file_as_it_was() {
     assert_eq!(fs::read(&file).unwrap(), before);
 }
 
-/// Runs to an end that must come by itself.
+/// Runs a command that must end by itself.
 async fn at_once(edge: Causeway) -> Ended {
     edge.run().await
 }
 
-/// Checks that an edge knows that it is refused, says why and when it tries again, and that the next attempt is late.
+/// Checks that an edge logs that it is refused, the reason and the time of the next attempt, and that the next attempt is
+/// late.
 async fn unwelcome(mut edge: Process, why: &str) {
     let refused = |line: &str| line.contains("cannot open a tunnel") && line.contains("unwelcome");
     let said = edge.line("no tunnel: unwelcome", refused).await;
@@ -661,7 +662,7 @@ async fn unwelcome(mut edge: Process, why: &str) {
         .run()
         .await;
     health.failed(&["503", "refused", why]);
-    // It has not come again meanwhile; while its gateway was down it may have tried in vain.
+    // It has not connected again meanwhile; while its gateway was down it may have dialled in vain.
     let log = edge.written().stderr;
     assert_eq!(log.lines().filter(|line| refused(line)).count(), 1, "{log}");
     edge.stop().await.ok();
@@ -679,7 +680,7 @@ async fn edge_status(edge: &Process) -> Value {
     Tool::curl().args([url]).run().await.ok().json()
 }
 
-/// All files of a directory, each with its name and content, the lock apart.
+/// Returns all files of a directory with names and content, except the lock.
 fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let all = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
     let all = all.filter(|file| file.file_type().unwrap().is_file());

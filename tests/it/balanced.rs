@@ -1,6 +1,4 @@
-//! Several gateways behind one address, which is all that an edge knows: a real `HAProxy` in front of them.
-//!
-//! Clients connect to any running gateway, as through a balancer of their own.
+//! Several gateways behind one address, the only one that an edge has: a real `HAProxy` in front of them.
 
 use crate::{
     fleet::{Load, load},
@@ -27,12 +25,12 @@ use tokio::{
 /// Log message of a gateway about a new tunnel.
 const ARRIVED: &str = "edge-1 connected";
 const URL: &str = "http://edge-1:9100/";
-/// As many gateways as the balancer knows of, whether they are there or not.
+/// The number of gateways that the balancer knows, running or not.
 const PLACES: u8 = 4;
 
-/// The gateways, of one CA, that know one node, and the balancer in front of them.
+/// The gateways with one CA and one known node, and the balancer in front of them.
 struct Balanced {
-    /// Of a network of loopback that is this test's alone.
+    /// An address of loopback that only this test uses.
     net: u8,
     port: u16,
     sites: Vec<Site>,
@@ -41,14 +39,14 @@ struct Balanced {
     _folder: TempDir,
 }
 
-/// An edge that knows the balancer and nothing else.
+/// An edge that has only the address of the balancer.
 struct Edge {
     process: Process,
     admin: String,
 }
 
 impl Balanced {
-    /// Two gateways, with these further keys of `tunnel`, behind a balancer with this `balance`.
+    /// Starts two gateways, with these further keys of `tunnel`, behind a balancer with this `balance`.
     async fn start(net: u8, balance: &str, more: &str) -> Self {
         let app = App::saying("here").await;
         let free = TcpListener::bind((Ipv4Addr::new(127, 53, net, 1), 0)).await;
@@ -57,7 +55,7 @@ impl Balanced {
         let tunnel = format!("{{ advertise: [\"{}\"], replicas: 2{more} }}", at(100));
         let first = format!("tunnel: {tunnel}\n{OPEN}");
         let first = Site::listening(&at(1).to_string(), &first).await;
-        // It joins where it can be waited for.
+        // Joins where the test can wait for it.
         let edge = first.join("edge-1", app.port()).await;
         edge.stop().await.ok();
         let second = first.replica_at(&at(2).to_string()).await;
@@ -87,14 +85,14 @@ impl Balanced {
         SocketAddr::from((Ipv4Addr::new(127, 53, self.net, number), self.port))
     }
 
-    /// One more gateway, there.
+    /// Starts one more gateway at this address.
     async fn another(&mut self, number: u8) {
         let tunnel = self.at(number).to_string();
         let site = self.sites[0].replica_at(&tunnel).await;
         self.sites.push(site);
     }
 
-    /// All gateways say from now on that they are so many.
+    /// From now on all gateways announce this number of gateways.
     async fn say(&self, before: u32, now: u32) {
         for site in &self.sites {
             let file = site.path("gateway.yaml");
@@ -124,13 +122,13 @@ impl Balanced {
         Edge { process, admin }
     }
 
-    /// How many tunnels have come to each gateway.
+    /// Returns the number of tunnels that have connected to each gateway.
     fn arrived(&self) -> Vec<usize> {
         let written = self.sites.iter().map(|site| site.gateway.written());
         written.map(|written| written.count(ARRIVED)).collect()
     }
 
-    /// Each gateway has the node.
+    /// Checks that each gateway has the node.
     async fn serve(&self) {
         for site in &self.sites {
             assert_eq!(site.nobody().get(URL).await.text(), "here");
@@ -144,7 +142,7 @@ impl Edge {
         Tool::curl().args([url]).run().await.ok().text()
     }
 
-    /// How often it came to a gateway that it had already.
+    /// Returns how often the edge reached a gateway to which it already had a tunnel.
     async fn misses(&self) -> usize {
         let metrics = self.ask("/metrics").await;
         let misses = "causeway_edge_tunnel_attempts_total{outcome=\"reached\"} ";
@@ -152,7 +150,7 @@ impl Edge {
         said.map_or(0, |said| said.parse().unwrap())
     }
 
-    /// Waits until so many gateways are reached, of so many.
+    /// Waits until the edge has reached this many of this many gateways.
     async fn reaches(&self, gateways: u32, of: u32) {
         let wanted = format!("\"reached\":{{\"gateways\":{gateways},\"of\":{of}}}");
         until(&wanted, async || {
@@ -172,7 +170,7 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     all.serve().await;
     assert_eq!(all.arrived(), [before[0] + 1, before[1] + 1]);
 
-    // An update: the next one is there before the one before goes.
+    // An update: the next gateway is ready before the previous one leaves.
     all.another(3).await;
     all.say(2, 3).await;
     edge.reaches(3, 3).await;
@@ -180,7 +178,7 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     let (one, two, three) = (&all.sites[0], &all.sites[1], &all.sites[2]);
     let shared = Load::default();
     let acting = async {
-        // A load before the signal, and one behind it.
+        // One load before the signal, and one after it.
         shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
         until("its listener is closed", async || {
@@ -195,12 +193,12 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     for met in [&ones, &threes] {
         let example = met.failed.first();
         assert!(met.failed.is_empty(), "for example {example:?}");
-        // None of them ever had no tunnel.
+        // Each gateway always had a tunnel.
         assert_eq!(met.told, 0, "{met:?}");
         assert!(met.first > 0, "{met:?}");
     }
 
-    // Without a word, and another one in its place.
+    // A gateway dies without notice, and another one takes its place.
     let stood = all.arrived()[1];
     let killed = all.sites.remove(2);
     let gone = all.sites.remove(0);
@@ -243,7 +241,7 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 503]);
     assert_eq!(said.count("tunnel registered"), 1);
-    // Who comes by the other one is found as soon as the balancer leads there.
+    // The edge finds a gateway at another address as soon as the balancer leads to it.
     let (there, gone): (Vec<_>, Vec<_>) = {
         let mut parts = (Vec::new(), Vec::new());
         for site in all.sites {
@@ -286,7 +284,7 @@ async fn renewal_behind_a_balancer_supersedes_at_each_gateway() {
     edge.reaches(2, 2).await;
 }
 
-/// Each gateway has tokens of its own.
+/// Each gateway has its own tokens.
 #[tokio::test]
 async fn an_edge_joins_any_gateway_that_knows_its_token() {
     need!("haproxy");

@@ -1,4 +1,4 @@
-//! The built binary as one finds it in the README: CA, tokens, clients, two processes, signals.
+//! The built binary in the order of the README: CA, tokens, clients, two processes, signals.
 
 use crate::world::{
     PATIENCE,
@@ -33,7 +33,7 @@ async fn an_edge_restarts_from_its_data_with_a_used_or_no_token() {
     for restart in 0..3 {
         let edge = match restart {
             1 => site.edge("edge-1", app.port()),
-            // A service unit keeps its command line.
+            // The command line of a service unit stays the same.
             _ => site.edge("edge-1", app.port()).flag("--join", &token),
         };
         let mut edge = edge.start();
@@ -92,7 +92,7 @@ async fn without_a_ca_tokens_clients_and_gateways_say_how_to_make_one() {
         said.failed(&["none", "causeway ca init --data-dir none"]);
         assert!(!folder.path().join("none").exists(), "{line}");
     }
-    // A directory that has everything but a CA, such as an edge's.
+    // A directory with all files except a CA, such as that of an edge.
     fs::create_dir(folder.path().join("bare")).unwrap();
     fs::write(folder.path().join("bare/version"), "1\n").unwrap();
     for line in ["token create --node edge-1", "gateway"] {
@@ -264,12 +264,12 @@ async fn an_edge_without_a_gateway_to_join_stops_when_it_is_asked() {
         .flag("--data-dir", site.edge_data("edge-1"))
         .flag("--join", token)
         .start();
-    // A network that is silent is no refusal: it goes on.
+    // A silent network is not a refusal: the edge retries.
     edge.said("not joined yet").await;
     edge.stop().await.ok();
 }
 
-/// A download through all of it that has begun and waits for its gate.
+/// A download through gateway and edge that has begun and waits for its gate.
 struct Slow {
     site: Site,
     edge: Process,
@@ -311,7 +311,7 @@ impl Slow {
         }
     }
 
-    /// Whether the listener takes no new clients some time after it was asked to drain.
+    /// Whether the listener accepts no new clients some time after the request to drain.
     async fn refused_late(&self) -> bool {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {

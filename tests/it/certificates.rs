@@ -1,6 +1,6 @@
-//! Certificates that look after themselves: nothing is dropped and nothing refused while they are replaced.
+//! Automatic renewal of certificates: no connection is dropped and no request refused while certificates are replaced.
 //!
-//! `CAUSEWAY_TEST_FULL=1` keeps it up for two minutes.
+//! With `CAUSEWAY_TEST_FULL=1` it continues for two minutes.
 
 use crate::{
     road::{Road, URL},
@@ -26,7 +26,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Life of an edge's certificate.
+/// Lifetime of an edge's certificate.
 const SHORT: Duration = Duration::from_secs(20);
 /// Pause between two requests, and between two messages of a session. Time is the subject of these tests: traffic goes on while
 /// certificates are renewed and roots are replaced.
@@ -46,7 +46,7 @@ fn pieces(span: Duration) -> usize {
     usize::try_from(span.as_secs() * PIECES).unwrap()
 }
 
-/// An app with something short, something long and a session.
+/// An app with short answers, a long answer and sessions.
 pub(crate) async fn app(span: Duration) -> App {
     let times = pieces(span);
     let app = App::http(move |head| match head.path().as_str() {
@@ -66,7 +66,7 @@ pub(crate) async fn app(span: Duration) -> App {
     app
 }
 
-/// A session that answers for as long as this holds.
+/// A session that answers for as long as `goes_on` returns true.
 async fn session(client: &Client, goes_on: impl Fn() -> bool) {
     let mut wire = client.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
@@ -79,7 +79,7 @@ async fn session(client: &Client, goes_on: impl Fn() -> bool) {
     }
 }
 
-/// A download that takes as long as the app says, whole.
+/// A whole download that takes as long as the app needs.
 async fn download(client: &Client, span: Duration) {
     let mut connection = client.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
@@ -102,10 +102,10 @@ async fn cut_download(client: &Client) {
     assert!(body.collect().await.is_err(), "it came to its end");
 }
 
-/// Requests without a break, on a connection that is kept and on new ones. How many.
+/// Sends requests without pauses, on one kept connection and on new ones. Returns the number of requests.
 ///
-/// A client that has another certificate takes another connection: a connection that was authenticated by a removed root begins
-/// nothing new.
+/// A client with another certificate needs another connection: a connection that was authenticated under a removed root
+/// accepts no new request.
 async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize {
     let (mut certificate, first) = client();
     let mut kept = first.connect("edge-1").await.unwrap();
@@ -125,7 +125,7 @@ async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize 
     count
 }
 
-/// All of that beside what happens meanwhile: nothing is dropped and nothing refused.
+/// Runs all of these clients during `meanwhile`: no connection is dropped and no request refused.
 pub(crate) async fn nothing_is_lost(
     client: &Client,
     (span, ends): (Duration, Instant),
@@ -162,7 +162,7 @@ async fn short_lived_certificates_renew_without_dropped_requests() {
     };
     let client = road.client();
     Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
-    // The first of them comes at once, since a certificate begins an hour before it is issued.
+    // The first renewal starts at once, because a certificate begins an hour before it is issued.
     assert!(serials.len() > 2, "{serials:?}");
     let status = road.edge.status();
     assert!(status.certificate.unwrap().trouble.is_none());
@@ -181,13 +181,13 @@ async fn rotate(site: &Site, step: &str) -> (bool, String) {
     (done.code == Some(0), text)
 }
 
-/// alice, with a certificate by the root that signs now, who knows that root alone.
+/// The client alice with a certificate from the current signing root. She trusts only that root.
 async fn alice(site: &Site) -> Client {
     let made = causeway("client certificate --name alice").flag("--out", site.path("."));
     made.flag("--data-dir", site.data()).run().await.ok();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
     let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
-    // The one that signs comes first.
+    // The signing root comes first.
     let place = Place::Tls(site.listener.parse().unwrap());
     site.nobody_at(place).certificate(&leaf)
 }
@@ -197,8 +197,8 @@ fn roots(data: &Path) -> usize {
     store.unwrap().edge().unwrap().unwrap().roots.len()
 }
 
-/// All three steps, out of order too, and those who come while they are made: `current` calls by the old root until it
-/// is about to go.
+/// Runs all three steps, also in the wrong order, with clients during the steps: `current` uses the old root until shortly
+/// before its end.
 async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(usize, Client)>) {
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
@@ -216,7 +216,7 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     })
     .await;
     assert!(rotate(site, "activate").await.0, "it may be repeated");
-    // Who knows the old root alone: a token from before, and whoever calls.
+    // Peers that know only the old root: a token from before, and clients.
     let joining = site.edge("edge-2", app.port()).flag("--join", token);
     let mut joining = joining.start();
     joining.said("tunnel registered").await;
@@ -236,7 +236,7 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     .await;
     let new = alice(site).await;
     *current.lock().unwrap() = (1, new);
-    // Time is the subject: what is on its way by the old certificate comes first.
+    // Time is the subject: requests that are in flight with the old certificate finish first.
     sleep(PACE * 10).await;
     let (done, said) = rotate(site, "retire --force").await;
     assert!(done && said.contains("no longer trusted"), "{said}");
@@ -254,7 +254,7 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     need!("curl");
     let span = span();
     let app = app(span).await;
-    // One connection rests for as long as the test takes.
+    // One connection is idle during the whole test.
     let site = Site::with("timeouts: { idle_keepalive: 5m }").await;
     for (now, old) in [
         (site.data().join("ca.pem"), "old.pem"),

@@ -1,4 +1,4 @@
-//! curl and netcat through every kind of listener: what works beside an app must work through the road.
+//! curl and netcat through every kind of listener: everything that works directly at an app must work through the gateway.
 
 use crate::{
     road::{Road, URL},
@@ -21,7 +21,7 @@ use std::{
 };
 use tokio::{io::AsyncWriteExt, net::TcpListener};
 
-/// A transfer of the long run takes as long as a slow machine needs.
+/// Time limit of a transfer in the long run, for a slow machine.
 const TRANSFER: Duration = Duration::from_mins(30);
 
 #[tokio::test]
@@ -132,7 +132,7 @@ async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
         let up = up.args([flag, "-T"]).args([&file]).run().await.ok();
         assert_eq!(up.text(), sum[..64], "{flag} up");
     }
-    // Windows of 4 MiB at each end, socket buffers aside: far from the 64 MiB of one body, and no more for 10 GiB.
+    // Windows of 4 MiB at each end, without socket buffers: far from the 64 MiB of one body, and no more for 10 GiB.
     for ((process, before), (_, after)) in before.iter().zip(peaks(&site.path(""))) {
         let grown = after - before;
         assert!(grown < 32 << 10, "process {process} grew by {grown} KiB");
@@ -272,7 +272,7 @@ async fn curl_proxies_through_a_connect_listener_with_a_certificate() {
     assert_eq!(app.requests(), 1);
 }
 
-/// As kube-apiserver does it: TLS to the proxy, and inside it TLS with what stands at the other end.
+/// As kube-apiserver does: TLS to the proxy, and inside it TLS to the target.
 #[tokio::test]
 async fn tls_inside_a_connect_is_between_the_client_and_the_target() {
     need!("curl");
@@ -317,7 +317,7 @@ fn file(road: &Road, length: usize) -> PathBuf {
     path
 }
 
-/// The most memory that each process of a site has had so far, in KiB, by process.
+/// Returns the peak memory of each process of a site so far, in KiB.
 fn peaks(folder: &Path) -> BTreeMap<u32, u64> {
     let mut peaks = BTreeMap::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {

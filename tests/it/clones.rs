@@ -16,7 +16,7 @@ const URL: &str = "http://edge-1:9100/";
 /// Log message of a gateway about an edge that has connected.
 const ARRIVED: &str = " connected ";
 
-/// A clone of a disk.
+/// A copy of a node's disk.
 async fn copy(from: &Path, to: &Path) {
     let copied = Tool::new("cp").args(["-a".as_ref(), from, to]).run();
     copied.await.ok();
@@ -57,14 +57,14 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
     for _ in 0..20 {
         assert_eq!(client.get(URL).await.text(), "new");
     }
-    // Once each: neither comes back to push the other out.
+    // Once each: neither edge reconnects to replace the other.
     site.gateway.wrote(ARRIVED, 2, PATIENCE).await;
     assert_eq!(site.gateway.written().count(ARRIVED), 2);
     assert_eq!(older.written().count("tunnel registered"), 1);
     assert_eq!(newest.written().count("tunnel ended"), 0);
     if full() {
         newest.kill().await;
-        // It was told to stay away for a minute, and up to half of that more.
+        // The gateway asked it to stay away for a minute; the edge adds up to half of that.
         let bound = Duration::from_mins(3);
         older.wrote("tunnel registered", 2, bound).await;
         assert_eq!(client.get(URL).await.text(), "old");

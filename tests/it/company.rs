@@ -1,6 +1,7 @@
-//! A company whose CA signs the intermediate of listeners: clients that trust its root alone verify them, and nothing else changes.
+//! Intermediate CA for listeners, signed by a company's CA: clients that trust only the company's root verify the
+//! listeners, and nothing else changes.
 //!
-//! The company's certificates are made by openssl, with a name as directories have them; clients are curl.
+//! openssl makes the company's certificates, with subject names as in directories; clients are curl.
 
 use crate::world::{
     app::App,
@@ -31,7 +32,7 @@ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -keyout Issu
 openssl x509 -req -in Issuing.csr -CA Root.pem -CAkey Root.key -days 1000 -extfile issuing.ext -out Issuing.pem
 "#;
 
-/// Signs the request `$2`.csr of the folder `$1` for `$3` days; and with another subject, which cannot be copied.
+/// Signs the request `$2`.csr of the folder `$1` for `$3` days; and again with another subject, which cannot be copied.
 const SIGN: &str = r#"
 set -e; cd "$1"
 openssl req -verify -noout -in "$2.csr"
@@ -84,13 +85,13 @@ async fn import_below(data: &Path, chain: &Path, root: &Path) -> Ended {
     order.flag("--data-dir", data).run().await
 }
 
-/// alice's curl, which trusts what is in this file and nothing else.
+/// The client alice with curl, who trusts only the certificates of this file.
 async fn trusting(site: &Site, roots: PathBuf) -> Ran {
     let curl = site.curl("edge-1", "");
     curl.args(["--cacert".into(), roots]).run().await
 }
 
-/// Asserts that clients that trust what is in any one of these files verify the listener.
+/// Asserts that clients that trust the certificates of any one of these files verify the listener.
 async fn all(site: &Site, roots: &[&PathBuf]) {
     for root in roots {
         let ran = trusting(site, (*root).clone()).await.ok();
@@ -98,13 +99,13 @@ async fn all(site: &Site, roots: &[&PathBuf]) {
     }
 }
 
-/// Asserts that clients that trust what is in this file reject the listener.
+/// Asserts that clients that trust the certificates of this file reject the listener.
 async fn untrusted(site: &Site, root: &Path) {
     let curl = trusting(site, root.to_owned()).await;
     assert_eq!(curl.status.code(), Some(60), "{}", root.display());
 }
 
-/// Asserts that an import of a chain for 20 days has said what it changes, and what ends soon.
+/// Asserts that the output of an import of a chain for 20 days names the changes and the early end.
 fn assert_warned(imported: &Ended, company: &Company, data: &Path) {
     let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
     for said in [

@@ -1,4 +1,4 @@
-//! `causeway demo`: what a newcomer sees first works as it is printed, and leaves nothing behind.
+//! `causeway demo`: the printed commands work unchanged, and the demo leaves no files or processes.
 
 use crate::world::{
     process::{Causeway, Ended, Process, causeway},
@@ -57,7 +57,7 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     let after = slices(&shell(&read, &elsewhere).await.text());
     assert_eq!(before, after);
 
-    // Meanwhile somebody else has its port.
+    // Meanwhile another process has its port.
     let taken = TcpListener::bind(demo.listens()).unwrap();
     shell(&switch, &elsewhere).await;
     demo.process
@@ -65,7 +65,7 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
         .await;
     drop(taken);
     demo.process.said("the gateway is running again").await;
-    // Each comes back by itself.
+    // Each connects again by itself.
     for node in ["edge-1", "edge-2"] {
         let call = call.replace("edge-1", node);
         let well = format!("{call} | grep -c 'hello from {node}' || true");
@@ -75,7 +75,7 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
         .await;
     }
     demo.every_command_works().await;
-    // It also ends in order while there is no gateway.
+    // It also ends in order while no gateway runs.
     shell(&switch, &elsewhere).await;
     let times = 2;
     let bound = crate::world::PATIENCE;
@@ -85,7 +85,7 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     demo.interrupt().await;
 }
 
-/// The names and versions of what is listed.
+/// Returns the names and versions of the listed objects.
 fn slices(text: &str) -> Vec<(String, String)> {
     let list: Value = serde_json::from_str(text).unwrap();
     let items = list["items"].as_array().unwrap().iter();
@@ -153,7 +153,7 @@ async fn demos_that_start_together_do_not_meet() {
     }
 }
 
-/// A demo that has said `ready`.
+/// A demo that has printed `ready`.
 struct Demo {
     process: Process,
     said: String,
@@ -177,7 +177,7 @@ impl Demo {
         }
     }
 
-    /// Runs what it prints in a shell, somewhere else.
+    /// Runs the printed commands in a shell, in another folder.
     async fn every_command_works(&self) {
         let curls: Vec<&str> = self
             .said
@@ -187,7 +187,7 @@ impl Demo {
         let elsewhere = self.temporary.path();
         let mut answers = Vec::new();
         for line in &curls {
-            // A user's own settings are none of the demo's business.
+            // The settings of the user must not affect the demo.
             let line = line.replacen("curl ", "curl -q ", 1);
             answers.push(shell(&line, elsewhere).await.text());
         }
@@ -223,14 +223,15 @@ impl Demo {
         assert_eq!(table.matches("  connected  ").count(), 2, "{table}");
     }
 
-    /// The first command that it prints and that begins so.
+    /// Returns the first printed command that begins with this text.
     fn command(&self, start: &str) -> String {
         let mut lines = self.said.lines();
         let line = lines.find(|line| line.starts_with(start)).unwrap();
         line.replacen("curl ", "curl -q ", 1)
     }
 
-    /// The address for clients, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a port.
+    /// Returns the address for clients, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a
+    /// port.
     fn listens(&self) -> String {
         let (_, to) = self.said.split_once(" edge-1:9100:").unwrap();
         let to = to.split_whitespace().next().unwrap();
@@ -260,7 +261,7 @@ impl Demo {
         self.end("INT").await
     }
 
-    /// Its end, after which there is nothing left that is temporary.
+    /// Ends it, and checks that no temporary file is left.
     async fn end(self, signal: &str) -> Ended {
         self.process.signal(signal).await;
         let ended = self.process.ended().await.ok();

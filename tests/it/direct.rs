@@ -236,7 +236,7 @@ async fn the_policy_decides_direct_dials_by_address_during_sessions() {
         assert!(answer.starts_with(HELLO), "{answer}");
         open.push(wire);
     }
-    // Another policy that allows it still, and then none.
+    // Another policy that still allows it, and then no policy.
     rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
     for wire in &mut open {
         wire.write_all(b"x").await.unwrap();

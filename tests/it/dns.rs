@@ -1,4 +1,4 @@
-//! Names of nodes by DNS: real questions to a gateway, by dig and through a real `CoreDNS`.
+//! Names of nodes by DNS: real queries to a gateway, by dig and through a real `CoreDNS`.
 
 use crate::world::{
     World,
@@ -24,12 +24,12 @@ use tokio::{
 };
 
 const ZONE: &str = "nodes.example.internal";
-/// Addresses that the names of edges' nodes resolve to here.
+/// Addresses to which the names of edge nodes resolve here.
 const LISTENERS: [&str; 2] = ["192.0.2.20", "2001:db8::20"];
 /// Types of records.
 const A: u8 = 1;
 const SOA: u8 = 6;
-/// An edge that joins has a name within this time, on a machine that has nothing else to do.
+/// Time within which the name of a joining edge exists, on an idle machine.
 const FRESH: Duration = Duration::from_secs(1);
 
 fn dns() -> Dns {
@@ -55,7 +55,7 @@ async fn dig(server: SocketAddr, line: &str) -> String {
     dig.args(line.split(' ')).run().await.ok().text()
 }
 
-/// The data of the answer alone, a line each.
+/// Returns only the data of the answer, one line for each record.
 async fn short(server: SocketAddr, line: &str) -> String {
     dig(server, &format!("+short {line}"))
         .await
@@ -63,7 +63,7 @@ async fn short(server: SocketAddr, line: &str) -> String {
         .to_owned()
 }
 
-/// `NXDOMAIN`, and dig's other words.
+/// Returns the status of an answer in dig's words, such as `NXDOMAIN`.
 async fn status(server: SocketAddr, line: &str) -> String {
     let said = dig(server, line).await;
     let status = said
@@ -73,7 +73,7 @@ async fn status(server: SocketAddr, line: &str) -> String {
     status.split(',').next().unwrap().to_owned()
 }
 
-/// Asked without a program in between, whose start would count.
+/// Sends the query without a separate program, whose start would take time.
 async fn assert_has_an_address_at_once(server: SocketAddr, name: &str) {
     let begun = Instant::now();
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
@@ -194,7 +194,7 @@ async fn an_answer_comes_from_the_address_that_was_asked() {
         let world = World::build().config(|config| config.dns = dns.into());
         let world = world.start().await;
         let asked = SocketAddr::new(asked.parse().unwrap(), world.dns().port());
-        // dig takes no answer from elsewhere.
+        // dig accepts no answer from another address.
         assert_answers(asked).await;
     }
 }
@@ -242,7 +242,7 @@ async fn malformed_queries_do_not_stop_the_dns_listener() {
     let server = world.dns();
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     socket.connect(server).await.unwrap();
-    // A question for the zone's SOA, which is cut and spoilt.
+    // A query for the zone's SOA, which is truncated and corrupted.
     let sound = question(ZONE, SOA);
     let mut random = StdRng::seed_from_u64(8);
     for round in 0..4000 {
@@ -255,7 +255,7 @@ async fn malformed_queries_do_not_stop_the_dns_listener() {
     for _ in 0..300 {
         let mut stream = TcpStream::connect(server).await.unwrap();
         let packet = spoilt(&sound, &mut random);
-        // Half of them say another length than theirs.
+        // Half of the messages have a wrong length.
         let length = if random.random() {
             u16::try_from(packet.len()).unwrap()
         } else {
@@ -273,7 +273,7 @@ async fn malformed_queries_do_not_stop_the_dns_listener() {
     }
 }
 
-/// A question for the records of this type.
+/// A query for the records of this type.
 fn question(name: &str, kind: u8) -> Vec<u8> {
     let mut bytes = vec![0, 8, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for label in name.split('.') {
@@ -284,7 +284,7 @@ fn question(name: &str, kind: u8) -> Vec<u8> {
     bytes
 }
 
-/// A sound question, cut; with some bytes changed; or nothing but noise.
+/// A valid query, truncated; with some changed bytes; or only noise.
 fn spoilt(sound: &[u8], random: &mut StdRng) -> Vec<u8> {
     let mut packet = sound.to_vec();
     match random.random_range(0..3) {
@@ -317,13 +317,13 @@ async fn silent_connections_do_not_block_queries() {
     assert!(answered(server).await, "the oldest silent connection goes");
     let metrics = world.metrics().await;
     let evicted = [("limit", "dns_connections"), ("outcome", "evicted")];
-    // One address has three quarters of 256 places.
+    // One address may have three quarters of the 256 connections.
     let turned_away = metrics.sum("connections_rejected_total", &evicted);
     assert_eq!(turned_away, 400 - 192 + 1);
     drop(held);
 }
 
-/// Whether a question over TCP is answered.
+/// Whether a query over TCP is answered.
 async fn answered(server: SocketAddr) -> bool {
     let question = question(ZONE, SOA);
     let length = u16::try_from(question.len()).unwrap();
@@ -398,7 +398,7 @@ async fn a_port_that_is_taken_is_named() {
     assert!(said.contains(&expected), "{said}");
 }
 
-/// A `CoreDNS` at this address, for this zone and what stands below it.
+/// A `CoreDNS` at this address, for this zone and its subdomains.
 async fn running(world: &World, at: SocketAddr, zone: &str, plugins: &str) -> Running {
     let (host, port) = (at.ip(), at.port());
     let corefile = format!("{zone}:{port} {{\n bind {host}\n {plugins}\n}}\n");
@@ -409,15 +409,15 @@ async fn running(world: &World, at: SocketAddr, zone: &str, plugins: &str) -> Ru
     running
 }
 
-/// One that forwards `ZONE` to the gateway, with further plugins.
+/// A `CoreDNS` that forwards `ZONE` to the gateway, with further plugins.
 async fn forwarding(world: &World, at: SocketAddr, plugins: &str) -> Running {
     let gateway = world.dns();
     let plugins = format!("{plugins}\n forward . {gateway}");
     running(world, at, ZONE, &plugins).await
 }
 
-/// Returns an address at which nothing else listens. `CoreDNS` chooses no port itself. The address is a loopback address of
-/// this process and this call alone, with a port that the system assigns to nothing else.
+/// Returns a free address. `CoreDNS` chooses no port itself. The address is a loopback address that only this process and
+/// this call use, with a port that the system assigns to no other socket.
 fn apart() -> SocketAddr {
     static NEXT: AtomicU8 = AtomicU8::new(1);
     let [.., high, low] = std::process::id().to_be_bytes();
@@ -442,7 +442,7 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     let over_tcp = format!("+tcp {name} AAAA");
     assert_eq!(short(plain, &over_tcp).await, LISTENERS[1]);
     assert_eq!(status(plain, "example.com").await, "REFUSED");
-    // It keeps for 5 s whatever the answer says.
+    // It caches every answer for 5 s, independent of the answer's TTL.
     until(
         "the cache has forgotten that there was no such name",
         async || short(caching, &name).await == LISTENERS[0],
@@ -458,7 +458,7 @@ async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String 
     ran.ok().text()
 }
 
-/// Its own network, since `resolv.conf` has no place for a port.
+/// A separate network, because `resolv.conf` cannot contain a port.
 #[tokio::test]
 async fn a_client_behind_coredns_reaches_a_node_by_its_bare_name() {
     need!(netns::NEED, "mounts", "curl", "coredns");
@@ -497,7 +497,7 @@ async fn the_root_zone_answers_bare_names_and_passes_on_the_rest() {
     let world = World::build().config(|config| config.dns = bare.into());
     let world = world.start().await;
     let _edge = world.edge("edge-1").join().await;
-    // Another gateway's server stands in for the rest of the internet.
+    // Another gateway's DNS server takes the part of the internet.
     let rest = self::world().await;
     let _there = rest.edge("edge-2").join().await;
     let (gateway, next, at) = (world.dns(), rest.dns(), apart());

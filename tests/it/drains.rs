@@ -1,4 +1,4 @@
-//! A gateway that drains takes leave of its clients: kept connections are told, and none of their requests is lost.
+//! A gateway that drains informs its clients: kept connections are told to close, and no request on them is lost.
 
 use crate::{
     road::{Road, URL},
@@ -35,7 +35,7 @@ fn by_path(head: &Head) -> Script {
 async fn each_http1_answer_in_a_drain_announces_connection_close() {
     let app = App::http(by_path).await;
     let road = road(&app).await;
-    // The listeners stay open while a stream lasts whose edge has nowhere else to go.
+    // The listeners stay open while a stream lasts whose edge has no other gateway.
     let lasting = road.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}endless")).body(whole(""));
     let _held = lasting.hold(request.unwrap());
@@ -59,14 +59,14 @@ async fn each_http1_answer_in_a_drain_announces_connection_close() {
         assert_eq!((answer.status, told), (200, "close"), "{answer}");
         assert!(connection.get(URL).await.is_err(), "it goes on");
     }
-    // What the gateway says itself is no exception.
+    // Responses of the gateway itself are no exception.
     let refused = road.client().get("https://edge-1:9999/").await;
     let told = refused.field("connection");
     assert_eq!((refused.status, told), (403, "close"), "{refused}");
     let answer = http2.get(URL).await.unwrap();
     let told = answer.fields.get(CONNECTION);
     assert_eq!((answer.status, told), (200, None), "{answer}");
-    // Behind a 101 there is no HTTP to end.
+    // After a 101 no HTTP message can end the connection.
     let exec = "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
     let head = exchange(&mut road.tls().await, exec).await.to_lowercase();
     let switches = head.starts_with("http/1.1 101 ") && head.contains("connection: upgrade\r\n");
@@ -80,7 +80,7 @@ async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
     let client = road.client();
     let clients = (0..8).map(|_| async {
         let mut answers = 0;
-        // Until nothing is accepted any more.
+        // Waits until the listener accepts no connection.
         while let Ok(mut connection) = client.connect("edge-1").await {
             loop {
                 let answer = connection.get(URL).await;
@@ -102,7 +102,7 @@ async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
     assert!(answers.iter().all(|answers| *answers > 0), "{answers:?}");
 }
 
-/// The edge's own listeners say so too.
+/// The edge's own listeners do the same.
 #[tokio::test]
 async fn a_draining_edge_announces_close_on_its_admin_listener() {
     let app = App::http(by_path).await;

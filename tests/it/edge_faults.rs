@@ -1,6 +1,6 @@
-//! Faults on the edge's side: clock, resolver, address, proxy, a list of gateways that is half wrong.
+//! Faults on the edge's side: clock, resolver, address, proxy, a list of gateways that is partly wrong.
 //!
-//! Each heals by itself once its cause is gone. Until then the edge's log and `causeway health` name it.
+//! Each fault ends by itself when its cause is removed. Until then the edge's log and `causeway health` name it.
 
 use crate::world::{
     app::App,
@@ -25,19 +25,19 @@ use tokio::{
     time::timeout,
 };
 
-/// Address at which nothing listens.
+/// Address at which no process listens.
 const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 99);
-/// The gateway by its name, at a port of the street's own.
+/// The gateway's name, with a port of this network.
 const GATEWAY: &str = "gateway.test:10262";
-/// An edge that was refused some times tries again at the latest after this.
+/// A refused edge retries at the latest after this time.
 const HEALED: Duration = Duration::from_mins(1);
 
-/// Waits until the edge says that its tunnel stands, `times` in all.
+/// Waits until the edge has logged a new tunnel, `times` in all.
 async fn stands(edge: &Process, times: usize) {
     edge.wrote("tunnel registered", times, HEALED).await;
 }
 
-/// Waits until `health`, run by `program`, names what is wrong.
+/// Waits until `health`, run by `program`, names the fault.
 async fn complains(site: &Site, program: impl Fn() -> Causeway, part: &str) {
     let mut said = String::new();
     let asking = async {
@@ -71,8 +71,9 @@ async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
         site.join("edge-1", app.port()).await.stop().await.ok();
         let clock = site.path("clock");
         fs::write(&clock, wrong).unwrap();
-        // The clock is read anew each time; what measures spans is not the clock.
-        // Not by the program `faketime`, which leaves a semaphore of the name of its pid behind when it is killed, and fails over it.
+        // The edge reads the clock each time; it measures spans with another clock. The test does not use the program
+        // `faketime`: if it is killed it leaves a semaphore with the name of its pid behind, and fails later because of
+        // that.
         let edge = program("env")
             .args(["LD_PRELOAD=/usr/$LIB/faketime/libfaketimeMT.so.1"])
             .args([format!("FAKETIME_TIMESTAMP_FILE={}", clock.display())])
@@ -89,7 +90,7 @@ async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
     }
 }
 
-/// A name server on a host, whose answer a test chooses; without one the name is not known.
+/// A name server on a host, whose answer a test chooses; without an answer the name does not exist.
 struct Names {
     answer: Arc<Mutex<Option<Ipv4Addr>>>,
     _serving: JoinSet<()>,
@@ -123,13 +124,13 @@ impl Names {
     }
 }
 
-/// RFC 1035 §4: the question again, and the address if it was asked for.
+/// RFC 1035 §4: the question is repeated, with the address if the question was for one.
 fn reply(query: &[u8], address: Option<Ipv4Addr>) -> Vec<u8> {
     let name = 12 + query[12..].iter().position(|byte| *byte == 0).unwrap();
     let question = &query[12..name + 5];
     let kind = u16::from_be_bytes([query[name + 1], query[name + 2]]);
     let found = address.filter(|_| kind == 1);
-    // Response, recursion asked for and available; NXDOMAIN where there is no address of any kind.
+    // Response, recursion desired and available; NXDOMAIN if there is no address of any kind.
     let code = if address.is_some() { 0x80 } else { 0x83 };
     let mut reply = vec![query[0], query[1], 0x81, code, 0, 1, 0, 0, 0, 0, 0, 0];
     reply.extend_from_slice(question);
@@ -148,7 +149,7 @@ async fn a_failing_then_wrong_resolver_is_named_and_recovered_from() {
     let host = street.host();
     let names = Names::at(&host, None).await;
     let app = app_at(&host).await;
-    // Else the gateway would tell its address, and no resolver were needed any more.
+    // Otherwise the gateway would send its address, and the edge would no longer need a resolver.
     let told = format!("tunnel: {{ advertise: [\"{GATEWAY}\"] }}\n{OPEN}");
     let mut site = Site::listening(&format!("{HUB}:10262"), &told).await;
     let joined = site.join_by(host.causeway(), "edge-1", app.port()).await;
@@ -186,7 +187,7 @@ async fn an_edge_with_a_changed_address_reconnects_from_the_new_one() {
     serves(&site).await;
 }
 
-/// HTTP proxy that refuses until the test allows connections, and cuts each connection after `lasts`.
+/// HTTP proxy that refuses connections until the test allows them, and cuts each connection after `lasts`.
 async fn proxy(open: Arc<AtomicBool>, lasts: Duration) -> (SocketAddr, JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -246,7 +247,7 @@ async fn a_proxy_that_cuts_each_connection_costs_no_request() {
         let asked = (0..16).map(|_| async {
             while edge.written().count("tunnel ended") < 5 {
                 let answer = site.nobody().get("http://edge-1:9100/").await;
-                // A request that is on the tunnel when that is cut is lost.
+                // A request on the tunnel is lost when the tunnel is cut.
                 let expected = [200, 502].contains(&answer.status);
                 assert!(expected, "{gateways}: {}", answer.text());
             }
@@ -256,7 +257,7 @@ async fn a_proxy_that_cuts_each_connection_costs_no_request() {
     }
 }
 
-/// The network is well, as the tunnel at the other gateway shows: pauses grow beyond those of a silent network (2 s).
+/// The network works, as the tunnel to the other gateway shows: pauses grow beyond those of a silent network (2 s).
 #[tokio::test]
 async fn a_single_silent_address_is_dialled_rarely_and_named_once() {
     let app = App::saying("here").await;

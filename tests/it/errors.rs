@@ -38,7 +38,7 @@ fn upgrade(url: &str) -> Request<crate::world::client::Body> {
         .unwrap()
 }
 
-/// A target whose kernel takes no more connections and refuses none: a dial to it hangs.
+/// A target whose kernel accepts no more connections and refuses none: a dial to it hangs.
 struct Deaf {
     address: SocketAddr,
     _listener: Socket,
@@ -114,7 +114,7 @@ async fn a_server_name_of_no_node_gets_a_tls_alert_and_is_counted() {
     let labels = [("listener", "https"), ("why", "unrecognized_name")];
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("handshakes_failed_total", &labels), 3);
-    // The name of the listener, and none at all, leave it to the Host.
+    // With the name of the listener, or without a name, the Host decides.
     for name in [GATEWAY_NAME, "127.0.0.1"] {
         world.client().tls_stream(name, &["h2"]).await.unwrap();
     }
@@ -467,7 +467,7 @@ async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
     );
 }
 
-/// Holds one stream of `tester` to edge-1 open, and asks once more as `second` does.
+/// Keeps one stream of `tester` to edge-1 open, and sends one more request as `second` does.
 async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
     let gate = Gate::new();
     let held = gate.clone();
@@ -642,7 +642,7 @@ async fn a_head_that_is_too_large_is_431() {
             "at most 20000 are allowed",
         );
     }
-    // Beyond twice the bound nothing is kept of it, not even for a sentence.
+    // Beyond twice the limit the gateway keeps nothing of a head. Its answer then has no sentence.
     let huge = format!(
         "GET / HTTP/1.1\r\nHost: edge-1\r\nX-Huge: {}\r\n\r\n",
         "x".repeat(60_000)
@@ -700,7 +700,7 @@ async fn a_length_beside_chunks_hides_no_request() {
     let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 55\r\nTransfer-Encoding: chunked\r\n\r\n";
     let mut wire = world.client().wire("edge-1", &["http/1.1"]).await.unwrap();
     let answer = exchange(&mut *wire, format!("{head}0\r\n\r\n{hidden}")).await;
-    // RFC 9112 §6.3: such a message is refused, or its chunks count and the connection ends behind it.
+    // RFC 9112 §6.3: a server refuses such a message, or its chunks count and the connection ends after it.
     assert!(
         answer.to_lowercase().contains("\r\nconnection: close\r\n"),
         "{answer}"
@@ -747,7 +747,7 @@ async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
     assert_problem(&answer, 404, "node_unknown", "edge-9");
     let sentence = answer.json()["detail"].as_str().unwrap().to_owned();
     assert_eq!(answer.phrase.as_deref(), Some(sentence.as_str()));
-    // Also where an egress selector leads to a front of another kind.
+    // Also if an egress selector leads to a listener of another kind.
     let answer = connect(&world, "https", "edge-9:22").await;
     let sentence = "CONNECT is served by a listener with protocol connect only";
     assert_problem(&answer, 405, "method_not_allowed", sentence);
@@ -797,7 +797,7 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
     assert_eq!(answer.phrase.as_deref(), Some(answer.text().trim_end()));
 }
 
-/// Checks the response to an upgrade. kubectl reads it as YAML if it can: of `what: why` it would show nothing.
+/// Checks the response to an upgrade. kubectl reads it as YAML if possible: of `reason: detail` it would show nothing.
 #[tokio::test]
 async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
     let listener = Listener {

@@ -1,5 +1,5 @@
-//! Requests as the upstream sees them, and responses as the client sees them. Heads are replayed to the byte as the parts of
-//! Kubernetes send them, with the fields that this hop adds, removes or leaves unchanged.
+//! Requests as the upstream sees them, and responses as the client sees them. The tests replay heads byte for byte as the
+//! parts of Kubernetes send them, with the fields that this hop adds, removes or leaves unchanged.
 
 use crate::{
     road::{Road, URL},
@@ -228,8 +228,8 @@ async fn an_egress_selector_gets_a_bare_200_before_any_other_byte() {
         for framing in ["content-length", "transfer-encoding", "connection"] {
             assert!(values(&answer, framing).is_empty(), "{answer}");
         }
-        // Whoever speaks to a listener for anybody else is heard at once, later on the same tunnel; so what
-        // does not come now is held.
+        // The bytes of another listener's client arrive at once, and later on the same tunnel. Bytes that have not arrived
+        // by then are held back.
         let mut other = connected(&world, "other").await;
         exchange(&mut other, head).await;
         assert_eq!(read(&mut other, 13).await, b"I speak first");
@@ -266,7 +266,7 @@ async fn a_trace_passes_unchanged_and_none_is_added() {
         assert_eq!(app.head().await.value("traceparent"), None);
     }
     road.until_idle().await;
-    // The log of both worlds.
+    // Returns the log of both worlds.
     assert!(road.log().record(&theirs[3..35]).is_some());
 }
 
@@ -393,7 +393,7 @@ async fn paths_and_queries_pass_as_they_were_written() {
     assert_eq!(app.head().await.line(), "OPTIONS * HTTP/1.1");
 }
 
-/// edge-1 with `app` for its kubelet.
+/// edge-1 with `app` as its kubelet.
 pub(crate) async fn kubelet(app: &App) -> (World, Edge) {
     let world = World::start().await;
     let edge = world.edge("edge-1").port(10250, app.address()).join().await;
@@ -405,25 +405,25 @@ pub(crate) async fn tls(world: &World) -> TlsStream<TcpStream> {
     opened.unwrap()
 }
 
-/// TLS to a connect listener as kube-apiserver begins it: no ALPN.
+/// Opens TLS to a connect listener as kube-apiserver does: without ALPN.
 async fn connected(world: &World, listener: &str) -> TlsStream<TcpStream> {
     let client = world.client_at(listener);
     client.tls_stream(GATEWAY_NAME, &[]).await.unwrap()
 }
 
-/// A head as it stands on the wire.
+/// Returns a head in its form on the wire.
 pub(crate) fn crlf(head: &str) -> String {
     head.replace('\n', "\r\n")
 }
 
-/// The values of a head's fields of one name, in their order.
+/// Returns the values of a head's fields of one name, in their order.
 pub(crate) fn values(head: &str, name: &str) -> Vec<String> {
     let fields = head.lines().filter_map(|line| line.split_once(": "));
     let named = fields.filter(|(found, _)| found.eq_ignore_ascii_case(name));
     named.map(|(_, value)| value.to_owned()).collect()
 }
 
-/// The app got what was sent, and what this hop adds.
+/// Checks that the app got the sent fields, and the fields that this hop adds.
 #[track_caller]
 fn assert_same(head: &Head, sent: &str) {
     assert_same_by(head, sent, "1.1");
@@ -440,7 +440,7 @@ fn assert_same_by(head: &Head, sent: &str, version: &str) {
         .collect();
     let host = sent.iter().find(|(name, _)| name == "Host").unwrap();
     let host = host.1.clone();
-    // No proxy that the listener trusts has sent it.
+    // The sender is not a proxy that the listener trusts.
     sent.retain(|(name, _)| name != "X-Forwarded-For");
     for (name, value) in [
         (
@@ -456,7 +456,7 @@ fn assert_same_by(head: &Head, sent: &str, version: &str) {
         sent.push((name.into(), value));
     }
     let mut got = head.fields();
-    // Stable: fields of one name keep their order, and number.
+    // A stable sort: fields of one name keep their order, and number.
     sent.sort_by(|one, other| one.0.cmp(&other.0));
     got.sort_by(|one, other| one.0.cmp(&other.0));
     assert_eq!(got, sent);

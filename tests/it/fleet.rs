@@ -1,7 +1,7 @@
 //! Many edges and few gateways: restarts, and a gateway that leaves under load.
 //!
-//! Real processes. `CAUSEWAY_TEST_FULL=1` has a larger fleet, measures from the gateways' own logs what is promised in
-//! seconds, and loads for half a minute.
+//! Real processes. With `CAUSEWAY_TEST_FULL=1` the fleet is larger, the gateways' logs must confirm the promised times, and
+//! the load lasts half a minute.
 
 use crate::world::{
     GATEWAY_NAME, PATIENCE,
@@ -24,27 +24,27 @@ use tokio::{
     time::{Instant, MissedTickBehavior, interval, timeout},
 };
 
-/// Of the fleet.
+/// Number of edges of the fleet.
 const EDGES: usize = 200;
-/// Of the fleet whose times nobody measures.
+/// Number of edges of the fleet without measured times.
 const FEW: usize = 40;
-/// A fleet is back after a gateway's restart.
+/// Time in which a fleet is connected again after a gateway's restart.
 const BACK: Duration = Duration::from_secs(10);
-/// How finely arrivals are counted.
+/// Width of a bin in which arrivals are counted.
 const BIN: u64 = 100;
 
 const URL: &str = "http://edge-1:9100/";
 /// Log message of a gateway about an edge that has connected.
 const ARRIVED: &str = " connected ";
 
-/// When a line was written, in milliseconds of the Unix epoch.
+/// Returns the time at which a line was written, in milliseconds of the Unix epoch.
 fn moment(line: &str) -> u64 {
     let at = humantime::parse_rfc3339(line.split(' ').next().unwrap()).unwrap();
     let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap();
     u64::try_from(since.as_millis()).unwrap()
 }
 
-/// When each line with `part` was written.
+/// Returns the times at which lines with `part` were written.
 fn moments(process: &Process, part: &str) -> Vec<u64> {
     let written = process.written();
     let lines = written.stdout.lines().chain(written.stderr.lines());
@@ -54,7 +54,7 @@ fn moments(process: &Process, part: &str) -> Vec<u64> {
         .collect()
 }
 
-/// When an edge that was refused last meant to dial again.
+/// Returns the time at which an edge that was last refused meant to dial again.
 fn dialled(edge: &Process) -> u64 {
     let written = edge.written();
     let mut lines = written.stdout.lines().chain(written.stderr.lines());
@@ -70,7 +70,7 @@ fn dialled(edge: &Process) -> u64 {
     moment(line) + u64::try_from(delay).unwrap()
 }
 
-/// Shows how many there were in each bin since `begin`. Returns the most in one.
+/// Prints the number in each bin since `begin`. Returns the largest.
 fn histogram(what: &str, begin: u64, moments: &[u64]) -> usize {
     let mut bins = BTreeMap::<u64, usize>::new();
     for at in moments {
@@ -91,7 +91,7 @@ async fn a_fleet_is_back_soon_after_a_restart_and_not_all_at_once() {
     let site = Site::open_to_all("127.0.0.1:0").await;
     let joining = (0..count).map(|number| {
         let site = &site;
-        // Of trouble that lasts each attempt is a line of this level.
+        // During a longer failure each attempt is a line of this level.
         let program = causeway("").env("CAUSEWAY_LOG_FILTER", "info,causeway_edge=debug");
         async move { site.join_by(program, &format!("edge-{number}"), 1).await }
     });
@@ -99,21 +99,21 @@ async fn a_fleet_is_back_soon_after_a_restart_and_not_all_at_once() {
 
     let site = site.restart(|_| {}).await;
     all_back(&site, (count, full), "a restart at once").await;
-    // Time is the subject: by then all have been refused some times, as by most restarts.
+    // Time is the subject: by then all edges have been refused several times, as in most restarts.
     let site = site.restart(|_| std::thread::sleep(Duration::from_secs(2)));
     let site = site.await;
     all_back(&site, (count, full), "a restart after two seconds").await;
     if !full {
         return;
     }
-    // When they arrive is for the machine to say if it is busy, when they dial is for them.
+    // On a busy machine arrivals depend on the machine; the times of dials depend only on the edges.
     let dials: Vec<u64> = edges.iter().map(dialled).collect();
     let first = *dials.iter().min().unwrap();
     let most = histogram("they dialled", first, &dials);
     assert!(most <= EDGES / 4, "{most} edges dialled within {BIN} ms");
 }
 
-/// Waits until the fleet is back, which must be in time where that is measured.
+/// Waits until the fleet is connected again. Where times are measured, it must be in time.
 async fn all_back(site: &Site, (count, measured): (usize, bool), occasion: &str) {
     let bound = Duration::from_mins(2);
     site.gateway.wrote(ARRIVED, count, bound).await;
@@ -132,7 +132,7 @@ async fn all_back(site: &Site, (count, measured): (usize, bool), occasion: &str)
     assert!(last <= BACK, "the last was back after {last:?}");
 }
 
-/// Says a figure even where the test runner swallows what tests print.
+/// Prints a figure although the test runner hides the output of tests.
 fn say(figure: &str) {
     writeln!(std::io::stderr().lock(), "{figure}").unwrap();
 }
@@ -142,17 +142,17 @@ fn say(figure: &str) {
 pub(super) struct Met {
     /// Answered by the first gateway.
     pub(super) first: usize,
-    /// Answered by the second, after the first refused the connection.
+    /// Answered by the second gateway, after the first refused the connection.
     pub(super) refused: usize,
-    /// Answered by the second, after the first closed a connection that it had not accepted yet.
+    /// Answered by the second gateway, after the first closed a connection that it had not accepted yet.
     pub(super) closed: usize,
-    /// Answered by the second, after the first said that it has no tunnel.
+    /// Answered by the second gateway, after the first answered that it has no tunnel.
     pub(super) told: usize,
-    /// Not answered, and why.
+    /// Not answered, with the reason.
     pub(super) failed: Vec<String>,
 }
 
-/// A client that tries the first gateway, and the second if that will not have it.
+/// A client that tries the first gateway, and then the second if the first does not serve it.
 async fn call(first: &Site, second: &Site) -> Met {
     let mut met = Met::default();
     let ask = || Request::get(URL).body(whole("")).unwrap();
@@ -200,7 +200,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Waits until so many more have been answered.
+    /// Waits until this many more requests are answered.
     pub(super) async fn goes_on(&self, more: usize) {
         let until_asked = self.asked.load(Relaxed) + more;
         until("the load goes on", async || {
@@ -210,7 +210,7 @@ impl Load {
     }
 }
 
-/// A hundred clients a second until `enough`.
+/// Starts a hundred clients a second until `enough`.
 pub(super) async fn load(first: &Site, second: &Site, load: &Load) -> Met {
     let mut beat = interval(Duration::from_millis(10));
     beat.set_missed_tick_behavior(MissedTickBehavior::Burst);
@@ -268,7 +268,7 @@ impl Open {
         }
     }
 
-    /// Both sessions still pass bytes both ways.
+    /// Checks that both sessions still carry bytes in both directions.
     async fn passes(&mut self) {
         for wire in [&mut self.socket, &mut self.connect] {
             wire.write_all(b"still here").await.unwrap();
@@ -277,7 +277,7 @@ impl Open {
     }
 }
 
-/// Two gateways that know the same nodes, the first with an edge that knows both, and the first one's listener for
+/// Starts two gateways that know the same nodes, an edge of the first that knows both, and the first one's listener for
 /// CONNECT.
 async fn pair(app: &App) -> (Site, Site, Process, String) {
     let listener = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
@@ -311,7 +311,7 @@ async fn a_gateway_that_drains_under_load_loses_no_request() {
 
     let (shared, began) = (Load::default(), Instant::now());
     let acting = async {
-        // A load before the signal, and one behind it.
+        // One load before the signal, and one after it.
         shared.goes_on(before()).await;
         first.gateway.signal("TERM").await;
         until("the edge is at the second gateway", async || {

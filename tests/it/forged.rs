@@ -1,6 +1,6 @@
-//! Forged, stolen and spoilt identities, with the tools that an attacker has: openssl and curl.
+//! Forged, stolen and damaged identities, made with an attacker's tools: openssl and curl.
 //!
-//! openssl signs here with the gateway's own CA, so that each certificate is refused for its one fault.
+//! openssl signs here with the gateway's own CA, so that each certificate is refused only for its single fault.
 
 use crate::world::{
     PATIENCE,
@@ -13,7 +13,7 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf};
 
-/// Makes `$2.pem` and `$2.key` in `$1`: usage `$3`, names `$4`, made at `$5`, good for two days, by `$6.pem`.
+/// Makes `$2.pem` and `$2.key` in `$1`: usage `$3`, names `$4`, made at `$5`, valid for two days, signed by `$6.pem`.
 const FORGE: &str = r#"
 set -e; cd "$1"
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
@@ -41,7 +41,7 @@ struct Spoilt {
     said: &'static str,
 }
 
-/// Nothing is wrong with this one.
+/// A certificate without a fault.
 const GOOD: Spoilt = Spoilt {
     name: "good",
     usage: "clientAuth",
@@ -51,7 +51,7 @@ const GOOD: Spoilt = Spoilt {
     said: "registered",
 };
 
-/// One thing is wrong with each.
+/// Each has one fault.
 const SPOILT: [Spoilt; 12] = [
     Spoilt {
         name: "expired",
@@ -170,7 +170,7 @@ impl Forger {
         ["pem", "key"].map(|kind| self.site.path(&format!("{name}.{kind}")))
     }
 
-    /// openssl at the tunnel port, until it is hung up on.
+    /// Connects to the tunnel port with openssl, until the gateway closes the connection.
     fn dial(&self, name: &str) -> Tool {
         let [certificate, key] = self.files(name);
         let port = ["s_client", "-alpn", "rh2", "-ign_eof", "-connect"];
@@ -182,7 +182,7 @@ impl Forger {
             .args(["-key".into(), key])
     }
 
-    /// curl at the listener: what it says of itself, and the status that it got.
+    /// Sends a request to the listener with curl; returns curl's messages and the status.
     async fn call(&self, name: &str) -> Ran {
         let [certificate, key] = self.files(name);
         let curl = self.site.curl_as_nobody("edge-1", "");
@@ -215,7 +215,7 @@ async fn a_certificate_with_one_fault_is_refused_on_every_port() {
         let called = forger.call(spoilt.name).await;
         assert!(called.text() != "it 200", "{}", spoilt.name);
     }
-    // The one thing that is wrong is what they are refused for.
+    // The gateway refuses each for its single fault.
     let client = Spoilt {
         name: "alright",
         issuer: "clients",
@@ -249,7 +249,7 @@ async fn a_session_from_before_a_revocation_gives_no_access() {
     };
     let ran = resumed().await;
     assert!(ran.text().contains("Reused, TLSv1.3"), "{}", ran.text());
-    // openssl says no hello: that is all that was wrong with it.
+    // openssl sends no hello: this is the only fault.
     let why = "refused an edge edge=\"edge-1\"";
     site.gateway
         .wrote("no response to the hello", 2, PATIENCE)
@@ -264,7 +264,7 @@ async fn a_session_from_before_a_revocation_gives_no_access() {
     assert_eq!(site.gateway.written().count(why), 3);
 }
 
-/// Asks the tunnel port for a certificate, by curl, for what openssl makes of `request`.
+/// Requests a certificate from the tunnel port, by curl, with the request that openssl makes of `request`.
 const ENROL: &str = r#"
 set -e; cd "$1"
 csr=$(openssl req -new $3 -nodes -keyout "$2.key" -outform DER 2>/dev/null | base64 -w 0)
@@ -302,7 +302,7 @@ impl Forger {
         answer(&self.ask("enrol", name).run().await.ok())
     }
 
-    /// The certificate that was granted, as openssl reads it.
+    /// Returns the granted certificate, as openssl reads it.
     async fn read(&self, granted: &Value) -> String {
         let pem = granted["certificate"].as_str().unwrap();
         let tool = Tool::new("openssl").args(["x509", "-noout", "-text"]);
@@ -366,7 +366,7 @@ async fn a_weak_or_oversized_request_key_uses_up_no_token() {
 }
 
 impl Forger {
-    /// It asks for another name, for every usage, and to be a CA; and the token is spent then.
+    /// The request asks for another name, for every usage, and to be a CA. The token is used up afterwards.
     async fn gets_no_more_than_its_name(&self, token: &str) {
         let (forger, mine) = (self, (token, "edge-1"));
         let greedy = format!(
@@ -394,7 +394,7 @@ impl Forger {
         ] {
             assert!(!text.contains(absent), "{absent}: {text}");
         }
-        // And the token is spent.
+        // The token is used up as well.
         forger.request("again", P256, mine).await;
         let (status, said) = forger.enrol("again").await;
         assert_eq!((status, said["reason"].as_str()), (403, Some("token_used")));

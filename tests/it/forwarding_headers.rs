@@ -154,7 +154,7 @@ async fn the_source_of_a_proxy_header_is_the_client() {
     let app = App::http(|_| answer::until_close("it")).await;
     let proxied = Listener {
         proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
-        // The proxy is the peer of the socket, and no peer of a request.
+        // The proxy is the peer of the socket, and not the peer of a request.
         trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
         ..anonymous("proxied", ListenerProtocol::Http)
     };
@@ -177,7 +177,7 @@ async fn the_source_of_a_proxy_header_is_the_client() {
 #[tokio::test]
 async fn curl_is_not_redirected_for_ever_by_an_app_that_forces_https() {
     need!("curl");
-    // As gunicorn and Django decide it.
+    // Decides as gunicorn and Django do.
     let app = App::http(|head| {
         if head.value("x-forwarded-proto").as_deref() == Some("https") {
             return answer::ok("secure");

@@ -1,4 +1,4 @@
-//! Certificates that an external CA issues and renews: a company's PKI, which here is openssl.
+//! Certificates that an external CA issues and renews: here openssl is a company's PKI.
 
 use crate::{
     certificates::{PACE, app, nothing_is_lost, span},
@@ -18,7 +18,7 @@ use std::{collections::BTreeSet, fs, path::PathBuf};
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
 
-/// Makes in `$1` the root `$2-root.pem` and, by it, `$2.pem`, which signs for everybody.
+/// Makes in `$1` the root `$2-root.pem` and, signed by it, `$2.pem`, which signs all other certificates.
 const COMPANY: &str = r#"
 set -e; cd "$1"
 new() { openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$1.key" -subj "/CN=$1" "${@:2}"; }
@@ -27,7 +27,8 @@ new "$2" -out "$2.csr"
 printf '%s\n' 'basicConstraints=critical,CA:TRUE,pathlen:0' 'keyUsage=critical,keyCertSign' >"$2.ext"
 openssl x509 -req -in "$2.csr" -CA "$2-root.pem" -CAkey "$2-root.key" -days 30 -extfile "$2.ext" -out "$2.pem"
 "#;
-/// Makes `$2.key` and `$2.pem`, with the certificate behind it, in `$1`: usage `$3`, names `$4`, by `$5.pem`, for `$6` days.
+/// Makes `$2.key` and `$2.pem`, followed by the issuer's certificate, in `$1`: usage `$3`, names `$4`, by `$5.pem`, for
+/// `$6` days.
 const ISSUE: &str = r#"
 set -e; cd "$1"
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
@@ -55,7 +56,7 @@ async fn company() -> TempDir {
     ] {
         issue(&folder, (name, usage, names), "company").await;
     }
-    // What clients of these tests show.
+    // Certificates that the clients of these tests show.
     fs::rename(
         folder.path().join("alice.key"),
         folder.path().join("alice-key.pem"),
@@ -92,7 +93,7 @@ fn listeners(folder: &TempDir) -> String {
     )
 }
 
-/// A gateway without a CA, which lets in nodes that are added, or any.
+/// A gateway without a CA, which admits added nodes, or any node.
 async fn site(more: &str) -> Site {
     let folder = company().await;
     let configuration = tunnel(&folder, more) + &listeners(&folder);
@@ -123,7 +124,7 @@ async fn stands(site: &Site, name: &str, app: u16) -> Process {
     edge
 }
 
-/// alice, as far as the company's certificates say so.
+/// The client alice with a certificate of the company.
 async fn calls(site: &Site, node: &str) -> String {
     let curl = site
         .curl(node, "")
@@ -166,7 +167,7 @@ async fn a_gateway_without_a_ca_serves_with_external_certificates() {
         "{said}"
     );
 
-    // What is confirmed of a node can be said again, and both ends come back after a restart.
+    // Confirmed facts of a node can be confirmed again, and both ends reconnect after a restart.
     let again = causeway("node add edge-1 --pool north").flag("--data-dir", site.data());
     again.run().await.ok();
     assert_eq!(nodes(&site).await[0]["pool"], "north");
@@ -176,7 +177,7 @@ async fn a_gateway_without_a_ca_serves_with_external_certificates() {
     assert_eq!(calls(&site, "edge-1").await, "it 200");
 }
 
-/// Name, usage, names and signer of certificates that one thing is wrong with.
+/// Name, usage, names and signer of certificates with one fault.
 const SPOILT: [(&str, &str, &str, &str); 6] = [
     ("server", "serverAuth", EDGE_1, "company"),
     (
@@ -196,7 +197,7 @@ const SPOILT: [(&str, &str, &str, &str); 6] = [
     ("by-leaf", "clientAuth", EDGE_1, "edge-2"),
 ];
 
-/// Tests the same certificate at the wrong listener, and others with one fault.
+/// Tests a valid certificate at the wrong listener, and certificates with one fault.
 #[tokio::test]
 async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
     need!("openssl", "curl");
@@ -273,7 +274,7 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
     add.run()
         .await
         .failed(&["is revoked: stolen", "causeway node allow edge-2"]);
-    // That holds with the gateway restarted, whatever certificate it brings.
+    // This is also so after a restart of the gateway, with any certificate.
     issue(
         site.folder(),
         (
@@ -300,7 +301,7 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
     edge_1.stop().await.ok();
 }
 
-/// Puts a new certificate into the place of one that is in use, as one does who renews it: one file after the other.
+/// Replaces a certificate in use as renewal programs do: one file after the other.
 async fn renew(site: &Site, (name, usage, names): (&str, &str, &str)) {
     let folder = site.folder();
     issue(folder, ("next", usage, names), "company").await;
@@ -310,7 +311,7 @@ async fn renew(site: &Site, (name, usage, names): (&str, &str, &str)) {
     }
 }
 
-/// The certificates of its tunnels; one from which another has taken over stays as long as its streams.
+/// Returns the certificates of its tunnels; a tunnel that was replaced stays while it has streams.
 async fn serials(site: &Site) -> BTreeSet<String> {
     let asked = Tool::curl().args([format!("http://{}/api/v1/edges/edge-1", site.admin)]);
     let node: Value = asked.run().await.ok().json();
@@ -356,7 +357,7 @@ async fn renewed_files_are_loaded_without_dropped_requests() {
     site.gateway.wrote(other, 3, crate::world::PATIENCE).await;
 }
 
-/// Puts a certificate for this use and so many days into the place of one that is in use, and returns that one and its key.
+/// Replaces a certificate in use by one for this use and so many days. Returns the old certificate and its key.
 async fn replace(
     site: &Site,
     (name, usage, names, days): (&str, &str, &str, &str),
@@ -438,7 +439,7 @@ async fn an_expired_or_wrong_purpose_renewal_replaces_no_certificate() {
 async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
-    // A file of the gateway's own: else the edge could read it first, and leave by itself.
+    // A separate file of the gateway: otherwise the edge could read it first, and leave by itself.
     let folder = company().await;
     fs::copy(
         folder.path().join("company-root.pem"),
@@ -469,7 +470,7 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     let mut edge = stands(&site, "edge-1", app.port()).await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
 
-    // What does not fit is not taken up, at either end.
+    // Neither end uses a certificate without its key.
     fs::copy(site.path("edge-2.pem"), site.path("edge-1.pem")).unwrap();
     edge.said("private key does not match").await;
     fs::copy(site.path("edge-2.key"), site.path("edge-1.key")).unwrap();
@@ -486,7 +487,7 @@ async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     let app = App::saying("it").await;
     let folder = company().await;
     let text = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
-    // The intermediate counts as a root then, and is the one that is found first.
+    // The intermediate then counts as a root, and is the one that is found first.
     fs::write(
         folder.path().join("edges.pem"),
         text("company.pem") + &text("company-root.pem"),
@@ -500,7 +501,7 @@ async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = edge(&site, "edge-1", app.port()).start();
     edge.said("does not accept this node's certificate").await;
-    // It would stay away for a minute.
+    // Otherwise it would stay away for a minute.
     renew(&site, ("edge-1", "clientAuth", EDGE_1)).await;
     edge.said("tunnel registered").await;
 
@@ -515,7 +516,7 @@ async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     edge.said("is no longer trusted by this gateway").await;
 }
 
-/// Checks that a stolen gateway key keeps no edge that has learned of another CA.
+/// Checks that a gateway with a stolen key keeps no edge that has learned of another CA.
 #[tokio::test]
 async fn an_edge_leaves_a_gateway_whose_ca_it_no_longer_trusts() {
     need!("openssl", "curl");
@@ -592,7 +593,7 @@ async fn an_unusable_configuration_is_refused_with_the_missing_part() {
     .await;
 }
 
-/// Our CA is for listeners and clients then, and its rotation none of the edges' business.
+/// Causeway's CA then only serves listeners and clients, and its rotation does not affect the edges.
 #[tokio::test]
 async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
     need!("openssl", "curl");

@@ -1,6 +1,6 @@
-//! An edge with a valid certificate that leaves with the gateway more than it may: by windows that it does not give
-//! up, by frames of single bytes, by tunnels without number. It loses its tunnels. With `CAUSEWAY_TEST_FULL=1` the
-//! gateway's memory is measured.
+//! An edge with a valid certificate that uses more of the gateway than its share: by windows that it does not open, by
+//! frames of single bytes, by many tunnels. The gateway ends its tunnels. With `CAUSEWAY_TEST_FULL=1` the test measures the
+//! gateway's memory.
 
 use crate::world::{
     app::App,
@@ -16,7 +16,7 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-/// By how much the gateway may grow, in bytes: four budgets of one tunnel, and as much as that again.
+/// Allowed growth of the gateway's memory, in bytes: four times the budget of one tunnel, and as much again.
 const GROWTH: usize = 8 * BUDGET;
 const BUDGET: usize = 16 << 20;
 
@@ -25,7 +25,7 @@ const WINDOW: usize = 4 << 20;
 /// Single bytes on a stream, of which four streams cost more than four budgets.
 const SINGLE: usize = 96 << 10;
 
-/// An answer of so many bytes.
+/// An answer of this many bytes.
 fn answer(stream: u32, bytes: usize) -> Vec<u8> {
     let part = [0; 16 << 10];
     let head = frame(HEADERS, END_HEADERS, stream, STATUS_200);
@@ -56,7 +56,7 @@ impl Ground {
         ground
     }
 
-    /// Another node's request is answered.
+    /// Checks that a request to another node is answered.
     async fn serves(&self) {
         let request = Request::get("http://edge-1:9100/").body(whole("")).unwrap();
         let answer = self.site.nobody().try_send(request).await.unwrap();
@@ -73,7 +73,7 @@ impl Ground {
         (clients, streams)
     }
 
-    /// A client of the hostile node who never reads, and whose system takes little for it.
+    /// A client of the hostile node that never reads, and whose system buffers little for it.
     async fn deaf_client(&self) -> TcpStream {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4 << 10).unwrap();
@@ -86,7 +86,7 @@ impl Ground {
         wire
     }
 
-    /// The gateway has ended a tunnel for this reason, and is none the worse.
+    /// Checks that the gateway has ended a tunnel for this reason and works as before.
     async fn is_rid_of_it(&mut self, reason: &str) {
         let ended = |line: &str| line.contains(evil::NODE) && line.contains(reason);
         self.site.gateway.line(reason, ended).await;
@@ -102,7 +102,7 @@ async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
     let mut evil = Evil::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 64).await;
     for stream in streams {
-        // Its first SETTINGS said 4 MiB for each stream; it takes no others.
+        // The edge's first SETTINGS announced 4 MiB for each stream; it sends no others.
         if evil.send(&answer(stream, WINDOW)).await.is_err() {
             break;
         }
@@ -118,7 +118,7 @@ async fn unread_single_bytes_count_with_their_memory_cost() {
     let mut evil = Evil::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
     for stream in streams {
-        // What the client's socket takes first; then what is left of the window.
+        // First the bytes that the client's socket takes; then the rest of the window.
         let first = answer(stream, WINDOW - SINGLE);
         let bytes = frame(DATA, 0, stream, b"x").repeat(SINGLE);
         if evil.send(&[first, bytes].concat()).await.is_err() {
@@ -142,6 +142,6 @@ async fn a_node_has_no_more_tunnels_than_it_needs() {
     ground
         .is_rid_of_it("reached its maximum number of tunnels")
         .await;
-    // A slot that is taken anew is no further tunnel.
+    // A slot that is used again is no further tunnel.
     drop(Evil::registered_as(&ground.site, 0).await);
 }

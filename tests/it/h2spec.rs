@@ -1,4 +1,4 @@
-//! Conformance of the https listener to HTTP/2 (RFC 9113) and HPACK (RFC 7541), as h2spec sees it.
+//! Conformance of the https listener to HTTP/2 (RFC 9113) and HPACK (RFC 7541), checked by h2spec.
 
 use crate::world::{
     World,
@@ -22,7 +22,7 @@ async fn the_https_listener_passes_h2spec() {
     let port = world.listener("web").port().to_string();
     let ran = Tool::new("h2spec")
         .args(["--tls", "--insecure", "--timeout", "10", "--port", &port])
-        // Five such fields, in Huffman's code, are more than a frame of the size that the listener announces.
+        // Five such fields, Huffman-coded, are larger than a frame of the size that the listener announces.
         .args(["--max-header-length", "16000"])
         .within(Duration::from_mins(10))
         .run()
@@ -31,7 +31,7 @@ async fn the_https_listener_passes_h2spec() {
     assert!(said.contains(" tests, "), "{said}\n{}", ran.stderr);
     let (_, failures) = said.split_once("Failures:").unwrap_or_default();
     let failed = failures.lines().filter(|line| line.contains('×'));
-    // The connection ends there as well: by a reset, which h2spec does not take for an end.
+    // The gateway ends the connection too: by a reset, which h2spec does not count as an end.
     let failed: Vec<_> = failed
         .filter(|line| !line.contains("Sends invalid connection preface"))
         .collect();

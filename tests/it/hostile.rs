@@ -1,6 +1,6 @@
-//! Clients that mean harm, at the wire: what they say beside the head, twice, or in another spelling.
+//! Malicious clients, at the level of the wire: fields that contradict the head, are repeated, or have another spelling.
 //!
-//! Each test sends bytes that no honest client sends, and asks what of them reached the app.
+//! Each test sends bytes that no honest client sends, and checks which of them reached the app.
 
 use crate::world::{GATEWAY_NAME, World, app::App, client::assert_problem, gateway};
 use causeway_gateway::config::ListenerProtocol;
@@ -10,7 +10,7 @@ use tokio::{
     net::TcpListener,
 };
 
-/// Takes one request with a chunked body and answers it; all that came.
+/// Reads one request with a chunked body and answers it. Returns all received bytes.
 pub(crate) async fn one_chunked_request(listener: TcpListener) -> String {
     let (mut socket, _) = listener.accept().await.unwrap();
     let mut seen = Vec::new();

@@ -1,8 +1,8 @@
-//! An edge with a valid certificate that means harm: it ends its own tunnel, and no other.
+//! A malicious edge with a valid certificate: it ends its own tunnel, and no other.
 //!
-//! The gateway is the built binary. Each test floods or lies in one way; meanwhile another node goes on being served, and
-//! the reason is in the gateway's log. With `CAUSEWAY_TEST_FULL=1` the gateway's memory has not grown by more than what a
-//! tunnel may have unread.
+//! The gateway is the built binary. Each test floods or lies in one way. Meanwhile another node is served, and the reason
+//! is in the gateway's log. With `CAUSEWAY_TEST_FULL=1` the test checks that the gateway's memory has not grown by more
+//! than a tunnel's unread bytes.
 
 use crate::world::{
     app::App,
@@ -17,11 +17,11 @@ use crate::world::{
 };
 use tokio::task::JoinSet;
 
-/// By how much the gateway may grow, in bytes: what one tunnel's streams may have unread (`tunnel.memory`), and
-/// as much again for all else.
+/// Allowed growth of the gateway's memory, in bytes: the unread bytes of one tunnel's streams (`tunnel.memory`), and as
+/// much again for all else.
 const GROWTH: usize = 128 << 20;
 
-/// 103 without more.
+/// 103 without further fields.
 const EARLY: &[u8] = &[0x08, 3, b'1', b'0', b'3'];
 
 struct Ground {
@@ -50,13 +50,13 @@ impl Ground {
         ground
     }
 
-    /// Another node's request is answered.
+    /// Checks that a request to another node is answered.
     async fn serves(&self) {
         let ran = self.site.curl("edge-1", "").args(["--max-time", "120"]);
         assert_eq!(ran.run().await.ok().text(), "it");
     }
 
-    /// Runs the attack while the other node serves; then looks for the reason, and at the memory.
+    /// Runs the attack while the other node serves; then checks the reason, and the memory.
     async fn bears(&mut self, attack: impl Future<Output = ()>, reason: &str) {
         let served = async {
             for _ in 0..3 {
@@ -194,7 +194,7 @@ async fn endless_interim_answers_fail_their_stream_then_their_tunnel() {
     assert!(ran.text().contains("too many interim responses"), "{ran:?}");
 }
 
-/// Name of the lie, its bytes, and a word of the reason that the log must give.
+/// Name of the lie, its bytes, and a word of the reason that the log must have.
 type Lie = (&'static str, Vec<u8>, &'static str);
 
 fn out_of_bounds() -> Vec<Lie> {
@@ -290,7 +290,7 @@ async fn protocol_violations_end_their_own_tunnel_with_the_reason() {
     let lies = [out_of_bounds(), out_of_place()].concat();
     for (number, (what, bytes, reason)) in lies.iter().enumerate() {
         let mut evil = Evil::registered(&ground.site).await;
-        // The gateway may hang up before it has taken everything.
+        // The gateway may close the connection before it has read everything.
         let _ = evil.send(bytes).await;
         evil.ended().await;
         let mut last = String::new();
@@ -336,7 +336,7 @@ async fn a_hello_that_never_comes_is_not_waited_for() {
         }
         Box::pin(ground.bears(evil.ended(), "no response to the hello within 2s")).await;
     }
-    // Not even an answer's head, but a thousand promises of one.
+    // Instead of an answer's head, a thousand interim answers.
     let evil = Evil::greeted(&ground.site).await;
     let flood = evil.flood(frame(HEADERS, END_HEADERS, CONTROL, EARLY));
     Box::pin(ground.bears(flood, "too many interim responses")).await;

@@ -1,7 +1,7 @@
-//! Names whose meaning changes between two questions: what counts is the address that is dialled.
+//! Names whose meaning changes between two queries: the dialled address decides.
 //!
-//! The edge is the built binary in a mount namespace, where a name server of the test's own is the only source
-//! of names. It answers each question differently from the one before.
+//! The edge is the built binary in a mount namespace, where the test's own name server is the only source of names. It
+//! answers each query differently from the one before.
 
 use crate::world::{
     app::App,
@@ -17,11 +17,11 @@ use std::{
     },
 };
 
-/// Of the name server; of loopback, where nobody else listens.
+/// Address of the name server; of loopback, where no other process listens.
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 17, 1);
-/// Allowed, and nobody's (RFC 5737).
+/// Allowed, and unused (RFC 5737).
 const ALLOWED: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 7);
-/// Not allowed, and the app's.
+/// Not allowed, and the app's address.
 const FORBIDDEN: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[tokio::test]
 async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
@@ -53,7 +53,7 @@ async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
         let said = site.curl("edge-1", "").run().await.ok().text();
         let refused = said.contains("does not allow rebind.test");
         assert_eq!(refused, turn % 2 == 1, "{turn}: {said}");
-        // One question: whoever asks again before it dials has judged another address.
+        // One query: an edge that resolved again before it dials would have checked another address.
         assert_eq!(asked.load(SeqCst), turn + 1, "{said}");
     }
     assert_eq!(app.connections(), 0);

@@ -33,7 +33,7 @@ fn other_ca() -> Ca {
     Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap()
 }
 
-/// An edge's identity by this CA, held for one of the world's.
+/// An edge's identity from this CA, for the name of a node of the world.
 fn identity(world: &World, ca: &Ca, life: Duration) -> EdgeIdentity {
     let key = PrivateKey::generate().unwrap();
     let request = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -46,7 +46,7 @@ fn identity(world: &World, ca: &Ca, life: Duration) -> EdgeIdentity {
     }
 }
 
-/// TLS with the tunnel port.
+/// Opens TLS to the tunnel port.
 async fn handshake(
     world: &World,
     config: Arc<ClientConfig>,
@@ -63,7 +63,7 @@ async fn handshake(
 
 /// The alert with which the tunnel port ends TLS.
 async fn alert(world: &World, config: Arc<ClientConfig>, alpn: &str) -> Alert {
-    // With TLS 1.3 a client is done before its certificate has been looked at.
+    // With TLS 1.3 a client's handshake ends before the server has verified its certificate.
     let error = match handshake(world, config, alpn).await {
         Ok(mut tls) => read_to_end(&mut tls).await.unwrap_err(),
         Err(error) => error,
@@ -107,12 +107,12 @@ async fn an_unknown_certificate_is_refused_and_both_ends_say_why() {
     .await;
 }
 
-/// Reads why this end was refused, and talks on before it looks at that.
+/// Receives the reason of the refusal, continues to write, and only then reads the reason from the TLS session.
 async fn refused_while_talking(tls: TlsStream<TcpStream>) -> rustls::Error {
     let (mut tcp, mut session) = tls.into_inner();
     let mut told = Vec::new();
     tcp.read_to_end(&mut told).await.unwrap();
-    // A reset for the first of these breaks the others, and with them what a client says of it all.
+    // A reset in answer to the first write would fail the others.
     for _ in 0..3 {
         tcp.write_all(&[0; 1024]).await.unwrap();
     }
@@ -229,7 +229,7 @@ async fn an_edges_certificate_is_no_clients_and_a_clients_is_no_edges() {
     assert_eq!(app.requests(), 0);
     until_counted(&world, "https").await;
 
-    // The way of joining and renewing; `control::admit` tests the tunnel's, where words are exchanged first.
+    // Refusals of joining and renewing; `control::admit` tests the refusals of tunnels, which first exchange messages.
     let leaf = world.client_leaf("tester");
     let client = verify::tunnel_client(&EdgeIdentity { leaf, ..edge }).unwrap();
     let mut tls = handshake(&world, client, "http/1.1").await.unwrap();
@@ -259,7 +259,7 @@ async fn a_client_of_another_ca_gets_no_connection() {
         .unwrap();
     assert!(client.try_send(request).await.is_err());
     until_counted(&world, "https").await;
-    // The client has an alert; both logs have the reason.
+    // The client has an alert; the logs of both ends have the reason.
     let log = world.log().text();
     let said = log
         .lines()
@@ -338,7 +338,7 @@ async fn an_invalid_token_names_its_fault() {
         "{error}"
     );
     assert!(error.to_string().contains("for node edge-2"), "{error}");
-    // A refusal spends nothing.
+    // A refusal uses up no token.
     drop(world.edge("edge-2").token(&other).join().await);
 
     let stranger = World::start().await;
@@ -405,7 +405,7 @@ async fn an_edge_without_identity_and_token_names_the_missing_part() {
     assert!(error.contains("causeway token create"), "{error}");
 }
 
-/// All that lies in a directory, with its mode.
+/// Returns all files of a directory, with their modes.
 fn modes(folder: &Path) -> Vec<(String, u32)> {
     let entries = std::fs::read_dir(folder).unwrap();
     let mode = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -617,7 +617,7 @@ async fn a_listener_certificate_is_issued_for_the_requested_node() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    // The client's own check of the name is the assertion.
+    // The assertion is the client's own verification of the name.
     world.client().tls_stream("edge-1", &["h2"]).await.unwrap();
     let unknown = world.client().tls_stream("edge-9", &["h2"]).await;
     assert!(

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 
 const LONG: Duration = Duration::from_secs(20);
 
-/// An app that answers `/held` from when the gate opens on, and all else at once.
+/// An app that answers `/held` when the gate opens, and all other paths at once.
 async fn road(gate: &Gate) -> (App, Road) {
     let gate = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
@@ -44,7 +44,7 @@ fn get(path: &str) -> Vec<u8> {
     ])
 }
 
-/// A connection on which this was asked.
+/// Opens a connection and requests this path on it.
 async fn asked(road: &Road, path: &str) -> Box<dyn Wire> {
     let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
     let asks = frame(HEADERS, END_HEADERS | END_STREAM, 1, &get(path));
@@ -53,13 +53,13 @@ async fn asked(road: &Road, path: &str) -> Box<dyn Wire> {
     wire
 }
 
-/// Reads, and acknowledges each PING if it `answers`, to the connection's end. Whatever came.
+/// Reads to the connection's end, and acknowledges each PING if it `answers`. Returns all received bytes.
 async fn read_to_end(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
     let mut frames = Vec::new();
     let reading = async {
         while let Ok(frame_) = next(wire).await {
             if answers && frame_.kind == PING && frame_.flags & ACK == 0 {
-                // A connection that has ended says so at the next read.
+                // A read of an ended connection shows the end.
                 let _ = send(wire, &frame(PING, ACK, 0, &frame_.payload)).await;
             }
             frames.push(frame_);
@@ -90,7 +90,7 @@ async fn an_http2_client_with_an_unfinished_answer_is_kept() {
     let mut kept = road.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}held")).body(whole("")).unwrap();
     let answer = kept.open(request).await.unwrap();
-    // Two that came later are gone before anything is asked of it again.
+    // Two later connections are gone before this one sends its next request.
     for _ in 0..2 {
         read_to_end(&mut *asked(&road, "/").await, true).await;
     }

@@ -8,9 +8,9 @@ use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Components that are still there. A component may shrink within its entry; an entry without a component fails.
+/// Components that exist today. A component may shrink within its entry; an entry without a component fails.
 const KNOWN: &[&[&str]] = &[
-    // Sections of the configuration validate themselves, as methods of the whole configuration that holds them.
+    // Sections of the configuration validate themselves, as methods of the whole configuration that contains them.
     &[
         "gateway::config",
         "gateway::config::api_cache",
@@ -77,7 +77,7 @@ const KNOWN: &[&[&str]] = &[
 ];
 
 type Name = Vec<String>;
-/// The modules that each module imports, with the paths that do it.
+/// The modules that each module imports, with the paths of the imports.
 type Imports = BTreeMap<Name, BTreeMap<Name, BTreeSet<String>>>;
 
 #[test]
@@ -208,7 +208,7 @@ fn crates() -> Vec<PathBuf> {
     folders
 }
 
-/// A parent that uses its own child, which uses the parent, is one thing in two files.
+/// A parent that uses its own child, which uses the parent, is one module in two files.
 fn is_parent_with_child(component: &[Name]) -> bool {
     match component {
         [_] => true,
@@ -331,7 +331,7 @@ impl Source {
         let is_child = |w: &&[String]| w[0] == "mod" && w[2] == ";";
         let children = tokens.windows(3).filter(is_child);
         self.children = children.map(|w| w[1].clone()).collect();
-        // Names that paths of this file may begin with: children, and what it imports.
+        // Names with which paths of this file may begin: its children and its imports.
         let mut local = BTreeMap::new();
         for child in &self.children {
             local.insert(
@@ -341,7 +341,7 @@ impl Source {
         }
         let uses = |at: &usize| tokens[*at] == "use";
         let starts: Vec<usize> = (0..tokens.len()).filter(uses).collect();
-        // Twice, since an import may begin with a name that another brings.
+        // Twice, because an import may begin with a name from another import.
         for _ in 0..2 {
             for start in &starts {
                 for (name, path) in tree(&tokens, &mut (start + 1), &[]) {
@@ -399,7 +399,7 @@ fn tree(tokens: &[String], at: &mut usize, prefix: &[String]) -> Vec<(String, Na
     found
 }
 
-/// The path from a token on; what ends it is the next token.
+/// The path from a token on; it ends at the first token that is not part of a path.
 fn path(tokens: &[String], at: &mut usize) -> Name {
     let mut path = Vec::new();
     while is_name(&tokens[*at]) {
@@ -413,7 +413,7 @@ fn path(tokens: &[String], at: &mut usize) -> Name {
     path
 }
 
-/// A path from the crate's root on, if it leads below it.
+/// The path below the crate's root, if it leads there.
 fn absolute(path: &[String], module: &[String], local: &BTreeMap<String, Name>) -> Option<Name> {
     let mut base = match path.first()?.as_str() {
         "crate" => module[..1].to_vec(),
@@ -430,7 +430,7 @@ fn absolute(path: &[String], module: &[String], local: &BTreeMap<String, Name>) 
     Some(base)
 }
 
-/// Leaves out items behind `#[cfg(test)]`.
+/// Removes items behind `#[cfg(test)]`.
 fn product(tokens: &[String]) -> Vec<String> {
     let mark = ["#", "[", "cfg", "(", "test", ")", "]"];
     let mut kept = Vec::new();
@@ -512,7 +512,7 @@ fn quoted(text: &str, quote: char) -> usize {
     text.len()
 }
 
-/// The length of a character between quotes; a lifetime is none.
+/// The length of a character between quotes; a lifetime has none.
 fn character(text: &str) -> Option<usize> {
     let inside = text.strip_prefix('\'')?;
     let second = inside.char_indices().nth(1);

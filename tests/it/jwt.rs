@@ -21,7 +21,7 @@ use tokio::net::TcpListener;
 
 const URL: &str = "https://edge-1:9100/";
 
-/// An `https` listener for JWTs of this issuer, and for what else `clients` say.
+/// An `https` listener for JWTs of this issuer, with further keys of `client_auth`.
 fn jwts(jwt: Jwt, clients: ClientAuth) -> Listener {
     Listener {
         client_auth: ClientAuth {
@@ -41,7 +41,7 @@ fn told() -> IdentityHeaders {
     }
 }
 
-/// No line of any log, the audit log's among them, holds a part of these tokens.
+/// Checks that no line of any log, including the audit log, contains a part of these tokens.
 fn assert_untold(world: &World, tokens: &[&str]) {
     let log = world.log().text();
     assert!(log.contains("\"access\""), "there is a log: {log}");
@@ -52,7 +52,7 @@ fn assert_untold(world: &World, tokens: &[&str]) {
     }
 }
 
-/// curl, which shows the listener `jwt` this token.
+/// curl that shows this token to the listener `jwt`.
 async fn curl(world: &World, token: &str) -> Ran {
     let to = format!("::{}", world.listener("jwt"));
     let bearer = format!("Authorization: Bearer {token}");
@@ -63,7 +63,7 @@ async fn curl(world: &World, token: &str) -> Ran {
     curl.run().await.ok()
 }
 
-/// Its status and its body.
+/// Returns its status and its body.
 fn said(ran: &Ran) -> (u16, String) {
     let text = ran.text();
     let (body, status) = text.rsplit_once('\n').unwrap();
@@ -108,11 +108,11 @@ async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
     assert_eq!(said(&curl(&world, &by_new).await), (200, "it".to_owned()));
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("jwks_fetches_total", &[("outcome", "ok")]), 2);
-    // A listener that is another now has the keys that are here, and may pass a token on.
+    // A new listener has the present keys, and may pass a token on.
     let changed = world.reload(|config| config.listeners[1].forward_authorization = true);
     assert_eq!(changed.unwrap().listeners.replaced, ["jwt"]);
     assert_eq!(said(&curl(&world, &by_new).await).0, 200);
-    // One was looked at above.
+    // A test above covers one of them.
     for _ in 1..app.requests() - 1 {
         app.head().await;
     }
@@ -121,7 +121,7 @@ async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
     assert_untold(&world, &[&by_old, &by_new]);
 }
 
-/// curl and a client of our own are refused with this sentence.
+/// Checks that curl and a client of the tests are refused with this sentence.
 async fn assert_refused(world: &World, token: &str, says: &str) {
     let (status, body) = said(&curl(world, token).await);
     let problem: serde_json::Value = serde_json::from_str(&body).unwrap();
@@ -189,7 +189,7 @@ async fn each_refusal_names_method_and_reason_without_token_content() {
             tokens.push(token);
         }
     }
-    // Each by its shape.
+    // Each is recognised by its form.
     assert_eq!(said(&curl(&world, &good).await).0, 200);
     assert_eq!(said(&curl(&world, &opaque).await).0, 200);
     assert_eq!(app.requests(), 2, "nothing else has passed");
@@ -259,7 +259,7 @@ async fn a_server_in_an_issuers_place_provides_no_keys() {
     assert!(log.contains("TLS: invalid peer certificate"), "{log}");
 }
 
-/// The token is remembered by the connection, but neither beyond its end nor beyond its key.
+/// The connection remembers the token, but not beyond the end of the token or of its key.
 #[tokio::test]
 async fn a_kept_connection_is_admitted_while_its_token_is_valid() {
     let key = Key::new("key");
@@ -273,7 +273,7 @@ async fn a_kept_connection_is_admitted_while_its_token_is_valid() {
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     for http2 in [false, true] {
-        // A minute beyond its end is two clocks' business.
+        // A minute beyond its end is allowed for different clocks.
         let token = key.sign(&claims(&json!({ "exp": now() - 50 })));
         let client = world.client_at("jwt").only_bearer(&token);
         let client = if http2 { client.http2() } else { client };
@@ -340,7 +340,7 @@ fn telling(build: &Build, jwt: Jwt) -> Listener {
     listener
 }
 
-/// Adds the identity fields that a client would have an upstream believe.
+/// Adds the identity fields that a client could set to deceive an upstream.
 fn lying(client: Client) -> Client {
     client
         .field("x-remote-user", "root")
@@ -374,7 +374,7 @@ async fn an_upstream_gets_unforgeable_identity_and_no_credential() {
             vec!["ops", "on%20call"],
         ),
         (at().only_bearer(&opaque), &opaque, "bob", vec![]),
-        // What a client with a certificate says besides is not looked at, and stays here all the same.
+        // The gateway ignores the other fields of a client with a certificate, and does not pass them on.
         (
             certified.bearer("besides"),
             &"besides".to_owned(),

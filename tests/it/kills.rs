@@ -1,7 +1,7 @@
-//! Killed at every write of a data directory: it starts again with the old state or the new, and nothing is left over.
+//! Commands that are killed at every write of a data directory: they start again with the old state or the new one, and
+//! leave no files.
 //!
-//! Real processes, killed by strace as they are about to make one system call after the other.
-//! `CAUSEWAY_TEST_FULL=1` leaves none of them out.
+//! Real processes, which strace kills at one system call after the other. With `CAUSEWAY_TEST_FULL=1` no call is left out.
 
 use crate::world::{
     app::App,
@@ -17,20 +17,21 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// All by which something comes to a disk, or to its place there. strace counts each of them for itself; behind a slash stands a pattern.
+/// All system calls that write to a disk or move a file into place. strace counts each separately; a slash begins a
+/// pattern.
 const CALLS: &[&str] = &[
     "write", "fsync", "/^rename", "/^link", "/^unlink", "/^mkdir", "/chmod",
 ];
-/// By which files begin, among them many that have nothing to do with the directory.
+/// System calls that open files, many of them outside the data directory.
 const OPENS: &str = "openat";
 /// More than any command makes.
 const MOST: usize = 200;
 
-/// A command, and what it is run in.
+/// A command, and its directory.
 struct Order {
     line: &'static str,
     before: &'static [&'static str],
-    /// Words of its second run, which finds what the first has done or begins anew.
+    /// Words in the output of its second run, which finds the first run's result or starts again.
     again: &'static [&'static str],
 }
 
@@ -101,8 +102,8 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Runs a command until it comes through for each of the calls, each time in a new copy of `template`, and `looks`
-/// after each. How often it was killed.
+/// Runs a command until it succeeds for each of the calls, each time in a new copy of `template`, and runs `looks` after
+/// each. Returns how often it was killed.
 async fn killed_everywhere(
     folder: &Path,
     (line, template): (&str, Option<&Path>),
@@ -185,7 +186,7 @@ async fn a_restore_killed_at_any_write_restores_all_or_no_files() {
     order("token create --node edge-1", &template).await;
     join(&template);
     order(&format!("ca backup {}", file.display()), &template).await;
-    // What is there now differs from the backup in each of its parts.
+    // The present state differs from the backup in each of its parts.
     order("token create --node edge-2", &template).await;
     order("ca rotate prepare", &template).await;
     order("node revoke edge-1 --reason stolen", &template).await;
@@ -204,7 +205,8 @@ async fn a_restore_killed_at_any_write_restores_all_or_no_files() {
     assert!(killed >= 5, "{killed}");
 }
 
-/// Runs an edge that is killed by `program` unless it says `through` before, and then as it is; whether it was killed.
+/// Runs an edge that is killed by `program` unless it logs `through` before, and then runs it normally. Returns whether it
+/// was killed.
 async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) -> bool {
     let (name, data) = ("edge-1", site.edge_data("edge-1"));
     let token = site.token(&format!("--node {name}")).await;
@@ -214,12 +216,12 @@ async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) ->
     if came {
         edge.kill_traced().await;
     }
-    // A token may be spent before its certificate is on the disk: then it takes another one.
+    // A token may be used up before its certificate is on the disk: the edge then needs another token.
     let token = site.token(&format!("--node {name}")).await;
     let edge = site.edge(name, app.port()).flag("--join", token);
     let mut edge = edge.start();
     edge.said("tunnel registered").await;
-    // It may be writing something itself.
+    // The gateway may be writing a file itself.
     until("nothing stays half written", async || {
         left(&data).is_empty()
     })
@@ -235,7 +237,7 @@ async fn an_edge_killed_at_any_write_while_joining_recovers() {
     let site = Site::start().await;
     let mut killed = 0;
     for call in ["write", "fsync", "/^rename"] {
-        // Beyond these it writes to its sockets only.
+        // The other calls only write to its sockets.
         for nth in 1..=6 {
             fs::remove_dir_all(site.edge_data("edge-1")).ok();
             let program = causeway_killed_at(call, nth);
@@ -249,7 +251,7 @@ async fn an_edge_killed_at_any_write_while_joining_recovers() {
 async fn an_edge_killed_during_renewal_recovers_with_the_old_identity() {
     need!("strace");
     let app = App::saying("it").await;
-    // Certificates begin an hour before they are issued: this one is due at once.
+    // Certificates begin an hour before they are issued: this one is due for renewal at once.
     let site = Site::with("tunnel: { edge_certificate_lifetime: 10m }").await;
     site.join("edge-1", app.port()).await.kill().await;
     let file = site.edge_data("edge-1").join("edge.json");
@@ -257,7 +259,7 @@ async fn an_edge_killed_during_renewal_recovers_with_the_old_identity() {
     assert!(comes_back(&site, &app, program, "certificate is renewed").await);
 }
 
-/// The identity of the edge with this data directory, and those that are kept aside.
+/// The identity of the edge with this data directory, and the identities that it has put aside.
 fn identities(data: &Path) -> Vec<Vec<u8>> {
     let entries = fs::read_dir(data).unwrap().map(|entry| entry.unwrap());
     let identities = entries.filter(|entry| {
@@ -308,7 +310,7 @@ async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
         let edge = site.edge_of(program, "edge-1", app.port());
         edge.flag("--join", token).args(["--rejoin"]).start()
     };
-    // Before the new identity has its place, and before its token is noted.
+    // Before the new identity is in place, and before its token is recorded.
     for (name, replaced) in [("edge.json", false), ("joined-by", true)] {
         let before = fs::read(data.join("edge.json")).unwrap();
         let mut edge = rejoining(causeway_killed_over("/^rename", &data.join(name))).await;
@@ -321,7 +323,7 @@ async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
             others.any(|entry| fs::read(entry.path()).is_ok_and(|text| text == before))
         };
         assert!(is_aside(), "{name}");
-        // The token may be spent: the next one replaces whatever is there.
+        // The token may be used up: the next one replaces the identity in any case.
         let mut edge = rejoining(causeway("")).await;
         edge.said("identity is replaced").await;
         edge.said("tunnel registered").await;

@@ -1,4 +1,4 @@
-//! Resources left behind by clients that leave at the worst moment: there must be none.
+//! Resources that could leak if clients leave at the worst moment: none must leak.
 //!
 //! The tests count the open streams and open connections of each listener.
 
@@ -89,7 +89,7 @@ async fn a_response_cut_by_a_drain_ends_with_a_reset() {
     }
 }
 
-/// Uploads until nothing is taken any more.
+/// Uploads until no more bytes are accepted.
 async fn fill(wire: &mut impl Wire) {
     wire.write_all(HEAD.as_bytes()).await.unwrap();
     let chunk = vec![0; 64 << 10];
@@ -98,7 +98,7 @@ async fn fill(wire: &mut impl Wire) {
     }
 }
 
-/// The socket's close is a reset, as the system's is for a process that was killed with bytes unread.
+/// The close of the socket is a reset, as the kernel's is for a process that was killed with bytes unread.
 fn break_off(tcp: &TcpStream) {
     SockRef::from(tcp).set_linger(Some(Duration::ZERO)).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Links as they are at the edge: far away, and coming and going.
+//! Links as edges have them: with long delays and interruptions.
 
 use crate::{
     road::{Road, URL},
@@ -21,12 +21,12 @@ use std::{
 use tokio::time::{Instant, sleep, timeout};
 
 const MIB: usize = 1 << 20;
-/// One way.
+/// Delay in one direction.
 const DELAY: Duration = Duration::from_millis(25);
-/// For a machine that does other work besides.
+/// Time limit on a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// A road whose tunnel goes along `link`.
+/// A gateway and an edge whose tunnel uses `link`.
 async fn road(app: &App, delay: Duration) -> (Road, Link) {
     let world = Road::build().start().await;
     let link = Link::far(world.tunnel(), delay).await;
@@ -90,7 +90,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     road.until_idle().await;
 }
 
-/// Silent for less than anybody notices, again and again: nothing is lost, and nothing is dialled anew.
+/// The link is silent repeatedly, each time for less than a timeout: nothing is lost, and no edge dials again.
 #[tokio::test]
 async fn a_stuttering_link_loses_no_data() {
     let whole = Arc::new(pattern(MIB));
@@ -100,7 +100,7 @@ async fn a_stuttering_link_loses_no_data() {
     let over = AtomicBool::new(false);
     let stutter = async {
         for _ in 0..20 {
-            // Time is the subject: how the link stutters.
+            // Time is the subject: the rhythm of the interruptions.
             link.silence();
             sleep(Duration::from_millis(150)).await;
             link.restore();
@@ -126,7 +126,7 @@ async fn a_stuttering_link_loses_no_data() {
     road.until_idle().await;
 }
 
-/// Each cut is an error for clients in mid-request, and for no others. The edge returns each time.
+/// Each cut is an error only for clients with a request in flight. The edge returns each time.
 #[tokio::test]
 async fn a_flapping_link_costs_only_requests_in_progress() {
     let whole = Arc::new(pattern(MIB));
@@ -156,7 +156,7 @@ async fn a_flapping_link_costs_only_requests_in_progress() {
     road.until_idle().await;
 }
 
-/// Checks that an edge dials again if nothing at all passes while it dials.
+/// Checks that an edge dials again if no byte passes while it dials.
 #[tokio::test]
 async fn an_edge_started_on_a_silent_link_connects_once_it_works() {
     let app = App::saying("well").await;
@@ -171,9 +171,9 @@ async fn an_edge_started_on_a_silent_link_connects_once_it_works() {
     for _ in 0..3 {
         link.silence();
         link.cut();
-        // Dialled meanwhile: connected, and not a byte of TLS.
+        // Dialled meanwhile: connected, but no byte of TLS has passed.
         world.until_tunnels("edge-1", 0).await;
-        // Time is the subject: that many dials begin, and wait, while the link is cut.
+        // Time is the subject: dials begin, and wait, while the link is cut.
         sleep(Duration::from_millis(300)).await;
         link.restore();
         world.until_tunnels("edge-1", 1).await;

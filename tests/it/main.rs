@@ -1,6 +1,6 @@
 //! Causeway as a whole: gateway, edges, apps and clients over real sockets, in one binary.
 //!
-//! One file for each promise; `world` builds what a test needs. A test reads: a world, an act, an assertion.
+//! Each file tests one promise; `world` builds the parts of a test. A test consists of a world, an action and an assertion.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 

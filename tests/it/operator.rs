@@ -1,4 +1,4 @@
-//! An operator's day: broken pipes and full devices, checks of configurations, variables, logs.
+//! Everyday work of an operator: broken pipes and full devices, checks of configurations, variables, logs.
 
 use crate::world::{
     app::App,
@@ -63,7 +63,7 @@ async fn no_command_panics_with_a_closed_pipe_or_full_device() {
             .await;
         assert!(!full.stderr.contains("panic"), "{line}: {}", full.stderr);
         assert_ne!(full.code, Some(101), "{line}");
-        // Errors have no other place.
+        // Error messages have no other destination.
         let both = shell(&format!("causeway {line} >/dev/full 2>&1"), folder.path())
             .run()
             .await;
@@ -127,7 +127,7 @@ async fn a_gateway_with_an_unwritable_log_serves_and_counts_it() {
 async fn journal_lines_have_a_priority_and_no_timestamp() {
     let folder = tempfile::tempdir().unwrap();
     let journal = "touch log; export JOURNAL_STREAM=$(stat -c %d:%i log)";
-    // A variable that nothing reads is warned of.
+    // The program warns of a variable that it does not read.
     let run = |redirected: &str| {
         let line =
             format!("{journal}; CAUSEWAY_NOTHING=1 causeway gateway --data-dir none {redirected}");
@@ -141,7 +141,7 @@ async fn journal_lines_have_a_priority_and_no_timestamp() {
     };
     let warned = warning.starts_with("<4> WARN ") && warning.contains("CAUSEWAY_NOTHING");
     assert!(warned && error.starts_with("<3>causeway: "), "{said}");
-    // Led elsewhere, it is no journal's.
+    // Output that is redirected does not go to the journal.
     let said = run("").await.with_code(78).stderr;
     assert!(!said.contains("<4>") && !said.contains("<3>"), "{said}");
 }
@@ -321,7 +321,7 @@ async fn fatal_errors_are_json_if_the_log_is_json() {
             "{said}"
         );
     }
-    // People read this one.
+    // This format is for people.
     let check = causeway("gateway --config faults.yaml --check-config");
     let said = check.within(folder.path()).run().await.with_code(2).stderr;
     assert!(said.starts_with("faults.yaml:2:10: "), "{said}");
@@ -418,7 +418,7 @@ async fn a_second_gateway_needs_only_the_ca_and_the_ticket_secret() {
         .ok();
 }
 
-/// Examples are applied to one cluster, one after the other: what has the same name is the same.
+/// All examples are applied to one cluster: objects of the same name must be equal.
 #[test]
 fn no_example_takes_rights_of_another_away() {
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
@@ -459,7 +459,7 @@ fn no_example_takes_rights_of_another_away() {
     assert!(found.contains_key("kind: ClusterRole causeway-gateway-dns"));
 }
 
-/// The block is pasted into a shell whose own settings are to stay.
+/// The user pastes the block into a shell and keeps the shell's settings.
 #[test]
 fn commands_of_the_readme_leave_the_readers_shell_as_it_is() {
     let tutorial = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/tutorials/cluster.md");
@@ -470,7 +470,7 @@ fn commands_of_the_readme_leave_the_readers_shell_as_it_is() {
     }
 }
 
-/// A gateway without a policy is what its configuration asks for; one that loses its policy is not.
+/// A configuration may ask for a gateway without a policy. A gateway must not lose its policy.
 #[tokio::test]
 async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     let folder = tempfile::tempdir().unwrap();
@@ -488,7 +488,7 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     site.gateway.line("a warning", warned).await;
 }
 
-/// As in an edge's pod, whose image has a gateway's directory too, of another user.
+/// As in an edge's pod, whose image also has a gateway's directory, of another user.
 #[tokio::test]
 async fn another_users_default_directory_hides_no_running_process() {
     need!("unshare", "setpriv");

@@ -1,7 +1,7 @@
-//! A link that dies, and one that returns: how soon each side detects it, and what clients see.
+//! A link that dies, and one that returns: the time until each side detects it, and the effect on clients.
 //!
-//! Real processes on a street of namespaces. `CAUSEWAY_TEST_FULL=1` holds them to the times that a user is promised, with
-//! what a busy machine may add, and adds outages of one minute and of ten.
+//! Real processes in a network of namespaces. With `CAUSEWAY_TEST_FULL=1` the tests check the promised times, with an
+//! allowance for a busy machine, and add outages of one minute and of ten.
 
 use crate::world::{
     app::{App, answer},
@@ -19,24 +19,24 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// How soon both ends know of a silent death.
+/// Time in which both ends detect a silent death.
 const KNOWN: Duration = Duration::from_secs(15);
-/// How soon requests succeed after a link's return.
+/// Time in which requests succeed after a link's return.
 const BACK: Duration = Duration::from_secs(2);
-/// The bound of a wait for what a process writes.
+/// Limit of a wait for a log line of a process.
 const SOON: Duration = Duration::from_mins(2);
 /// Time that TCP itself may delay sent data after an outage that ended before either side detected it: its retransmissions
 /// are 3.2 s apart by then.
 const RETRANSMISSION: Duration = Duration::from_millis(3_200);
-/// An outage that is over before anybody knows of it.
+/// Length of an outage that ends before either side detects it.
 const SHORT: Duration = Duration::from_secs(5);
-/// Idle for this long before the outage: the gateway's probe, which is due 5 s after the last byte, is lost early,
-/// and by the link's return TCP sends it again at its longest distance.
+/// Idle time before the outage. The gateway's probe, which is due 5 s after the last byte, is lost early, and by the link's
+/// return TCP retransmits it at its longest interval.
 const PROBED_EARLY: Duration = Duration::from_millis(3_500);
-/// Time that a machine with other work may add.
+/// Allowance for a machine that does other work.
 const BUSY: Duration = Duration::from_millis(1_500);
 
-/// As much has passed when bulk has come to its full speed, in bytes.
+/// Number of bytes after which bulk has reached its full speed.
 const BULK: u64 = 16 << 20;
 
 const URL: &str = "http://edge-1:9100/";
@@ -58,7 +58,7 @@ struct Scene<'a> {
     _app: App,
 }
 
-/// A gateway on the street.
+/// A gateway in the network's hub.
 async fn gateway() -> Site {
     Site::open_to_all(&format!("{HUB}:0")).await
 }
@@ -68,7 +68,7 @@ impl<'a> Scene<'a> {
         Self::with(street, site, node, |edge| edge).await
     }
 
-    /// With an edge that is started so.
+    /// With an edge that is started with this program.
     async fn with(
         street: &'a Street,
         site: &'a Site,
@@ -103,12 +103,12 @@ impl<'a> Scene<'a> {
         self.site.nobody().try_send(request).await
     }
 
-    /// How long until a request succeeds.
+    /// Returns the time until a request succeeds.
     async fn back(&self) -> Duration {
         let began = Instant::now();
         let asking = async {
             while !matches!(self.ask().await, Ok(answer) if answer.status == 200) {
-                // The pace of the asking.
+                // Pause between the requests.
                 sleep(Duration::from_millis(20)).await;
             }
         };
@@ -117,7 +117,7 @@ impl<'a> Scene<'a> {
         began.elapsed()
     }
 
-    /// A client in the middle of a request, who gets to know when it has failed.
+    /// A client with a request in flight, whose failure it reports.
     async fn client(&self, traffic: Traffic, clients: &mut JoinSet<()>) {
         let path = match traffic {
             Traffic::Idle => "GET /silent",
@@ -157,7 +157,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Both ends and the clients know of a cut in time.
+/// Both ends and the clients detect a cut in time.
 async fn known(scene: &Scene<'_>, clients: &mut JoinSet<()>, cut: Instant) {
     let gone = format!("{} disconnected", scene.node);
     let gateway = async {
@@ -212,7 +212,7 @@ async fn outage_on(street: &Street, idle: Duration, outage: Duration, bound: Dur
     back_in_time(&scene, bound).await;
 }
 
-/// Says a figure even where the test runner swallows what tests print.
+/// Prints a figure although the test runner hides the output of tests.
 fn say(figure: &str) {
     writeln!(std::io::stderr().lock(), "{figure}").unwrap();
 }
@@ -310,14 +310,14 @@ async fn an_edge_reconnects_in_time_after_its_own_link_returns() {
 async fn an_edge_that_waits_long_dials_as_soon_as_its_network_changes() {
     need!(NEED);
     let (street, site) = (Street::new(), gateway().await);
-    // Attempts that fail alike are logged for debugging only.
+    // Repeated equal failures are logged at debug level only.
     let patient = |edge: Causeway| {
         let edge = edge.env("CAUSEWAY_BACKOFF_SILENT_MAX", "10m");
         edge.env("CAUSEWAY_LOG_FILTER", "info,causeway_edge=debug")
     };
     let scene = Scene::with(&street, &site, "edge-1", patient).await;
     scene.host.down();
-    // The pause behind the sixth failure is of four to eight seconds.
+    // The pause after the sixth failure is four to eight seconds long.
     scene.edge.wrote("could not dial", 6, SOON).await;
     scene.host.up();
     back_in_time(&scene, BACK).await;
@@ -345,7 +345,7 @@ async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
         (answer, killed, killed.elapsed())
     };
     let ((held, ended), (next, killed, asked)) = tokio::join!(held, killing);
-    // Its end was noticed by the closed connection, and not by silence.
+    // The edge noticed its end by the closed connection, and not by silence.
     let silent = [("why", "silent")];
     let metrics = site.metrics().await;
     assert_eq!(metrics.sum("tunnels_ended_total", &[]), 1);

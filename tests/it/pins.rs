@@ -1,4 +1,4 @@
-//! Apps that are known by the key that they had when they were first met, whatever their certificates say.
+//! Apps with pinned keys: the gateway trusts the key of the first connection, whatever the certificates contain.
 
 use crate::{
     apps::by_path,
@@ -37,12 +37,12 @@ const URL: &str = "https://edge-1:10250/";
 /// After this the app closes the connection.
 const ONCE: &str = "https://edge-1:10250/once";
 
-/// Certificates with their keys, of which an upstream shows one.
+/// Certificates with their keys; an upstream shows one of them.
 #[derive(Debug)]
 struct Shows {
     keys: Vec<Arc<CertifiedKey>>,
     now: AtomicUsize,
-    /// The next one for each connection.
+    /// Shows the next one on each connection.
     turns: bool,
 }
 
@@ -98,7 +98,7 @@ async fn edge(world: &World, app: &App) -> Edge {
         .await
 }
 
-/// `causeway edge` with these words, beside the gateway of this directory.
+/// `causeway edge` with these arguments, beside the gateway of this directory.
 async fn order(line: &str, data: &Path) -> Ended {
     let order = causeway("node").args(line.split_whitespace());
     order.flag("--data-dir", data).run().await
@@ -119,7 +119,7 @@ fn noted(world: &World) -> Option<Pin> {
 async fn only_the_first_key_of_an_upstream_is_trusted_after_restarts() {
     for version in [&TLS13, &TLS12] {
         let authority = Authority::new();
-        // Of a year ago, and of somebody else's name.
+        // A certificate that ended a year ago, for another name.
         let (first, second) = (
             authority.expired_app(&["nobody"]),
             authority.app(&["edge-1"]),
@@ -178,7 +178,7 @@ async fn a_key_that_is_shown_and_not_held_is_not_noted() {
         shows.now(1);
         assert_eq!(world.client().get(URL).await.text(), "well");
         assert_eq!(noted(&world).unwrap().key, key(&theirs));
-        // Known by now, it is believed no more than before.
+        // The key is known by now, but still not trusted.
         shows.now(0);
         assert_eq!(world.client().get(ONCE).await.text(), "once");
         let answer = world.client().get(URL).await;
@@ -199,7 +199,7 @@ async fn of_two_keys_that_are_met_at_once_one_is_believed() {
         .open(world.folder().join("gateway/.lock"))
         .unwrap();
     disk.lock().unwrap();
-    // An upgrade waits for nobody.
+    // An upgrade does not wait for other requests.
     let upgrade =
         "GET /refused HTTP/1.1\r\nHost: edge-1:10250\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";
     let client = world.client();
@@ -260,7 +260,7 @@ async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
     let shows = Shows::of(&[&first, &second], false);
     let app = App::https(shows.serve(&TLS13), by_path).await;
-    // What is kept is a worker's.
+    // Each worker has its own pool of kept connections.
     let one = format!("{OPEN}\nworkers: 1\nupstream_tls: {{ 9100: {{ pin: true }} }}");
     let site = Site::with_listeners(&one).await;
     let ports = format!(
@@ -292,7 +292,7 @@ async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     let rows: Value = serde_json::from_str(&order("pins -o json").await.ok().stdout).unwrap();
     assert_eq!(rows[0]["key"], key(&first).to_string());
 
-    // What is kept was made with a key that nobody is to go by any more.
+    // The kept connections were made with a key that is no longer trusted.
     shows.now(1);
     assert_eq!((get().await.status, app.connections()), (200, 1));
     let said = order("unpin edge-1 9100").await.ok().stdout;

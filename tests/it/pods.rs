@@ -1,4 +1,4 @@
-//! A kube-apiserver that checks no kubelet's certificate names no node but by the pod in its path.
+//! A kube-apiserver that does not verify kubelets' certificates: the pod in its path is the only name of the node.
 
 use crate::world::{
     GATEWAY_NAME, World,
@@ -14,7 +14,7 @@ use causeway_gateway::{
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{borrow::Cow, time::Duration};
 
-/// One pod on each node, and one of which nobody hears.
+/// One pod on each node, and one for which no edge is connected.
 #[derive(Debug)]
 struct Known;
 
@@ -60,7 +60,7 @@ async fn world() -> World {
     build.start().await
 }
 
-/// As kube-apiserver asks: no name in the handshake, and its own Host.
+/// As kube-apiserver does: no name in the handshake, and its own Host.
 fn apiserver(world: &World, listener: &str) -> Client {
     let client = world.client_at(listener).sni(GATEWAY_NAME);
     client.host("10.97.0.1:6443")
@@ -86,7 +86,7 @@ async fn the_pod_in_the_path_selects_the_node_as_a_last_resort() {
         assert_eq!(ask(&world, "api", path).await.text(), text, "{path}");
     }
     assert_eq!(one.head().await.value("host").unwrap(), "10.97.0.1:6443");
-    // Who names a node in the handshake means that one, whatever the path says.
+    // A name in the handshake takes precedence over the path.
     let named = apiserver(&world, "api").sni("edge-2");
     let answer = named.get("https://gateway/exec/a/web/app").await;
     assert_eq!(answer.text(), "two");

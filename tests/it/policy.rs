@@ -1,4 +1,4 @@
-//! The policy: the first rule that matches decides, at every stream, and the log says which it was.
+//! Access policy: for every stream the first rule that matches decides, and the log names it.
 
 use crate::world::{
     GATEWAY_NAME, LIFE, World,
@@ -115,7 +115,7 @@ async fn node_attributes_come_from_enrolment_and_not_from_edges() {
     assert_eq!(world.node("edge-2").await["confirmed_labels"], json!({}));
 }
 
-/// As in README: a Node object takes no label away that a token gave.
+/// As documented: a Node object cannot remove a label of a token.
 #[tokio::test]
 async fn labels_of_a_token_survive_a_cluster_node_of_that_name() {
     let rules = json!([
@@ -251,7 +251,7 @@ async fn an_extra_client_ca_gives_no_names_of_our_trust_domain() {
         let client = world.client_at("theirs").certificate(&leaf);
         by.push((client.get(url).await.status, decided(&world)));
     }
-    // Not the rule of our own domain: it has no say there.
+    // The rule of the own domain does not apply here.
     assert_eq!(by, [(403, Value::Null), (200, json!("rules[1]"))]);
     let own = world.client_at("theirs").get(url).await.status;
     assert_eq!((own, decided(&world)), (403, json!("rules[0]")));

@@ -13,7 +13,7 @@ use tokio::{
     time::timeout,
 };
 
-/// Only proxy that listeners trust.
+/// The only proxy that listeners trust.
 const PROXY: [u8; 4] = [127, 0, 0, 1];
 /// Any other host.
 const ELSEWHERE: [u8; 4] = [127, 0, 0, 2];
@@ -82,7 +82,7 @@ async fn only_a_trusted_proxys_header_gives_source_and_destination() {
     let client = [192, 0, 2, 7];
     let with = |from, to, port| [&header(from, to, port)[..], GET].concat();
 
-    // Node and port are the destination's: a tcp listener has nothing else to go by.
+    // Node and port are those of the destination: a tcp listener has no other source for them.
     let answer = said(bytes, PROXY, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(answer.ends_with("here"), "{answer}");
     let answer = said(web, PROXY, &with(client, [10, 0, 0, 99], 1)).await;
@@ -91,18 +91,18 @@ async fn only_a_trusted_proxys_header_gives_source_and_destination() {
         assert_eq!(record["peer"], "192.0.2.7:4000", "{record}");
         assert_eq!(record["client"], "192.0.2.7", "{record}");
     }
-    // It is the client who is judged, not the proxy.
+    // The gateway checks the client's address, not the proxy's.
     let answer = said(web, PROXY, &with([198, 51, 100, 1], [10, 0, 0, 11], 9100)).await;
     assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
 
-    // The proxy itself is nobody's client: without a header, or with an old one, it is cut off.
+    // The proxy itself is no client: the gateway cuts its connection without a header, or with an old one.
     let old = [&b"PROXY TCP4 192.0.2.7 10.0.0.11 4000 9100\r\n"[..], GET].concat();
     for sent in [GET, &old] {
         for listener in [bytes, web] {
             assert_eq!(said(listener, PROXY, sent).await, "");
         }
     }
-    // Who is no proxy is served without, and a header of theirs is no HTTP.
+    // Peers that are no proxies are served without a header, and a header of theirs is invalid HTTP.
     let answer = said(web, ELSEWHERE, GET).await;
     assert!(answer.ends_with("here"), "{answer}");
     let answer = said(web, ELSEWHERE, &with(client, [10, 0, 0, 11], 9100)).await;

@@ -1,4 +1,4 @@
-//! Streams that are open end when their client may no longer have them, and others do not.
+//! Open streams end when their client may no longer have them. Other streams continue.
 
 use crate::{
     road::URL,
@@ -36,7 +36,7 @@ use tokio::{
 const UPGRADE: &str =
     "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
 
-/// An app that echoes sessions, and sends downloads without an end.
+/// An app that echoes sessions, and sends endless downloads.
 async fn app() -> App {
     App::http(app_of).await
 }
@@ -63,7 +63,7 @@ async fn session_at(client: &Client, node: &str, fields: &str) -> impl Wire + us
     wire
 }
 
-/// Checks that bytes go there and back.
+/// Checks that bytes pass in both directions.
 pub(crate) async fn echoes(wire: &mut impl Wire) {
     wire.write_all(b"ping").await.unwrap();
     assert_eq!(read(wire, 4).await, b"ping");
@@ -130,7 +130,7 @@ async fn a_policy_that_denies_open_streams_ends_only_those() {
         (&record["client"], &record["rule"]),
         (&json!("tester"), &json!("rules[0]"))
     );
-    // Rules that allow it still end nothing.
+    // Other rules that still allow it end nothing.
     rules.replace(Some(compiled(&may)));
     let mut again = session(&denied, "").await;
     rules.replace(Some(compiled(
@@ -202,7 +202,7 @@ async fn sessions_over_connect_and_tcp_end_as_well() {
     world.until_idle().await;
 }
 
-/// A listener that takes certificates of another CA, and one of them.
+/// A listener that accepts certificates of another CA, and a certificate of that CA.
 fn of_another_ca(world: &std::path::Path, ca: &Ca) -> Listener {
     let file = world.join("clients.pem");
     std::fs::write(&file, ca.root_pem()).unwrap();
@@ -253,7 +253,7 @@ async fn a_revoked_certificate_ends_its_sessions_and_starts_none() {
     echoes(&mut stays).await;
     assert_eq!(bob.get(URL).await.status, 200);
     refused(&world, "unauthenticated").await;
-    // The listener moves, and takes certificates of another CA there.
+    // The listener moves, and accepts certificates of another CA there.
     let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
     std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
     let changed = world.reload(|config| {
@@ -332,7 +332,7 @@ async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
         },
         ..listener.clone()
     };
-    // It takes the same certificates, and stays.
+    // It accepts the same certificates, and stays.
     let beside = Listener {
         name: "beside".to_owned(),
         ..listener
@@ -354,7 +354,7 @@ async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
         { "then": "allow" },
     ]))));
     is_reset(&mut ann).await;
-    // A certificate that is revoked where it may come still.
+    // A certificate is revoked, but its client is still allowed.
     let listed = serial(&leaves[1]);
     let revoked = world.reload(|config| {
         let beside = config
@@ -365,7 +365,7 @@ async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
     });
     revoked.unwrap();
     is_reset(&mut bob).await;
-    // Another root in the file, and no token.
+    // The file has another root, and no token.
     echoes(&mut cid).await;
     echoes(&mut dan).await;
     let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
@@ -436,7 +436,7 @@ async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
     let revoked = world.reload(|config| clients(config).client_auth.revoked = vec![listed]);
     revoked.unwrap();
     is_reset(&mut ann).await;
-    // Removed and revoked elsewhere in one go.
+    // Removed and revoked elsewhere in one step.
     let other = ca.issue_client("bob", &[], LIFE).unwrap();
     let mut bob = session(&world.client_at("clients").certificate(&other), "").await;
     let revoked = world.reload(|config| {
@@ -529,7 +529,7 @@ async fn a_node_that_changes_labels_or_pool_loses_denied_streams() {
         change(&mut known);
         world.nodes().put(name, known);
     };
-    // Nothing that a rule reads.
+    // No rule reads this field.
     change("edge-2", &|node| {
         node.addresses.push("10.0.0.1".parse().unwrap());
     });
@@ -539,7 +539,7 @@ async fn a_node_that_changes_labels_or_pool_loses_denied_streams() {
     is_reset(&mut sessions[0]).await;
     change("edge-2", &|node| node.pool = Some("south".into()));
     is_reset(&mut sessions[1]).await;
-    // As the cluster says it.
+    // As the cluster reports it.
     echoes(&mut sessions[2]).await;
     cluster(&[]);
     is_reset(&mut sessions[2]).await;
@@ -580,7 +580,7 @@ async fn jwt_sessions_go_on_without_keys_and_are_rechecked_with_them() {
     let bob = first.sign(&claims(&json!({ "sub": "bob" })));
     let mut denied = jwt_session(&world, &bob).await;
     let mut beside = session(&world.client(), "").await;
-    // Its keys are to be had elsewhere now, and are not.
+    // The URL of its keys has changed, and does not work.
     let mut away = Issuer::silent(&second);
     let elsewhere = away.jwt(&world.folder().join("elsewhere"));
     let moved = world.reload(|config| clients(config).client_auth.jwt = vec![elsewhere]);
@@ -596,7 +596,7 @@ async fn jwt_sessions_go_on_without_keys_and_are_rechecked_with_them() {
         "dependency_unavailable",
         "jwt: the keys of its issuer have not been loaded yet",
     );
-    // Whoever is checked in the same round ends, and so does who was known before and may not any more.
+    // In the same round the gateway ends unknown clients, and known clients that are no longer allowed.
     rules.replace(Some(compiled(&json!([
         { "who": { "users": ["tester", "bob"] }, "then": "deny" },
         { "then": "allow" },
@@ -624,7 +624,7 @@ async fn jwt_expiry_ends_sessions_only_if_the_listener_says_so() {
     let mut world = build.listener(jwts(jwt, false)).start().await;
     let app = app().await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
-    // A minute beyond its end is two clocks' business.
+    // A minute beyond its end is allowed for different clocks.
     let sign = |name: &str| key.sign(&claims(&json!({ "sub": name, "exp": now() - 52 })));
     let [ann, bob] = ["ann", "bob"].map(sign);
     let mut ann_wire = jwt_session(&world, &ann).await;
@@ -656,7 +656,7 @@ async fn jwt_expiry_ends_sessions_only_if_the_listener_says_so() {
     ]))));
     is_reset(&mut checked).await;
     echoes(&mut bob_wire).await;
-    // Its issuer is one no more.
+    // Its issuer is no longer configured.
     let other = Jwt {
         issuer: "https://other.test".to_owned(),
         ..issuer.jwt(world.folder())
@@ -667,11 +667,11 @@ async fn jwt_expiry_ends_sessions_only_if_the_listener_says_so() {
     is_reset(&mut bob_wire).await;
 }
 
-/// Allows at first. Asked again it waits for the gate before it allows, and later on it denies.
+/// Allows at first. The second time it waits for the gate before it allows, and later it denies.
 #[derive(Debug, Default)]
 struct Slow {
     changes: AtomicU64,
-    /// How often the number of changes was looked at: once in each round of checks.
+    /// Number of reads of the change counter: one in each round of checks.
     rounds: AtomicU64,
     waiting: AtomicU64,
     gate: Arc<Notify>,
@@ -753,7 +753,7 @@ async fn an_edge_with_fewer_allowed_ports_ends_those_streams() {
     let mut unanswered = tokio::task::JoinSet::new();
     unanswered.spawn(async move { client.get("https://edge-1:9101/").await });
     silent.head().await;
-    // Upgrades alone.
+    // Only upgrades.
     edge.reload(|config| config.allow.upgrades = false);
     is_reset(&mut upgraded).await;
     assert_eq!(app.end().await, End::Reset);
@@ -768,7 +768,7 @@ async fn an_edge_with_fewer_allowed_ports_ends_those_streams() {
     edge.reload(|config| drop(config.ports.remove(&22)));
     is_reset(&mut through).await;
     assert_eq!(bytes.end().await, End::Reset);
-    // Where the others are.
+    // Place of the other data directories.
     edge.reload(|config| config.allow.hosts = vec!["10.0.0.0/8".parse().unwrap()]);
     let cut = http_body_util::BodyExt::collect(download).await;
     assert!(cut.is_err());

@@ -1,4 +1,4 @@
-//! Streams to apps that the gateway itself asks end when their client may no longer have them.
+//! Streams to apps to which the gateway itself connects end when their client may no longer have them.
 
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, refused, session},
@@ -21,7 +21,7 @@ use std::{task::Poll, time::Duration};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-/// A body that begins and does not end, and what is cancelled once its sender has dropped it.
+/// A body that begins and does not end, and the token that is cancelled when its sender has dropped it.
 pub(crate) fn unending() -> (Body, CancellationToken) {
     let dropped = CancellationToken::new();
     let guard = dropped.clone().drop_guard();
@@ -47,7 +47,7 @@ pub(crate) async fn open(
     (connection, answer.unwrap())
 }
 
-/// The streams of a client over HTTP/1.1 and of one over HTTP/2, of each kind that a request can be.
+/// The streams of a client over HTTP/1.1 and of one over HTTP/2, of each kind of request.
 #[derive(Default)]
 pub(crate) struct Streams {
     uploads: Vec<(Connection, CancellationToken)>,
@@ -79,7 +79,7 @@ impl Streams {
         streams
     }
 
-    /// Waits until each has ended, as one that is refused after it began. Nothing reads the second downloads.
+    /// Waits until each has ended, like a stream that is refused after it began. The second downloads are not read.
     pub(crate) async fn are_refused(&mut self) {
         for (_connection, dropped) in &self.uploads {
             until("the upload has ended", async || dropped.is_cancelled()).await;
@@ -106,7 +106,7 @@ async fn http1_upstream_streams_end_in_both_directions() {
     let build = Road::build().config(|config| config.timeouts.idle_keepalive = idle);
     let build = build.policy(rules.reader());
     let (app, road) = Road::secured_by(build, |head| match head.path().as_str() {
-        // It has answered, and reads on.
+        // It has answered, and continues to read.
         "/early" => Script::new()
             .write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwell")
             .silence(),

@@ -1,4 +1,4 @@
-//! Access records of streams that break off behind the head of their answer: each says why.
+//! Access records of streams that break off after the head of their answer: each has a reason.
 
 use crate::{
     apps::by_path,

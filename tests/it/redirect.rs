@@ -1,7 +1,7 @@
-//! Clients of the nodes' own addresses: rules of nftables redirect them to listeners, and no other connections.
+//! Clients of the nodes' own addresses: nftables rules redirect them to listeners, and no other connections.
 //!
-//! Real processes and a real kernel, in a network of the test's own: the gateway on the hub, clients there and on a host
-//! that sends by the hub.
+//! Real processes and a real kernel, in the test's own network: the gateway is on the hub, with clients there and on a host
+//! that routes through the hub.
 
 use crate::world::{
     PATIENCE,
@@ -32,7 +32,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// How soon a change of the nodes is one of the rules, on a machine that has nothing else to do.
+/// Time until a change of the nodes is in the rules, on an idle machine.
 const SOON: Duration = Duration::from_secs(1);
 
 const CONFIGURATION: &str = r#"
@@ -87,7 +87,7 @@ impl Scene {
         self.apps.push(app);
     }
 
-    /// A client here, or on `host`.
+    /// A client on the hub, or on `host`.
     async fn curl(&self, url: &str, host: Option<&Host<'_>>) -> Ran {
         let running = {
             let _there = host.map(Host::enter);
@@ -131,7 +131,7 @@ async fn local_and_forwarded_dials_of_a_node_address_reach_the_node() {
     ] {
         for from in [None, Some(&behind)] {
             for address in [v4, v6] {
-                // Without a name to ask for: the certificate is for the address.
+                // The handshake has no name: the certificate is for the address.
                 for url in [
                     format!("https://{address}:9100/"),
                     format!("http://{address}:9200/"),
@@ -142,12 +142,12 @@ async fn local_and_forwarded_dials_of_a_node_address_reach_the_node() {
             }
         }
     }
-    // The gateway's own listeners are as they were, and tunnels with them.
+    // The gateway's own listeners still work, and tunnels with them.
     let admin = format!("http://{}/healthz", scene.site.admin);
     scene.curl(&admin, None).await.ok();
 }
 
-/// Answers every client that it is there.
+/// Answers every client.
 async fn itself(listener: TcpListener) {
     saying(listener, "itself").await;
 }
@@ -180,7 +180,7 @@ async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
         for address in ["10.0.0.11", "10.0.0.50"] {
             cloud.has(address.parse().unwrap());
         }
-        // Of nobody, of a host that is no node, and of a node at a port without a listener.
+        // Addresses of no host, of a host that is no node, and of a node at a port without a listener.
         for address in ["10.0.0.50", &cloud.address().to_string(), "10.0.0.11"] {
             let url = format!("http://{address}:{port}/");
             assert_eq!(scene.curl(&url, None).await.ok().text(), "itself", "{url}");
@@ -195,7 +195,7 @@ async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
     scene
         .joins("edge-4", &format!("--address 10.0.0.50 --address {HUB}"))
         .await;
-    // Of two nodes at the edge, both are named at once.
+    // If two edge nodes have the address, the answer names both.
     let conflict = "10.0.0.50 is an address of several nodes (edge-3, edge-4)";
     until("both nodes are named", async || {
         let both = scene.curl("https://10.0.0.50:9100/", None).await;
@@ -221,13 +221,13 @@ async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
         "{metrics}"
     );
     assert!(!scene.set("edges4").contains("127.0.0.9"));
-    // What is this host's own is so whatever a node says.
+    // The host's own addresses stay its own, even if a node claims them.
     scene.listed(&HUB.to_string(), true).await;
     let own = scene.curl(&format!("http://{HUB}:9200/"), None).await;
     assert_eq!(own.status.code(), Some(7), "{own:?}");
 }
 
-/// The connections that the kernel remembers to this address, in this thread's network.
+/// Returns the connections to this address that the kernel tracks, in this thread's network.
 fn remembered(address: &str) -> usize {
     let all = std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap();
     all.matches(&format!(" dst={address} ")).count()
@@ -260,7 +260,7 @@ async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
             .text(),
         "edge-2"
     );
-    // Another node takes the address, and those who still try get there.
+    // Another node takes the address, and clients that still retry reach it.
     scene.edge("add edge-2 --address 10.0.0.11").await;
     scene.listed("10.0.0.11", true).await;
     assert_eq!(
@@ -292,7 +292,7 @@ async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
 
     let street = &scene.street;
     let table = || street.nft("list table inet causeway");
-    // Something that was left under the name, by whatever does not guard it.
+    // A table of that name which another program left without an owner.
     let site = scene
         .site
         .restart(|_| {
@@ -381,7 +381,7 @@ async fn five_thousand_nodes_need_no_more_rules_than_one() {
     nodes.replace([node(1)].into());
     let ports = watch::Sender::<PortMap>::default();
     let table = Redirect::default().table;
-    // A process that another test starts holds a copy of each socket until it is another program.
+    // A process that another test starts has a copy of each socket until it executes its program.
     let install = async || {
         let mut nat = None;
         until("the last table is gone", async || {
@@ -438,7 +438,7 @@ struct Pods<'a> {
 }
 
 impl<'a> Pods<'a> {
-    /// One in the cloud.
+    /// A node in the cloud.
     fn elsewhere(street: &'a Street) -> Self {
         Self {
             host: street.host(),
@@ -447,7 +447,7 @@ impl<'a> Pods<'a> {
         }
     }
 
-    /// One whose edge lets clients to these hosts.
+    /// A node whose edge admits these target hosts.
     async fn at(street: &'a Street, site: &Site, node: &'static str, allowed: &str) -> Self {
         let Self { host, serving, .. } = Self::elsewhere(street);
         let token = site.token(&format!("--node {node}")).await;
@@ -468,7 +468,8 @@ impl<'a> Pods<'a> {
         }
     }
 
-    /// A pod with this address, which is reached from the hub as well, says this. Returns where it is.
+    /// Starts a pod with this address, which is also reachable from the hub and answers with this text. Returns its
+    /// address.
     async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
         self.host.has(address.parse().unwrap());
         let listener = {
@@ -504,7 +505,7 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
         &["10.244.1.0/24", "fd01:0:0:1::/64"],
     );
     cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &["10.244.2.0/24"]);
-    // A network that has what is in the cloud in it as well is nobody's.
+    // A network that also contains addresses of the cloud belongs to no node.
     cluster.node_with_pods("edge-3", true, &["10.0.0.13"], &["10.244.8.0/23"]);
     cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &["10.244.9.0/24"]);
     let set = |name: &str| {
@@ -530,10 +531,10 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
     assert_eq!(curl(v4).await.ok().text(), "edge");
     let asked = |node: &str, at: SocketAddr| format!("node=\"{node}\" port={} ", at.port());
     site.gateway.said(&asked("edge-1", v4)).await;
-    // The owner of that node lets nobody to its pods: there is no other way to them, though one is there.
+    // The owner of that node denies access to its pods: the gateway uses no other path to them, although one exists.
     let refused = two.pod("10.244.2.7", "edge").await;
     let code = curl(refused).await.status.code();
-    // Reset, before or after curl has seen that it is connected.
+    // Reset, before or after curl has noticed that it is connected.
     assert!(matches!(code, Some(7 | 56)), "{code:?}");
     site.gateway.said(&asked("edge-2", refused)).await;
     let straight = cloud.pod("10.244.9.7", "cloud").await;

@@ -1,7 +1,7 @@
-//! Identities and join tokens: what becomes of each state of a node's identity by each action of an operator.
+//! Identities and join tokens: the result of each action of an operator in each state of a node's identity.
 //!
-//! An identity that the gateway accepts stays. One that no gateway accepts is replaced by a token that is newer, and kept
-//! aside. Where nothing helps, the edge names the command that does.
+//! An identity that the gateway accepts stays. A newer token replaces an identity that no gateway accepts, and the edge
+//! puts the old identity aside. If nothing helps, the edge names the command that does.
 
 use crate::world::{
     LIFE, World,
@@ -30,11 +30,11 @@ enum State {
     Valid,
     /// Its certificate has expired.
     Expired,
-    /// It is of a CA that the gateway has not any more.
+    /// It is from a CA that the gateway no longer has.
     LostCa,
     /// The gateway has forgotten the node.
     Removed,
-    /// The gateway lets the node in no more.
+    /// The gateway no longer admits the node.
     Revoked,
     /// The configuration gives the node another name.
     Renamed,
@@ -66,13 +66,13 @@ enum Action {
 /// Expected outcome.
 #[derive(Clone, Copy, Debug)]
 enum Outcome {
-    /// The edge is connected with the identity before, and the token is not spent.
+    /// The edge is connected with the previous identity, and the token is not used up.
     Keeps,
-    /// The edge is connected with a new identity; the one before is kept aside.
+    /// The edge is connected with a new identity; the previous one is put aside.
     Replaces,
-    /// The edge runs, keeps its identity, and says this.
+    /// The edge runs, keeps its identity, and logs this.
     Refused(&'static str),
-    /// The edge does not start, and says this.
+    /// The edge does not start, and prints this.
     Ends(&'static str),
 }
 
@@ -163,7 +163,7 @@ const TABLE: &[(State, Action, Outcome)] = &[
     (Damaged, LeaveSpent, Ends("already used")),
 ];
 
-/// An edge waits as long as a dial may take before it takes an identity for refused.
+/// An edge waits for the time limit of a dial before it treats an identity as refused.
 fn short_dials(config: &mut Config) {
     let second = Duration::from_secs(1);
     (
@@ -184,7 +184,7 @@ struct Row {
     token: Option<JoinToken>,
 }
 
-/// An identity of this CA whose certificate has this life.
+/// An identity from this CA whose certificate has this lifetime.
 fn identity(ca: &Ca, node: &NodeName, life: Duration) -> EdgeIdentity {
     let key = PrivateKey::generate().unwrap();
     let request = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -201,7 +201,7 @@ fn certificate(store: &Store) -> Option<Vec<u8>> {
     Some(identity.leaf.chain()[0].to_vec())
 }
 
-/// The identities that are kept aside.
+/// Returns the identities that were put aside.
 fn aside(edge: &Edge) -> Vec<String> {
     let entries = std::fs::read_dir(edge.folder()).unwrap();
     let names = entries.map(|entry| entry.unwrap());
@@ -251,7 +251,7 @@ impl Row {
         let token = match action {
             Fresh | RejoinFresh | LeaveFresh => Some(world.token(&joins_as, LIFE)),
             Outdated => Some(world.token(&joins_as, Duration::ZERO)),
-            // Of a lost CA there is an old token, too: it is of the CA that the node trusts, and the gateway is not.
+            // An old token of the lost CA exists, too: it is from the CA that the node trusts, unlike the gateway's.
             OtherCa if state == LostCa => {
                 let folder = tempfile::tempdir().unwrap();
                 let book = Store::open(folder.path(), OpenMode::Create).unwrap();
@@ -381,7 +381,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
     })
     .await;
     rows.iter_mut().for_each(Row::act);
-    // At once: each that is refused waits whether another gateway accepts it.
+    // At the same time: each refused edge waits whether another gateway accepts it.
     join_all(rows.iter_mut().map(|row| row.run(&world))).await;
 }
 
@@ -438,7 +438,7 @@ async fn an_identity_accepted_by_one_gateway_is_kept_for_others() {
         status.state == "connected" && status.trouble.is_some()
     })
     .await;
-    // Longer than a dial may take.
+    // Longer than the time limit of a dial.
     let last = edge.status().started + 5_000;
     until("the other gateway was dialled again", async || {
         edge.status()
@@ -472,7 +472,7 @@ async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     edge.start().said("tunnel registered").await;
 
-    // A node that is there already takes a new token only if its owner says so, and once.
+    // A node that has joined uses a new token only if its owner orders it, and once.
     let token = site.token("--node edge-1").await;
     let joining = || site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = joining().start();

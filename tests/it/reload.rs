@@ -1,4 +1,4 @@
-//! Reload: what has changed is swapped in, the rest keeps its connections, and what is bad changes nothing.
+//! Reload: changed parts are replaced, the rest keeps its connections, and an invalid configuration changes nothing.
 
 use crate::world::{
     World,
@@ -62,7 +62,7 @@ async fn listeners_open_and_close_and_others_keep_connections() {
     assert_eq!(again.to_string(), "listeners unchanged");
 }
 
-/// A listener that takes the tokens of a file alone.
+/// A listener that only accepts the tokens of a file.
 fn by_tokens(tokens: &Path) -> Listener {
     Listener {
         client_auth: ClientAuth {
@@ -86,7 +86,7 @@ async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
     let without_old = only_stays + both.strip_prefix(&before).unwrap();
     fs::write(&tokens, &before).unwrap();
     let mut world = build.listener(by_tokens(&tokens)).start().await;
-    // One for each download: the script of one that is cut waits on.
+    // One for each download: the script of a cut download continues to wait.
     let gates: [Gate; 4] = std::array::from_fn(|_| Gate::new());
     let held = gates.clone();
     let app = App::http(move |head| match head.path()[1..].parse::<usize>() {
@@ -192,7 +192,7 @@ async fn a_client_that_ignores_its_goaway_starts_no_new_streams() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let nobody = world.client_at("open").nobody().http2();
     let mut wire = nobody.wire("edge-1", &["h2"]).await.unwrap();
-    // Without a table of fields (SETTINGS_HEADER_TABLE_SIZE) each answer says its status in full.
+    // Without a header table (SETTINGS_HEADER_TABLE_SIZE) each answer has its status as a literal.
     let begun = [PREFACE, &settings(&[(1, 0)])].concat();
     send(&mut *wire, &begun).await.unwrap();
     assert_eq!(ask(&mut *wire, 1).await, Some(200));
@@ -203,7 +203,7 @@ async fn a_client_that_ignores_its_goaway_starts_no_new_streams() {
             .push(listener("open", ListenerProtocol::Https));
     });
     assert_eq!(changed.unwrap().listeners, turnover(&[], &["open"], &[]));
-    // It acknowledges no PING, so that the GOAWAY that says it is over never comes; and goes on asking.
+    // It does not acknowledge PINGs, so that the final GOAWAY never arrives; and it continues to send requests.
     let mut stream = 1;
     until("it is refused", async || {
         stream += 2;
@@ -216,7 +216,7 @@ async fn a_client_that_ignores_its_goaway_starts_no_new_streams() {
     }
 }
 
-/// Asks for `/` on this stream and reads the status, if one comes before the connection's end.
+/// Requests `/` on this stream and reads the status, if one arrives before the connection's end.
 async fn ask(wire: &mut dyn Wire, stream: u32) -> Option<u16> {
     let get = fields(&[
         (":method", "GET"),
@@ -273,19 +273,19 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
         .await;
     };
 
-    // The file alone; the policy that it names comes first.
+    // Only the file; the policy that it names is loaded first.
     fs::write(&rules, "rules: []\n").unwrap();
     fs::write(&file, &with_policy).unwrap();
     becomes(403).await;
     // The policy's file is watched from then on.
     fs::write(&rules, "rules:\n  - { then: allow }\n").unwrap();
     becomes(200).await;
-    // As editors and Kubernetes write.
+    // As editors and Kubernetes write files.
     fs::write(site.path("new"), "rules: []\n").unwrap();
     fs::rename(site.path("new"), &rules).unwrap();
     becomes(403).await;
 
-    // What is bad changes nothing and says where it is, to whoever asked and in the log.
+    // An invalid configuration changes nothing. The requester and the log get the position of the fault.
     fs::write(&rules, "rules:\n  - { then: perhaps }\n").unwrap();
     let said = ask().await.with_code(2).stderr;
     assert!(
@@ -299,7 +299,7 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
 
     fs::write(&rules, "rules: [{ then: allow }]\n").unwrap();
     let said = ask().await.ok().stdout;
-    // Whoever of the two came first, the watcher or the command, has said it.
+    // The first of the two, the watcher or the command, has reported it.
     assert!(said.ends_with("listeners unchanged\n"), "{said}");
     let taken_up = format!(
         "policy: 1 rule from {}; listeners unchanged",
@@ -314,7 +314,7 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
     what_is_about_to_be_written_and_what_waits(&site, &before).await;
 }
 
-/// A file that is about to be written opens nothing; and what cannot be taken up is named.
+/// A file that is not complete yet opens nothing; and faults are named.
 async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
     let (file, data, client) = (site.path("gateway.yaml"), site.data(), site.nobody());
     let url = "http://edge-1:9100/";

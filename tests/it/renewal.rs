@@ -1,10 +1,10 @@
-//! Renewal: an edge gets its next certificate from the gateway that it serves, and comes back with it.
+//! Renewal: an edge gets its next certificate from the gateway that it serves, and reconnects with it.
 
 use crate::world::{World, app::App, edge::Edge, until};
 use causeway_certs::{Certificate, OpenMode, Store};
 use std::time::Duration;
 
-/// Certificates begin an hour before they are issued: two thirds of this one's life are over when it comes.
+/// Certificates begin an hour before they are issued: two thirds of this lifetime are over when the edge receives it.
 const DUE: Duration = Duration::from_mins(10);
 
 fn stored(edge: &Edge) -> Certificate {

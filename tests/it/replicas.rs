@@ -1,5 +1,5 @@
-//! One edge with tunnels at several gateways, to which one name leads: what a Service in front of these loses when one of
-//! them goes is nothing.
+//! One edge with tunnels to several gateways behind one name: a Service in front of these loses no request when one of them
+//! goes.
 
 use crate::{
     fleet::{Load, load},
@@ -17,25 +17,25 @@ use std::{
     sync::{Arc, Mutex, atomic::Ordering::Relaxed},
 };
 
-/// Of the name server.
+/// Address of the name server.
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 17, 2);
 /// Log message of a gateway about a new tunnel. Without a tunnel the gateway says that the node is not connected.
 const ARRIVED: &str = "edge-1 connected";
 const URL: &str = "http://edge-1:9100/";
 
-/// Of the gateways, which have one port.
+/// The gateways' common port.
 fn gateway(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(127, 53, 18, number)
 }
 
-/// The gateways, of one CA, that know one node; and the addresses that their name leads to.
+/// The gateways with one CA and one known node; and the addresses of their name.
 struct Replicas {
     sites: Vec<Site>,
     names: Arc<Mutex<Vec<Ipv4Addr>>>,
     _server: NameServer,
 }
 
-/// Has a gateway that does not know the node take up what another one knows, as README says.
+/// Copies the records of a node from another gateway, as documented.
 async fn take_up_nodes(site: &Site, other: &Site) {
     let remove = causeway("node remove edge-1").flag("--data-dir", site.data());
     remove.run().await.ok();
@@ -48,7 +48,7 @@ async fn take_up_nodes(site: &Site, other: &Site) {
 }
 
 impl Replicas {
-    /// So many gateways, to which nothing leads yet.
+    /// Starts this many gateways, which have no name yet.
     async fn start(count: u8, app: &App) -> Self {
         let first = Site::listening(&format!("{}:0", gateway(1)), OPEN).await;
         drop(first.join("edge-1", app.port()).await);
@@ -70,12 +70,12 @@ impl Replicas {
         }
     }
 
-    /// From now on the name leads to these.
+    /// From now on the name has these addresses.
     fn lead_to(&self, numbers: &[u8]) {
         *self.names.lock().unwrap() = numbers.iter().map(|number| gateway(*number)).collect();
     }
 
-    /// The node's edge, which knows the name and nothing else.
+    /// The node's edge, which knows only the name.
     fn edge(&self, app: &App) -> Process {
         let first = &self.sites[0];
         let port = first.tunnel.parse::<SocketAddr>().unwrap().port();
@@ -92,7 +92,7 @@ impl Replicas {
             .start()
     }
 
-    /// How many tunnels have come to this gateway.
+    /// Returns the number of tunnels that have connected to this gateway.
     fn arrived(&self, number: u8) -> usize {
         let site = &self.sites[usize::from(number) - 1];
         site.gateway.written().count(ARRIVED)
@@ -104,7 +104,7 @@ async fn gateways_behind_one_name_change_without_request_loss() {
     need!("mounts");
     let app = App::saying("here").await;
     let mut replicas = Replicas::start(3, &app).await;
-    // The first one had the edge when it joined.
+    // The edge joined at the first one.
     let before = replicas.arrived(1);
     replicas.lead_to(&[1, 2]);
     let _edge = replicas.edge(&app);
@@ -116,7 +116,7 @@ async fn gateways_behind_one_name_change_without_request_loss() {
     let (one, two) = (&replicas.sites[0], &replicas.sites[1]);
     let shared = Load::default();
     let acting = async {
-        // A load before the signal, and one behind it.
+        // One load before the signal, and one after it.
         shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
         until("its listener is closed", async || {
@@ -131,7 +131,7 @@ async fn gateways_behind_one_name_change_without_request_loss() {
         shared.goes_on(100).await;
         shared.enough.store(true, Relaxed);
     };
-    // As a Service has it: to each of them, and to the other one if nobody is there any more.
+    // As a Service does: to each of them, and to the other one if one is gone.
     let (ones, twos, ()) = tokio::join!(load(one, two, &shared), load(two, one, &shared), acting);
     for met in [&ones, &twos] {
         assert!(
@@ -139,15 +139,15 @@ async fn gateways_behind_one_name_change_without_request_loss() {
             "for example {:?}",
             met.failed.first()
         );
-        // None of them ever had no tunnel.
+        // Each gateway always had a tunnel.
         assert_eq!(met.told, 0, "{met:?}");
         assert!(met.first > 0, "{met:?}");
     }
     assert!(ones.refused > 0 && twos.refused == 0, "{ones:?} {twos:?}");
-    // Nobody has dialled anew at the one that stood.
+    // The edge has not dialled the remaining gateway again.
     assert_eq!(replicas.arrived(2), 1);
 
-    // And without a word: the next request is another one's, which has had a tunnel all the time.
+    // The same without notice: the next request goes to the other gateway, which has had a tunnel all the time.
     let killed = replicas.sites.remove(1);
     drop(killed);
     let three = &replicas.sites[1];

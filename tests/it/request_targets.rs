@@ -1,4 +1,4 @@
-//! Request targets that are longer than `http::Uri` holds, over both roads to an upstream.
+//! Request targets that are longer than `http::Uri` allows, over both paths to an upstream.
 
 use crate::{
     road::Road,
@@ -17,7 +17,7 @@ use tokio::io::AsyncWriteExt;
 
 const KIB: usize = 1024;
 
-/// The road's listeners, and one for a kube-apiserver.
+/// The usual listeners, and one for a kube-apiserver.
 fn build(judge: &Judge) -> Build {
     let mut kubelets = anonymous("kubelets", ListenerProtocol::Https);
     kubelets.errors = ErrorFormat::Kubernetes;
@@ -130,7 +130,7 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
         };
         assert_problem(&answer, 414, "uri_too_long", says);
     }
-    // Policy decides by the path, so the engine has to see all of it.
+    // The policy decides by the path, so the engine has to see the whole path.
     for path in [70 * KIB, 300 * KIB] {
         let answer = get(&road, "plain", &format!("/{}", "x".repeat(path))).await;
         assert_problem(&answer, 414, "uri_too_long", "65534 of a path");
@@ -171,7 +171,7 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
 }
 
-/// Nothing is kept of a target that has no end, or bytes that no query has; the client reads why.
+/// The gateway keeps nothing of an endless target, or of a target with bytes that no query has; the client gets the reason.
 #[tokio::test]
 async fn the_rest_of_a_target_is_checked() {
     let judge = Judge::default();

@@ -1,4 +1,4 @@
-//! Requests that are refused, broken off or no HTTP at all: the client can read why, and the record says whose doing it was.
+//! Requests that are refused, broken off or not HTTP: the client can read the reason, and the record names the cause.
 
 use crate::road::Road;
 use crate::world::{
@@ -13,7 +13,7 @@ use causeway_gateway::config::{ErrorFormat, ListenerProtocol};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 
-/// More than all buffers on the way hold.
+/// More than all buffers of the path hold.
 const LARGE: usize = 20 << 20;
 
 async fn site() -> (World, impl Sized) {
@@ -56,7 +56,7 @@ async fn begin_upload(wire: &mut dyn Wire, authority: &str, first: &[u8]) {
     frames::send(wire, &begin.concat()).await.unwrap();
 }
 
-/// A POST of a body to a port that is not served, whose client looks for an answer behind the body's end only.
+/// A POST of a body to a port that is not served. The client reads the answer only after the body's end.
 #[tokio::test]
 async fn a_refused_upload_is_drained_and_the_connection_continues() {
     let (world, _site) = site().await;
@@ -96,7 +96,7 @@ async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
         }
     }
     assert_eq!(status, 403);
-    // The answer is whole, and the rest of the body is taken as well: its window is opened again and again.
+    // The answer is complete, and the gateway reads the rest of the body as well: it opens its window repeatedly.
     let (mut sent, mut opened) = (0, 0);
     while opened < 2 * 256 * 1024 {
         while sent + 10_000 <= 60_000 + opened {
@@ -301,7 +301,7 @@ async fn an_empty_port_is_absent_and_unknown_statuses_have_no_phrase() {
     assert!(answer.starts_with("HTTP/1.1 299 \r\n"), "{answer}");
 }
 
-/// An upstream that answers a body which it does not read, and closes over it: its connection is reset.
+/// An upstream that answers without reading a body, and closes: this resets its connection.
 #[tokio::test]
 async fn an_early_answer_of_an_upstream_that_closes_is_passed() {
     let world = World::start().await;
@@ -309,7 +309,7 @@ async fn an_early_answer_of_an_upstream_that_closes_is_passed() {
     let app = App::http(move |_| Script::new().write(answer).close()).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     hangs_up_on_uploads(&world).await;
-    // The same where the gateway itself speaks TLS.
+    // The same if the gateway itself speaks TLS.
     let (_app, road) = Box::pin(Road::secured(move |_| Script::new().write(answer).close())).await;
     hangs_up_on_uploads(&road).await;
 }
@@ -325,7 +325,8 @@ async fn hangs_up_on_uploads(world: &World) {
     }
 }
 
-/// RFC 3986 section 2: a URI is ASCII. Policy and upstream would see different paths, depending on who encodes them.
+/// RFC 3986 section 2: a URI is ASCII. Otherwise policy and upstream could see different paths, depending on which of them
+/// encodes the path.
 #[tokio::test]
 async fn a_target_that_is_not_ascii_is_refused_over_both_versions() {
     let (world, _site) = site().await;
@@ -355,8 +356,8 @@ async fn a_target_that_is_not_ascii_is_refused_over_both_versions() {
     assert_eq!(world.client().raw("edge-1", head).await.status, 200);
 }
 
-/// Bytes behind an early answer are still the body, and bytes before an answer may end within a head: the gateway's own reading
-/// of request lines touches neither.
+/// Bytes after an early answer still belong to the body, and bytes before an answer may end within a head: the gateway's
+/// own parser of request lines touches neither.
 #[tokio::test]
 async fn only_request_lines_are_read_as_such() {
     let world = World::start().await;

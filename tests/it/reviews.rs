@@ -38,17 +38,18 @@ use std::{
 
 const PROM: &str = "system:serviceaccount:mon:prom";
 
-/// A cluster: `prom` reads metrics, `root` does everything, `slow` gets no response, and all fails while it is `away`.
+/// A cluster: `prom` may read metrics, `root` may do everything, `slow` gets no response, and all requests fail while it is
+/// `away`.
 #[derive(Debug, Default)]
 struct Cluster {
     away: AtomicBool,
-    /// Whether `root-token` counts for nothing any more.
+    /// Whether `root-token` is no longer valid.
     withdrawn: AtomicBool,
     tokens: AtomicUsize,
     accesses: AtomicUsize,
 }
 
-/// As the gateway has it.
+/// The review client of the gateway.
 #[derive(Debug)]
 struct Api(Arc<Cluster>);
 
@@ -72,7 +73,7 @@ impl ReviewClient for Api {
         let user = match (token, audiences) {
             ("prom-token", [audience]) if audience == "causeway" => PROM,
             ("root-token", _) if !self.0.withdrawn.load(SeqCst) => "root",
-            // A JWT of whomever.
+            // A JWT without a known holder.
             (token, _) if token.starts_with("ey") => "root",
             ("kernel-token", _) => "uid:0",
             ("own-token", _) => "spiffe://world.test/client/alice",
@@ -112,7 +113,7 @@ impl ReviewClient for Api {
     }
 }
 
-/// A listener for tokens that the cluster knows, and kubelets behind it.
+/// A listener for tokens that the cluster knows, with kubelets as targets.
 fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         port: Some(10250),
@@ -186,7 +187,7 @@ async fn an_authenticated_token_may_do_what_the_cluster_allows() {
     assert_eq!(answer.status, 502);
     assert!(answer.text().contains(refused), "{answer}");
 
-    // A listener that says so passes the token on, and names its holder; other ports are not asked about.
+    // With this setting a listener passes the token on, and names its holder; other ports are not reviewed.
     let told = world.reload(|config| {
         let listener = config
             .listeners
@@ -218,7 +219,7 @@ async fn an_authenticated_token_may_do_what_the_cluster_allows() {
     assert!(!log.contains("prom-token"), "{log}");
 }
 
-/// An address at no edge may be that of any node's kubelet, and is judged as such.
+/// An address that no edge serves may belong to any node's kubelet, and is reviewed as such.
 #[tokio::test]
 async fn direct_dials_need_permission_from_the_cluster() {
     let cluster = Arc::new(Cluster::default());
@@ -439,7 +440,7 @@ async fn no_spelling_of_a_path_gets_more_than_all_of_a_kubelet_would() {
         let bearer = "Authorization: Bearer prom-token\r\n";
         let answer = reads_metrics.raw("edge-1", request(bearer)).await;
         assert_problem(&answer, 403, "forbidden", "get nodes/proxy of edge-1");
-        // Whom the cluster lets do all that has no name of its own.
+        // The cluster allows this client nodes/proxy, the resource of all paths that have no resource of their own.
         let all = world.client_at("certificates");
         let answer = all.raw("edge-1", request("")).await;
         assert_eq!(answer.status, 200, "{path}: {answer}");
@@ -570,12 +571,12 @@ async fn the_end_of_a_reviewed_token_ends_its_session_as_configured() {
     let answer = world.client_at("keeps").only_bearer(&token);
     let answer = answer.get("https://edge-1:9100/").await;
     assert_problem(&answer, 401, "unauthenticated", "token_review: ");
-    // Another reason to look at all of them.
+    // Another reason to check all of them.
     cluster.withdrawn.store(true, SeqCst);
     rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
     is_reset(&mut withdrawn).await;
     echoes(&mut keeps).await;
-    // The API was never asked about these audiences.
+    // The API has received no request about these audiences.
     let change = |config: &mut config::Config| {
         let mut listeners = config.listeners.iter_mut();
         let listener = listeners.find(|listener| listener.name == "keeps").unwrap();

@@ -51,7 +51,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     assert_eq!(shown["state"], "revoked");
     assert_eq!(shown["revoked"], "stolen");
 
-    // It comes back neither by its certificate nor by a new token, not even after a restart of the gateway.
+    // The node cannot return with its certificate or a new token, not even after a restart of the gateway.
     let site = site.restart(|_| {}).await;
     let mut edge = site.edge("edge-1", app.port()).start();
     edge.said("node edge-1 is revoked: stolen").await;
@@ -65,7 +65,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
 
     let allow = causeway("node allow edge-1").flag("--data-dir", site.data());
     assert_eq!(allow.run().await.ok().stdout, "edge-1 is admitted again\n");
-    // The token is not spent by having been refused.
+    // The refusal does not use up the token.
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = edge.start();
     edge.said("tunnel registered").await;
@@ -79,7 +79,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     again.run().await.failed(&["no node edge-1", "edge-2"]);
 }
 
-/// Every user of the machine can connect to the admin listener, and hold its connections by heads that never end.
+/// Every user of the machine can connect to the admin listener, and keep its connections busy with endless heads.
 #[tokio::test]
 async fn a_full_admin_listener_holds_up_no_command() {
     let app = App::saying("it").await;
@@ -133,7 +133,7 @@ async fn a_node_revoked_by_configuration_cannot_return() {
     assert_eq!(client.get(URL).await.status, 503);
     assert_eq!(client.get("http://edge-2:9100/").await.status, 200);
     assert_eq!(world.node("edge-1").await["state"], "revoked");
-    // It comes back neither by a new process nor, where it was never here, by a token.
+    // It cannot return with a new process, nor join with a token if it was never there.
     edge.stop().await;
     edge.start().await.unwrap();
     until("it is refused again", async || {
@@ -159,7 +159,7 @@ async fn a_certificate_from_before_a_new_enrolment_is_refused() {
     let (place, stolen) = (site.edge_data("edge-1"), site.edge_data("thief"));
     let made = std::fs::metadata(place.join("edge.json")).unwrap();
     std::fs::rename(&place, &stolen).unwrap();
-    // Certificates and joining are told apart by the second.
+    // The gateway compares the dates of a certificate and of the enrolment in seconds.
     let next = made.modified().unwrap() + Duration::from_secs(2);
     until("another second has begun", async || {
         SystemTime::now() > next
@@ -198,7 +198,7 @@ async fn a_token_for_several_joins_works_until_used_up_or_revoked() {
         .await
         .failed(&["for nodes site-7-*", "--node NAME"]);
     joins("site-8-a").run().await.failed(&["another node"]);
-    // Whoever has such a token does not become a node that is there.
+    // A holder of such a token cannot replace an existing node.
     first.stop().await.ok();
     std::fs::remove_file(site.edge_data("site-7-a").join("edge.json")).unwrap();
     joins("site-7-a").run().await.failed(&["joined before"]);

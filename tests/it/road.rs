@@ -1,7 +1,7 @@
-//! The shortest road: a gateway with all kinds of listener, edge-1, and an app as its port 9100.
+//! A gateway with all kinds of listeners, edge-1, and an app as its port 9100.
 //!
-//! For tests of what passes along it. Listeners: `https` (certificate), `plain` (http), `bytes` (tcp to port
-//! 9100), `connect` and `unix` (connect); all but the first serve anybody, so that any client can be used.
+//! For tests of the data path. Listeners: `https` (certificate), `plain` (http), `bytes` (tcp to port 9100), `connect` and
+//! `unix` (connect); all but the first admit every client, so that any program can be used.
 
 use crate::world::{
     GATEWAY_NAME, World,
@@ -18,34 +18,34 @@ use std::{net::SocketAddr, ops::Deref, path::PathBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 
-/// The app, as clients name it.
+/// The app, by the name that clients use.
 pub(crate) const URL: &str = "https://edge-1:9100/";
 
-/// A world with everything in it; dropped edge first.
+/// A world with all its parts; the edge is dropped first.
 pub(crate) struct Road {
     pub(crate) edge: Edge,
     world: World,
 }
 
 impl Road {
-    /// To an app that speaks HTTP/1.1.
+    /// Builds it with an app that speaks HTTP/1.1.
     pub(crate) async fn to(app: &App) -> Self {
         Self::to_as(Protocol::Http, app.address()).await
     }
 
-    /// To an app that speaks something else.
+    /// Builds it with an app that speaks another protocol.
     pub(crate) async fn to_as(scheme: Protocol, app: SocketAddr) -> Self {
         Self::along(Self::build(), scheme, app).await
     }
 
-    /// To an app that speaks TLS, with the gateway itself: its edge passes bytes.
+    /// Builds it with an app that speaks TLS with the gateway itself: the edge passes bytes.
     pub(crate) async fn secured(
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> (App, Self) {
         Self::secured_by(Self::build(), choose).await
     }
 
-    /// The same over these listeners.
+    /// The same with these listeners.
     pub(crate) async fn secured_by(
         build: Build,
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
@@ -64,7 +64,7 @@ impl Road {
         (app, road)
     }
 
-    /// The listeners, to be changed before they open.
+    /// The listeners, which a test may change before they open.
     pub(crate) fn build() -> Build {
         let build = World::build();
         let unix = ListenAddr::Unix(build.folder().join("connect.sock"));
@@ -78,7 +78,7 @@ impl Road {
             .listener(Listener::new("unix", ListenerProtocol::Connect, unix))
     }
 
-    /// Over those listeners.
+    /// Builds it with these listeners.
     pub(crate) async fn along(build: Build, scheme: Protocol, app: SocketAddr) -> Self {
         // Boxed: a gateway's configuration is large.
         let world = Box::pin(build.start()).await;
@@ -86,7 +86,7 @@ impl Road {
         Self { edge, world }
     }
 
-    /// Of a world and an edge that are there.
+    /// Builds it from an existing world and edge.
     pub(crate) fn of(world: World, edge: Edge) -> Self {
         Self { edge, world }
     }
@@ -132,7 +132,7 @@ impl Road {
         }
     }
 
-    /// A client who speaks HTTP/2.
+    /// A client that speaks HTTP/2.
     pub(crate) fn http2(&self) -> Client {
         self.client().http2()
     }
@@ -142,7 +142,7 @@ impl Road {
         self.details("id").await
     }
 
-    /// This number of each of the node's tunnels, the eldest first.
+    /// Returns this figure of each of the node's tunnels, the eldest first.
     pub(crate) async fn details(&self, name: &str) -> Vec<u64> {
         let node = self.node("edge-1").await;
         let mut rows = node["details"].as_array().unwrap().clone();

@@ -1,6 +1,6 @@
 //! Routing of requests: each rule of the routing order, over real sockets.
 //!
-//! The original destination needs rules in the kernel; `proxy::route` tests it without them.
+//! The original destination needs nftables rules; `proxy::route` tests it without them.
 
 use crate::world::{
     GATEWAY_NAME, World,
@@ -32,7 +32,7 @@ async fn a_host_that_names_no_node_passes_untouched() {
     let world = World::start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(10250, app.address()).join().await;
-    // What kube-apiserver says, in its own writing: no port of it is the node's.
+    // The exact text that kube-apiserver sends: no port of it is the node's.
     for host in ["Kubernetes.Default.svc:443", "10.96.0.1", "[fd00::1]:9100"] {
         let client = world.client().sni("edge-1").host(host);
         assert_eq!(client.get("https://edge-1/").await.text(), "it", "{host}");
@@ -152,7 +152,7 @@ async fn an_address_of_two_nodes_names_neither() {
             .edge(node)
             .port(9100, app.address())
             .address("192.168.0.2");
-        // Confirmed at the enrolment, so that it need not be connected.
+        // The enrolment has confirmed it, so that the node need not be connected.
         drop(edge.join().await);
     }
     let answer = world

@@ -1,4 +1,4 @@
-//! Sessions outlast the tunnels beside them, and restarts of either end cost no request.
+//! Sessions outlast the end of other tunnels, and restarts of either end cost no request.
 
 use crate::{
     road::{Road, URL},
@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 const GET: &str = "GET /bulk HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const UPGRADE: &str = "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
 
-/// An app that sends bulk, echoes sessions, and answers everything else.
+/// An app that sends bulk, echoes sessions, and answers all other requests.
 async fn app() -> App {
     App::http(|head| match head.path().as_str() {
         "/bulk" => answer::endless(),
@@ -46,14 +46,14 @@ async fn session(road: &Road) -> Box<dyn Wire> {
     Box::new(wire)
 }
 
-/// Bytes go there and back whole.
+/// Checks that bytes pass unchanged in both directions.
 async fn echoes(session: &mut Box<dyn Wire>) {
     let bytes = answer::pattern(10_000);
     session.write_all(&bytes).await.unwrap();
     assert!(read(session, bytes.len()).await == bytes, "other bytes");
 }
 
-/// A download that goes on until this is dropped.
+/// A download that continues until this is dropped.
 async fn bulk(road: &Road) -> JoinSet<()> {
     let mut wire = road.tls().await;
     exchange(&mut wire, GET).await;
@@ -122,7 +122,7 @@ async fn until_state(world: &World, state: &str) {
 /// No test waits that long for the end of a drain.
 const LONG: Duration = Duration::from_hours(1);
 
-/// An edge that gives its open streams an hour.
+/// An edge that allows its open streams an hour.
 async fn patient(app: &App) -> Road {
     let world = Road::build().start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
@@ -177,7 +177,7 @@ async fn the_successor_of_a_draining_edge_gets_new_requests_at_once() {
     assert_eq!(road.client().get(URL).await.text(), "next");
 }
 
-/// A road over a gateway that drains for an hour, and has requests wait as long for a node.
+/// A gateway that drains for an hour, and lets requests wait as long for a node, with an edge and an app.
 async fn lasting(app: &App) -> Road {
     let build = Road::build().config(|config| {
         config.timeouts.drain = LONG;
@@ -205,7 +205,7 @@ async fn the_only_gateway_drains_open_sessions_and_holds_requests() {
     assert_eq!(road.client().get(URL).await.text(), "here");
     echoes(&mut second).await;
     drop(second);
-    // It ends long before its drain is over, and the edge dials anew by itself.
+    // It ends long before its drain is over, and the edge dials again by itself.
     road.restart_gateway().await;
     assert_eq!(road.client().get(URL).await.text(), "here");
     let mut third = session(&road).await;
@@ -234,7 +234,7 @@ async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
     }
 }
 
-/// As a `DaemonSet` updates them: one is stopped in order and begins anew, and the next follows once that one is ready.
+/// As a `DaemonSet` updates them: one is stopped in order and starts again, and the next follows when that one is ready.
 #[tokio::test]
 async fn edges_that_are_updated_one_by_one_cost_no_request() {
     let app = app().await;

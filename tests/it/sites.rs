@@ -1,8 +1,9 @@
-//! Two sites of one cloud whose links die and return one by one: what programs on each node read meanwhile.
+//! Two sites of one cloud whose links die and return one by one: tests the data that programs on each node read meanwhile.
 //!
-//! A pool of four nodes at each site, a switch between them, and an uplink of each node's own that can be cut alone. On each node a
-//! client lists and watches all the time: it is never refused, told nothing twice, nothing out of order, and never that there is
-//! nothing. A node that has a way to the cloud, its own or one of its site's, shows the newest state, and any other the last it had.
+//! A pool of four nodes at each site, a switch between them, and an uplink for each node that can be cut alone. On each
+//! node a client lists and watches all the time. It is never refused, never gets an event twice or out of order, and never
+//! gets an empty list. A node with a path to the cloud, its own or one of its site's, shows the newest state; any other
+//! node shows the last state that it had.
 
 use crate::world::{
     netns::{HUB, Host, NEED, Street, Switch},
@@ -30,16 +31,16 @@ use tokio::{
 };
 
 const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
-/// Slices that are there all the time, the one that changes among them.
+/// Slices that exist all the time, including the one that changes.
 const COUNT: usize = 3;
 /// Name of the object that changes.
 const STATE: &str = "state";
-/// Port at which programs read; it is free on a host of one's own.
+/// Port at which programs read; it is free on a separate host.
 const READER: u16 = 10270;
-/// How soon a leader that is gone is replaced.
+/// Time until a lost leader is replaced.
 const REPLACED: Duration = Duration::from_secs(10);
 
-/// The gateway, and what there is to be read.
+/// The gateway, and the objects that edges read.
 struct Cloud {
     objects: TempDir,
     site: Site,
@@ -95,7 +96,7 @@ impl Cloud {
     }
 }
 
-/// A slice whose address ends with this number, in place of what is there.
+/// A slice whose address ends with this number, in place of the present one.
 fn write(objects: &Path, name: &str, number: u8) {
     let slice = json!({
         "apiVersion": "discovery.k8s.io/v1",
@@ -109,13 +110,14 @@ fn write(objects: &Path, name: &str, number: u8) {
     fs::rename(new, place).unwrap();
 }
 
-/// The number that such a slice has.
+/// Returns the number of such a slice.
 fn number(slice: &Value) -> u8 {
     let address = slice["endpoints"][0]["addresses"][0].as_str().unwrap();
     address.strip_prefix("10.0.0.").unwrap().parse().unwrap()
 }
 
-/// The number of the state in a saved file: behind a line that says what it is there is gzip, an object a line.
+/// Returns the number of the state in a saved file: after a line with a description the file is gzip, with one object on
+/// each line.
 fn saved(file: &Path) -> Option<u8> {
     let bytes = fs::read(file).unwrap();
     let end = bytes.iter().position(|byte| *byte == b'\n')?;
@@ -134,7 +136,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Takes up a list, once it is sure that all is in it.
+    /// Stores a list, after checking that it is complete.
     fn list(&mut self, list: &Value) {
         let items = list["items"].as_array().map_or(&[][..], Vec::as_slice);
         let state = items.iter().find(|item| item["metadata"]["name"] == STATE);
@@ -147,7 +149,7 @@ impl Seen {
         }
     }
 
-    /// Takes up an event, once it is sure that it is new.
+    /// Stores an event, after checking that it is new.
     fn event(&mut self, event: &Value) {
         let object = &event["object"];
         let good = match event["type"].as_str() {
@@ -179,7 +181,7 @@ struct Node<'a> {
     name: String,
     host: Host<'a>,
     reader: String,
-    /// None while it reboots.
+    /// `None` while the node reboots.
     edge: RefCell<Option<Process>>,
     admin: Cell<u16>,
     seen: RefCell<Seen>,
@@ -233,10 +235,10 @@ impl<'a> Node<'a> {
         self.start(cloud, &[]).await;
     }
 
-    /// Asks; the head, and what comes behind it.
+    /// Sends a request; returns the head, and the stream with the body.
     async fn ask(&self, port: u16, path: &str) -> io::Result<(String, BufReader<TcpStream>)> {
         let mut stream = BufReader::new(self.host.dial(port)?);
-        // Of HTTP/1.0 a body is what comes until the end.
+        // With HTTP/1.0 the connection's end is the end of the body.
         let request = format!("GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = String::new();
@@ -290,7 +292,7 @@ impl<'a> Node<'a> {
         let mut files = fs::read_dir(folder).unwrap().map(Result::unwrap);
         files.any(|file| {
             let name = file.file_name().into_string().unwrap();
-            // One that is being written has another end.
+            // The file that is being written has another extension.
             let slices = name.strip_suffix(".pool");
             slices.is_some_and(|name| name.contains("endpointslices"))
                 && saved(&file.path()) == Some(state)
@@ -301,7 +303,7 @@ impl<'a> Node<'a> {
         self.edge.borrow().as_ref().unwrap().written()
     }
 
-    /// Nothing that its edge says names a node of another pool.
+    /// Checks that no log line of its edge names a node of another pool.
     fn reads_by_its_own_pool(&self) {
         let written = self.written();
         let foreign = ["north", "south"]
@@ -313,7 +315,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// A program that lists, and watches from there on, and does so again after a reboot.
+    /// A program that lists, and watches from that version on, and starts again after a reboot.
     async fn watch(&self) -> Infallible {
         loop {
             let ended = self.follow().await;
@@ -322,14 +324,14 @@ impl<'a> Node<'a> {
                 let fault = format!("a watch ended: {ended:?}");
                 self.seen.borrow_mut().faults.push(fault);
             }
-            // The pace of the asking.
+            // Pause between the requests.
             sleep(Duration::from_millis(20)).await;
         }
     }
 
     async fn follow(&self) -> io::Result<()> {
         while self.edge.borrow().is_none() {
-            // The pace of the looking.
+            // Pause between the checks.
             sleep(Duration::from_millis(20)).await;
         }
         let list = self.get(READER, SLICES).await?;
@@ -370,7 +372,7 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// Whether one of them leads, as itself and the gateway have it, and the others read at that one.
+    /// Whether one of them leads, in its own view and the gateway's, and the others read from it.
     async fn is_led(&self, cloud: &Cloud) -> bool {
         let leaders = cloud.leaders().await;
         let Some(leader) = leaders.get(self.name) else {
@@ -384,7 +386,7 @@ impl<'a> Pool<'a> {
                 ("follower", leader)
             };
             let well = status["role"] == role && status["reads_at"] == **at;
-            // Who has just come is told by and by of whom else there is.
+            // A node that has just connected learns of the others step by step.
             let members = status["members"].as_array().map_or(0, Vec::len);
             if !well || status["ready"] != true || members != self.nodes.len() {
                 return false;
@@ -393,14 +395,14 @@ impl<'a> Pool<'a> {
         true
     }
 
-    /// The number of the node that leads.
+    /// Returns the number of the node that leads.
     fn leader(&self, leaders: &BTreeMap<String, String>) -> Option<usize> {
         let named = |node: &Node<'_>| leaders.get(self.name) == Some(&node.name);
         self.nodes.iter().position(named)
     }
 }
 
-/// Both sites, and the numbers of nodes in each by what becomes of them.
+/// Both sites, and the numbers of nodes in each, grouped by what happens to them.
 struct Sites<'a> {
     cloud: &'a Cloud,
     pools: &'a [Pool<'a>; 2],
@@ -411,7 +413,7 @@ impl<'a> Sites<'a> {
         self.pools.iter().flat_map(|pool| &pool.nodes)
     }
 
-    /// Of each pool the node with this number.
+    /// Returns the node with this number of each pool.
     fn each(&self, which: [usize; 2]) -> impl Iterator<Item = &'a Node<'a>> {
         let pools = self.pools.iter().zip(which);
         pools.map(|(pool, which)| &pool.nodes[which])
@@ -426,7 +428,7 @@ impl<'a> Sites<'a> {
         }
     }
 
-    /// Waits until all is as it should be: of each pool one leads and reads at the gateway, and nobody else does.
+    /// Waits for the normal state: in each pool one node leads and reads from the gateway, and only that one.
     async fn settle(&self) {
         for pool in self.pools {
             let what = format!("one leads {}, and the others read at it", pool.name);
@@ -447,7 +449,7 @@ impl<'a> Sites<'a> {
         self.pools.each_ref().map(|pool| pool.leader(&leaders))
     }
 
-    /// Cuts one uplink of each pool, which none of its nodes notices.
+    /// Cuts one uplink of each pool, without an effect on any node.
     async fn lose_one(&self, lost: [usize; 2]) {
         self.each(lost).for_each(|node| node.host.cut());
         self.cloud.change();
@@ -456,13 +458,13 @@ impl<'a> Sites<'a> {
         assert_eq!(metrics.sum("api_cache_connections", &[]), 2);
     }
 
-    /// Cuts the leaders' as well; others lead in time, and in the end each node has a way by those.
+    /// Cuts the leaders' uplinks as well. Others become leaders in time, and finally each node has a path through them.
     async fn lose_leaders(&self, (lost, leaders): ([usize; 2], [usize; 2])) -> [usize; 2] {
         self.each(leaders).for_each(|node| node.host.cut());
         let cut = Instant::now();
         self.cloud.change();
         let mut others = Vec::new();
-        // The gateway may know of neither cut yet, and name one that is cut off as well for a moment.
+        // The gateway may not know of either cut yet, and for a moment name a node that is cut off as well.
         until("others lead", async || {
             let now = self.leaders().await.into_iter().enumerate();
             let able = now.filter_map(|(pool, now)| {
@@ -481,7 +483,7 @@ impl<'a> Sites<'a> {
         [others[0], others[1]]
     }
 
-    /// Cuts all uplinks, and reboots a node of each pool; all show what they had.
+    /// Cuts all uplinks, and reboots a node of each pool; all show their last state.
     async fn lose_all(&self, left: [&[usize]; 2], reboots: [usize; 2]) {
         self.cloud.change();
         self.show("before all is cut", self.nodes()).await;
@@ -507,7 +509,7 @@ impl<'a> Sites<'a> {
         }
     }
 
-    /// Mends one uplink after the other.
+    /// Restores one uplink after the other.
     async fn mend(&self, order: [[usize; 4]; 2]) {
         let [north, south] = order;
         for (nth, mended) in north.into_iter().zip(south).enumerate() {
@@ -537,7 +539,7 @@ impl<'a> Sites<'a> {
         };
         let rest = [rest(0), rest(1)];
         let left = [[second[0], rest[0]], [second[1], rest[1]]];
-        // At one site a node that was cut first, at the other the one that leads.
+        // At one site a node that was cut first, at the other the node that leads.
         self.lose_all([&left[0], &left[1]], [lost[0], second[1]])
             .await;
         let order = [
@@ -569,7 +571,7 @@ async fn cut_uplinks_serve_newest_reachable_state() {
         assert_eq!(*faults, Vec::<String>::new(), "{}", node.name);
         node.reads_by_its_own_pool();
     }
-    // Else nothing would be said of whom they read at.
+    // Otherwise the output would not name the edge from which they read.
     let reads = |node: &Node<'_>| {
         node.written()
             .count(&format!("pool leader {}-", node.pool()))

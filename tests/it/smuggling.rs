@@ -1,9 +1,9 @@
-//! Requests that two readers could take for different ones: what they come to, and that nothing else arrives.
+//! Requests that two parsers could read differently: tests their results, and that no other request arrives.
 //!
-//! The cases are data (`tests/fixtures/hostile`, one file for each protocol). Each is sent over a connection of
-//! its own to a real listener, and behind it, where that is still open, an ordinary request whose head a leftover
-//! byte would spoil. Then three records must agree: what the client was answered, what the policy was asked,
-//! and what an app that reads as strictly as the RFC allows has got (`world::recorder`).
+//! The cases are data (`tests/fixtures/hostile`, one file for each protocol). Each is sent over a connection of its own to
+//! a real listener, and behind it, where that is still open, an ordinary request whose head a leftover byte would spoil.
+//! Then three records must agree: the answers to the client, the requests that the policy saw, and the bytes that an app
+//! got which reads as strictly as the RFC allows (`world::recorder`).
 
 mod http1;
 mod http2;
@@ -26,7 +26,7 @@ use std::{
 
 /// The path of the ordinary request.
 const AFTER: &str = "/after";
-/// The path of a request whose body breaks off: it never comes to its end.
+/// Path of a request whose body breaks off: the app never gets its end.
 const BROKEN: &str = "/broken";
 
 /// Expected result of a case.
@@ -43,7 +43,7 @@ struct Expect {
     closes: bool,
 }
 
-/// A request as the app must get it.
+/// A request as the app must receive it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wanted {
@@ -70,7 +70,7 @@ fn whole() -> Option<String> {
     Some(String::new())
 }
 
-/// How a connection went, as its client saw it.
+/// Course of a connection, as its client saw it.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     first: First,
@@ -84,12 +84,13 @@ enum First {
     Ended(&'static str),
 }
 
-/// Policy that records the requests about port 9100 of edge-1, which are all that an upstream may get: method and path.
+/// Policy that records the requests for port 9100 of edge-1, which are the only ones that an upstream may get: method and
+/// path.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Judge(Arc<Mutex<Vec<(String, String)>>>);
 
 impl Judge {
-    /// The paths that it was asked about since the last time.
+    /// Returns the paths of its requests since the last call.
     pub(crate) fn paths(&self) -> Vec<String> {
         let judged = std::mem::take(&mut *self.0.lock().unwrap());
         judged.into_iter().map(|(_, path)| path).collect()
@@ -123,12 +124,12 @@ impl Ground {
         Self { road, app, judge }
     }
 
-    /// Compares the records with what was expected; the faults.
+    /// Compares the records with the expectation; returns the faults.
     async fn check(&self, expect: &Expect, seen: &Seen) -> Result<(), String> {
         self.road.until_idle().await;
         let mut judged = std::mem::take(&mut *self.judge.0.lock().unwrap());
         let mut arrived = self.app.take().into_iter().collect::<Result<Vec<_>, _>>()?;
-        // How much of a request that breaks off an app has seen is a matter of time, but never its end.
+        // How much of a broken-off request an app has seen depends on timing, but it never sees the end.
         arrived.retain(|request| request.body.is_some() || request.target != BROKEN);
         judged.retain(|(_, path)| path != BROKEN);
         let mut faults = String::new();
@@ -203,7 +204,7 @@ fn report(name: &str, at_least: usize, played: usize, faults: &[String]) {
 
 #[tokio::test]
 async fn a_connect_target_reaches_one_address_or_none() {
-    /// A CONNECT, and what its session brings the app.
+    /// A CONNECT, and the bytes that the app gets from its session.
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Case {

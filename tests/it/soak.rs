@@ -1,9 +1,9 @@
-//! Everything at once, for a long time: mixed load, edges that flap, clients that abort, SIGHUP.
+//! Everything at once, for a long time: mixed load, edges that reconnect, clients that abort, SIGHUP.
 //!
-//! `CAUSEWAY_SOAK` says for how long (`tests/soak 1h`); without it some seconds show that the soak itself
-//! works. Two nodes stay and never fail a request; two are killed and started again all the time, and whatever
-//! comes from them whole is right. Each body is compared byte for byte. At the end files, threads, streams and
-//! connections are as they were at the start, and where `CAUSEWAY_SOAK` is set memory has not grown since the warm-up.
+//! `CAUSEWAY_SOAK` sets the duration (`tests/soak 1h`); without it a run of some seconds shows that the soak itself works.
+//! Two nodes stay and never fail a request. Two are killed and started again all the time, and every complete answer from
+//! them must be right. Each body is compared byte for byte. At the end files, threads, streams and connections are as they
+//! were at the start. If `CAUSEWAY_SOAK` is set, memory has not grown since the warm-up.
 
 use crate::world::{
     app::{
@@ -36,7 +36,7 @@ const SHORT: Duration = Duration::from_secs(8);
 const PATIENCE: Duration = Duration::from_mins(5);
 const DOWNLOAD: usize = 4 << 20;
 const UPLOAD: usize = 512 << 10;
-/// By how much memory may differ between two looks at the same load, in bytes.
+/// Allowed difference in memory between two measurements of the same load, in bytes.
 const NOISE: usize = 48 << 20;
 
 /// Counts of the work done.
@@ -130,7 +130,7 @@ impl Load {
         workers
     }
 
-    /// One kind of exchange again and again. A node that stays fails none.
+    /// Repeats one kind of exchange. No exchange with a node that stays fails.
     async fn repeat(self, node: String, kind: Kind) {
         let stays = matches!(node.as_str(), "edge-1" | "edge-2");
         while Instant::now() < self.until {
@@ -209,7 +209,7 @@ fn request(method: &str, path: &str, node: &str, fields: &str) -> String {
     format!("{method} {path} HTTP/1.1\r\nHost: {node}:9100\r\n{fields}\r\n")
 }
 
-/// Bytes that are there must be right, whatever else goes wrong.
+/// All received bytes must be right, whatever else fails.
 fn same(found: &[u8], wanted: &[u8]) {
     assert!(
         found == wanted,
@@ -262,7 +262,7 @@ async fn head_of(wire: &mut (impl AsyncReadExt + Unpin)) -> io::Result<(u16, usi
     ))
 }
 
-/// Kills and starts edges 3 and 4 in turn, sends SIGHUP to everybody, and looks at memory, until the load ends.
+/// Kills and starts edges 3 and 4 in turn, sends SIGHUP to all processes, and measures memory, until the load ends.
 async fn disturb(load: &Load, site: &Site, edges: &mut Vec<Process>, app: &App) -> Vec<[Usage; 2]> {
     let mut samples = Vec::new();
     let mut turn = 0_usize;
@@ -289,7 +289,7 @@ async fn disturb(load: &Load, site: &Site, edges: &mut Vec<Process>, app: &App) 
     samples
 }
 
-/// Memory in the last quarter is what it was in the second, but for noise.
+/// Memory in the last quarter is the same as in the second, except for noise.
 fn flat(samples: &[[Usage; 2]]) {
     let quarter = samples.len() / 4;
     if quarter == 0 {

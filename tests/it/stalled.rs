@@ -1,4 +1,4 @@
-//! Readers and uploads that stall: each holds up itself, and all of them hold no more than the budget.
+//! Readers and uploads that stall: each delays only itself, and together they hold no more than the budget.
 
 use crate::{
     road::{Road, URL},
@@ -63,7 +63,7 @@ async fn serving(whole: &Arc<Vec<u8>>) -> App {
     .await
 }
 
-/// Small requests and a whole download, beside whatever else there is.
+/// Small requests and a whole download, beside the present load.
 async fn others_are_served(road: &Road, whole: &[u8]) {
     let clients = join_all((0..64).map(|_| async {
         for _ in 0..5 {
@@ -196,7 +196,7 @@ async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
     let (mut stays, mut leaves) = (road.tcp("plain").await, road.tcp("plain").await);
     fill(&mut stays).await;
     fill(&mut leaves).await;
-    // With bytes of its own still on the way this is a FIN, of which nobody hears who does not read.
+    // While own bytes are still in flight this is a FIN, which a peer that does not read does not notice.
     leaves.shutdown().await.unwrap();
     let head = read_head(&mut stays).await;
     assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
@@ -214,7 +214,7 @@ async fn too_much_unread_data_gives_new_requests_503_until_it_ends() {
     let road = Road::along(build, Protocol::Http, app.address()).await;
     let mut stalled: TcpStream = road.tcp("plain").await;
     exchange(&mut stalled, get("/endless")).await;
-    // What is unread goes up and down until the systems' buffers are full as well.
+    // The number of unread bytes varies until the systems' buffers are full as well.
     until("new clients are refused", async || {
         let answer = road.client().get(URL).await;
         let refused = answer.status == 503;
@@ -256,7 +256,7 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
     stalled.extend((0..20).map(|_| connection.hold(endless())));
     let limit = 4 * u64::try_from(MIB).unwrap();
     until("the limit is reached", async || unread().await >= limit).await;
-    // It goes up and down until the systems' buffers are full as well.
+    // The number varies until the systems' buffers are full as well.
     until("a new one on the same connection is refused", async || {
         let answer = connection.get(URL).await.unwrap();
         let refused = answer.status != 200;
@@ -266,7 +266,7 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
         refused
     })
     .await;
-    // Whatever was let in before has a window, and a chunk on its way.
+    // Bytes that were admitted before have a window, and a chunk in flight.
     let most = limit + 26 * (HTTP2_WINDOW + 32 * 1024);
     assert!(unread().await <= most, "{} of {most}", unread().await);
 
@@ -285,12 +285,12 @@ async fn stalled_http1_uploads_count_by_bytes_read_at_the_gateway() {
     fill(&mut wire).await;
     until("what was read counts", async || unread().await > 0).await;
     assert!(unread().await <= 2 * 128 * 1024, "{}", unread().await);
-    // Its client alone could go unheard, behind bytes of its own that nobody reads.
+    // If only the client left, the gateway might not notice it, behind the client's unread bytes.
     drop((wire, deaf));
     until("nothing of it stays", async || unread().await == 0).await;
 }
 
-/// An app that takes connections and reads nothing of them; neither does its system.
+/// An app that accepts connections and reads nothing from them; its system buffers nothing either.
 fn deaf() -> std::net::TcpListener {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
@@ -307,19 +307,19 @@ fn endless() -> Request<Body> {
     Request::post("https://edge-1:9101/").body(body).unwrap()
 }
 
-/// Uploads until nothing is taken any more.
+/// Uploads until no more bytes are accepted.
 async fn fill(wire: &mut impl Wire) {
     let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
     wire.write_all(head.as_bytes()).await.unwrap();
     let chunk = vec![0; 64 << 10];
-    // Where it is evicted meanwhile, that is an error here.
+    // If the upload is evicted meanwhile, that is an error here.
     while let Ok(Ok(())) = timeout(Duration::from_millis(500), wire.write_all(&chunk)).await {}
 }
 
-/// Bytes that a stream that stands still counts at least.
+/// Bytes that a stalled stream counts at least.
 const OVERHEAD: usize = 320 << 10;
 
-/// Readers that take nothing of an endless answer but its head, if they get one.
+/// Readers that read only the head of an endless answer, if they get one.
 async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
     let mut stalled = Vec::new();
     for _ in 0..count {
@@ -330,8 +330,8 @@ async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
     stalled
 }
 
-/// A client over HTTP/2 that asks for so many endless answers and reads not a byte, with this window for each stream and as
-/// much as there can be for the connection. Frames are no larger than any client takes.
+/// A client over HTTP/2 that requests this many endless answers and reads no byte, with this window for each stream and the
+/// maximum for the connection. Frames have the size that all clients accept.
 async fn reads_nothing(road: &Road, window: u32, streams: u32) -> TcpStream {
     const INITIAL_WINDOW_SIZE: u16 = 4;
     const MAX_FRAME_SIZE: u16 = 5;
@@ -356,13 +356,13 @@ async fn reads_nothing(road: &Road, window: u32, streams: u32) -> TcpStream {
     wire
 }
 
-/// Clients over HTTP/2 that read nothing, with such a window, beside others.
+/// Clients over HTTP/2 that read nothing, with this window, beside others.
 async fn stalled_over_http2(window: u32) {
     const STREAMS: u32 = 50;
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
     let road = Road::to(&app).await;
-    // No more than may stall: none of them is to be given up.
+    // At most as many as may stall: none of them may be evicted.
     let mut stalled = Vec::new();
     for _ in 0..4 {
         stalled.push(reads_nothing(&road, window, STREAMS).await);
@@ -397,7 +397,7 @@ async fn http2_readers_with_large_windows_stay_within_the_budget() {
     }
 }
 
-/// Asks once more on a session that was open before.
+/// Sends one more request on a session that was open before.
 async fn goes_on(session: &mut TcpStream) {
     let head = exchange(session, get("/")).await;
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
@@ -413,7 +413,7 @@ async fn evicted(road: &Road, reason: &str) -> u64 {
     metrics.sum("evicted_streams_total", &[("reason", reason)])
 }
 
-/// To an edge with another configuration.
+/// Starts an edge with another configuration.
 async fn at_edge(app: SocketAddr, change: impl FnOnce(&mut causeway_edge::Config)) -> Road {
     let world = Road::build().start().await;
     let edge = world.edge("edge-1").port(9100, app).config(change);
@@ -554,7 +554,7 @@ async fn an_unread_answer_times_out_and_a_session_does_not() {
     })
     .await;
     until("the session stays", async || open_streams(&road).await == 1).await;
-    // Of the four it has stood still for longest. What lies in buffers on its way is less than this.
+    // It has stalled longest of the four. Less than this is in buffers of its path.
     read(&mut session, 64 * MIB).await;
 }
 
@@ -573,7 +573,7 @@ async fn an_edge_with_all_streams_open_refuses_more_with_the_reason() {
     .await;
 }
 
-/// An app whose system takes as much of an answer as it does by default: megabytes.
+/// An app whose system buffers as much of an answer as by default: megabytes.
 async fn roomy() -> (SocketAddr, JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -641,7 +641,7 @@ async fn thousands_of_stalled_readers_leave_a_node_usable() {
     }
     for _ in 0..20 {
         let answer = road.client().get(URL).await;
-        // The edge may have as many streams as it takes, for a moment.
+        // For a moment the edge may have as many streams as it accepts.
         assert!([200, 503].contains(&answer.status), "{}", answer.status);
         goes_on(&mut session).await;
     }

@@ -110,7 +110,7 @@ async fn the_gateway_is_found_by_flag_variable_and_data_directory() {
     by(causeway("status").env("CAUSEWAY_ADMIN", &site.admin)).await;
     by(causeway("status").flag("--data-dir", site.data())).await;
     by(causeway("status").env("CAUSEWAY_DATA_DIR", site.data())).await;
-    // A flag wins over a variable, and an address over a directory.
+    // A flag takes precedence over a variable, and an address over a directory.
     let both = causeway("status").env("CAUSEWAY_ADMIN", "127.0.0.1:1");
     by(both
         .flag("--admin", &site.admin)
@@ -133,7 +133,7 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
     let listener = ask(&format!("--admin {}", site.listener)).await;
     listener.failed(&[&site.listener, "is it the admin address of a gateway?"]);
 
-    // Whoever was killed could not take his address back.
+    // A killed process could not remove its address.
     let data = site.data();
     let stale = causeway("status").flag("--data-dir", &data);
     let Site { gateway, admin, .. } = &site;

@@ -183,7 +183,7 @@ async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_client() {
         .unwrap();
     let error = client.try_send(request).await.err().unwrap();
     assert!(causes(error.as_ref()).contains("stream error"), "{error:?}");
-    // The connection to the app was one, and is still good.
+    // The app had one connection, which still works.
     assert_eq!(client.ask("POST", URL, "again").await.text(), "again");
     event(&mut app, "opened").await;
 }
@@ -248,7 +248,7 @@ async fn a_client_that_leaves_during_an_upload_resets_the_request() {
     }
 }
 
-/// The client's bytes stand before an app that does not read: what waits there must not hide the reset.
+/// The client's bytes wait at an app that does not read: these bytes must not hide the reset.
 #[tokio::test]
 async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
     let listener = TcpSocket::new_v4().unwrap();
@@ -256,7 +256,7 @@ async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
     let listener = listener.listen(8).unwrap();
     let road = Road::to_as(Protocol::Http, listener.local_addr().unwrap()).await;
-    // Less than a tunnel's window, more than the edge's socket takes.
+    // Less than a tunnel's window, more than the edge's socket buffers.
     let mut session = road.connect("edge-1:9100").await;
     let app = listener.accept().await.unwrap().0;
     session.write_all(&vec![0; 3 << 20]).await.unwrap();
@@ -265,7 +265,7 @@ async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
     leave(session, true);
     until_gone(&app).await;
 
-    // As much as the road takes: the gateway waits for the tunnel.
+    // As much as the path buffers: the gateway waits for the tunnel.
     let mut connection = road.http2().connect("edge-1").await.unwrap();
     let endless = stream::repeat_with(|| Ok(Frame::data(Bytes::from(vec![0; 1 << 16]))));
     let request = Request::post(URL).body(BodyExt::boxed(StreamBody::new(endless)));
@@ -379,7 +379,7 @@ async fn an_answer_aborted_by_the_upstream_ends_with_a_reset() {
     }
 }
 
-/// Without a reset of its own: an app that dies closes its sockets in order.
+/// Without a reset of its own: the kernel closes the sockets of a dying app in order.
 #[tokio::test]
 async fn an_answer_that_falls_short_of_its_length_ends_with_a_reset() {
     let app = App::http(|_| answer::close_in_mid_body()).await;
@@ -482,7 +482,7 @@ async fn small_chunks_arrive_whole() {
     }
 }
 
-/// An app of `clients`, and the road to it.
+/// Starts an app of `clients`, with a gateway and an edge.
 async fn python(script: &str, arguments: &[&str]) -> (Running, Road) {
     let mut app = Tool::python(script).args(arguments).start();
     let port = listening(&mut app).await;
@@ -506,7 +506,7 @@ async fn listening(app: &mut Running) -> u16 {
     port.unwrap().try_into().unwrap()
 }
 
-/// The app's next event of this name.
+/// Returns the app's next event of this name.
 async fn event(app: &mut Running, name: &str) -> Value {
     loop {
         let event = app.json().await;
@@ -516,7 +516,7 @@ async fn event(app: &mut Running, name: &str) -> Value {
     }
 }
 
-/// A body that goes on for ever, and says no more than this.
+/// An endless body that sends only this.
 fn unfinished(first: &'static str) -> Body {
     let first = stream::once(future::ready(Ok(Frame::data(Bytes::from(first)))));
     BodyExt::boxed(StreamBody::new(first.chain(stream::pending())))
@@ -530,7 +530,7 @@ async fn wire(road: &Road, tls: bool) -> Box<dyn Wire> {
     }
 }
 
-/// Drops a connection, with a reset or as a killed process does: a FIN, no `close_notify`.
+/// Drops a connection, with a reset or as for a killed process: a FIN, no `close_notify`.
 fn leave(wire: tokio_rustls::client::TlsStream<TcpStream>, reset: bool) {
     arm(wire.get_ref().0, reset);
     drop(wire);
@@ -576,7 +576,7 @@ async fn until_gone(app: &TcpStream) {
     .await;
 }
 
-/// An error with all its causes.
+/// Formats an error with all its causes.
 fn causes(error: &dyn std::error::Error) -> String {
     let all = std::iter::successors(Some(error), |error| error.source());
     let all: Vec<_> = all.map(ToString::to_string).collect();

@@ -16,9 +16,9 @@ use std::{net::SocketAddr, path::PathBuf};
 
 /// Kinds of listener that speak TLS.
 const LISTENERS: [&str; 3] = ["https", "connect", "bytes"];
-/// OpenSSL's words for everything it has.
+/// OpenSSL's keyword for all its parameters.
 const ALL: &str = "ALL:COMPLEMENTOFALL@SECLEVEL=0";
-/// The same without what is sound today: ephemeral keys, and ciphers that authenticate.
+/// The same without today's secure parameters: ephemeral keys, and authenticated ciphers.
 const WEAK: &str =
     "ALL:COMPLEMENTOFALL:!kECDHE+AESGCM:!kECDHE+CHACHA20:-ECDHE+AESGCM:-ECDHE+CHACHA20@SECLEVEL=0";
 
@@ -45,7 +45,7 @@ impl Scan {
         }
     }
 
-    /// `openssl s_client`, which says this and reads to the end.
+    /// `openssl s_client`, which sends this and reads to the end.
     async fn client(&self, to: SocketAddr, arguments: &str, input: &str) -> Ran {
         self.tool(to, arguments).input(input).run().await
     }
@@ -93,7 +93,7 @@ impl Scan {
     }
 }
 
-/// An edge's certificate by this CA.
+/// An edge's certificate from this CA.
 fn edge_of(ca: &Ca) -> (String, String) {
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -160,16 +160,16 @@ async fn no_listener_renegotiates() {
         let line = format!("-tls1_2 {}", scan.client_files());
         let mut running = scan.tool(scan.world.listener(name), &line).start();
         while !running.line().await.contains("Verify return code: 0") {}
-        // To OpenSSL a line that begins so is an order.
+        // OpenSSL takes a line that begins like this for a command.
         running.send("R\n").await;
         clients.push((name, running));
     }
-    // It takes longer than any handshake, and ends what waits for an answer.
+    // It takes longer than any handshake, and ends waits for an answer.
     scan.world.stop_gateway().await;
     for (name, running) in clients {
         let ran = running.over().await;
         let (_, behind) = ran.stderr.split_once("RENEGOTIATING").unwrap();
-        // A handshake would verify the chain once more.
+        // A full handshake would verify the chain again.
         assert!(!behind.contains("verify return"), "{name}: {behind}");
     }
 }

@@ -64,7 +64,7 @@ async fn trap_1_an_answer_in_64_byte_chunks_keeps_the_tunnel() {
         "{} bytes came",
         answer.body.len()
     );
-    // A second one was dialled for bulk; the first is still there.
+    // A second one was dialled for bulk; the first still exists.
     assert!(road.tunnels().await.starts_with(&before));
 }
 
@@ -140,7 +140,7 @@ async fn trap_4_a_refused_port_is_never_a_200() {
     let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     let answer = exchange(&mut wire, head).await;
-    // The reason phrase is all that kube-apiserver shows.
+    // kube-apiserver shows only the reason phrase.
     let line = answer.lines().next().unwrap();
     assert!(line.starts_with("HTTP/1.1 502 "), "{answer}");
     assert!(
@@ -175,7 +175,7 @@ async fn trap_6_peers_killed_without_close_notify_are_not_logged() {
     let mut road = Road::to(&app).await;
     let mut idle = road.tls().await;
     exchange(&mut idle, GET).await;
-    // A FIN and nothing before it: tokio-rustls says goodbye only when it is shut down.
+    // A FIN and nothing before it: tokio-rustls sends close_notify only when it is shut down.
     drop(idle);
     road.edge.kill().await;
     road.until_tunnels("edge-1", 0).await;
@@ -209,8 +209,8 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
         took.push(began.elapsed());
     }
     took.sort();
-    // All parts share this test's thread with the download, in a debug build; behind it, in a queue as deep as
-    // its window, it would be seconds.
+    // All parts share this test's thread with the download, in a debug build; in a queue as deep as the window the request
+    // would wait for seconds.
     assert!(!full() || took[10] < Duration::from_millis(250), "{took:?}");
     let after = self::opened(&road).await;
     assert_eq!(
@@ -227,7 +227,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
     for fragment in [None, Some(100)] {
         let mut config = config(&world, &[b"a protocol whose name is long".as_slice(); 60]);
         config.alpn_protocols.push(HTTP11.to_vec());
-        // Pieces of TCP alone, and of TLS records as well.
+        // Split only in TCP segments, and in TLS records as well.
         config.max_fragment_size = fragment;
         let tcp = Pieces {
             tcp: world.client().tcp_stream().await,
@@ -238,7 +238,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
         let connector = TlsConnector::from(Arc::new(config));
         let mut wire = connector.connect(name, tcp).await.unwrap();
         assert!(wire.get_ref().0.written > 1_500);
-        // Nothing but the SNI says where to.
+        // Only the SNI contains the destination.
         let head = "GET / HTTP/1.1\r\nHost: 10.97.0.1:6443\r\n\r\n";
         let answer = exchange(&mut wire, head).await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
@@ -319,7 +319,7 @@ async fn trap_10_a_session_made_to_join_does_not_resume_as_a_tunnel() {
         .with_no_client_auth();
     config.alpn_protocols = vec![HTTP11.to_vec()];
     let mut joining = to_tunnel(&road, &config).await.unwrap();
-    // Tickets would come behind the handshake, before the answer.
+    // Tickets would arrive after the handshake, before the answer.
     exchange(&mut joining, "GET / HTTP/1.1\r\nHost: gateway\r\n\r\n").await;
     let again = to_tunnel(&road, &config).await.unwrap();
     let kind = again.get_ref().1.handshake_kind();
@@ -359,7 +359,7 @@ async fn trap_13_ambiguous_requests_are_refused_or_normalized() {
         assert!(answer.starts_with("HTTP/1.1 400 "), "{head:?}: {answer}");
     }
     assert_eq!(app.requests(), 0);
-    // The parser takes these; what the app gets must be one request, strictly written.
+    // The parser accepts these; the app must get one request, strictly written.
     for (head, body) in [
         ("GET / HTTP/1.1\nHost: edge-1:9100\n\n", ""),
         (
@@ -420,7 +420,7 @@ fn trap_14_one_crypto_provider_is_in_the_tree() {
     }
 }
 
-/// How many streams each had so far.
+/// Returns the number of streams of each so far.
 async fn opened(road: &Road) -> Vec<u64> {
     road.details("streams_opened").await
 }
@@ -451,7 +451,7 @@ async fn to_tunnel(road: &Road, config: &ClientConfig) -> io::Result<TlsStream<T
         .await
 }
 
-/// Writes 100 bytes at a time, and lets everybody read them before the next.
+/// Writes 100 bytes at a time, and lets all readers run before the next.
 struct Pieces {
     tcp: TcpStream,
     rested: bool,

@@ -1,4 +1,4 @@
-//! HTTP semantics of what an upstream answers, over both roads to it and both versions of HTTP that clients speak.
+//! HTTP semantics of upstreams' answers, over both paths to an upstream and both versions of HTTP that clients speak.
 
 use crate::{
     road::Road,
@@ -122,7 +122,8 @@ async fn lengths_that_differ_are_the_fault_of_the_upstream() {
     .await;
 }
 
-/// A GET that makes an upstream fail makes it fail once: what answered anything, or reset, may have taken the request.
+/// A GET that makes an upstream fail does so once: an upstream that answered anything, or reset, may have executed the
+/// request.
 #[tokio::test]
 async fn garbage_or_a_reset_on_a_reused_connection_is_not_retried() {
     let choose = |head: &Head| match head.path().as_str() {
@@ -137,7 +138,7 @@ async fn garbage_or_a_reset_on_a_reused_connection_is_not_retried() {
     Box::pin(over_both_roads(choose, async |app, road, client| {
         for path in ["/garbage", "/half-a-head", "/only-hints", "/reset"] {
             assert_eq!(ask(client, "GET", "/well").await.text(), "well");
-            // Its connection rests once the stream is over.
+            // Its connection is idle once the stream is over.
             road.until_idle().await;
             let before = app.requests();
             let answer = ask(client, "GET", path).await;
@@ -241,7 +242,7 @@ async fn the_body_of_an_upgrade_may_have_64_kib_without_a_length() {
 
 const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\nConnection: x-hop\r\nX-Hop: 1\r\n\r\n";
 
-/// Interim answers, each of which the client has before the upstream goes on.
+/// Interim answers. The client gets each of them before the upstream continues.
 fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'static {
     let gate = gate.clone();
     move |head| match head.path().as_str() {
@@ -260,7 +261,7 @@ fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'sta
 
 async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
     let mut wire = road.tcp("plain").await;
-    // On the same connection again: nothing is left of the first.
+    // On the same connection again: nothing of the first is left.
     for _ in 0..2 {
         let head = "GET /hints HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
         let hint = exchange(&mut wire, head).await.to_lowercase();
@@ -283,7 +284,7 @@ async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
     assert!(hint.starts_with("HTTP/1.1 103 "), "{hint}");
     let last = read_head(&mut wire).await;
     assert!(last.starts_with("HTTP/1.1 200 "), "{last}");
-    // A client of HTTP/1.0 knows none (RFC 9110 section 15.2).
+    // A client of HTTP/1.0 does not know interim answers (RFC 9110 section 15.2).
     gate.open();
     gate.open();
     let head = "GET /hints HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n";
@@ -324,7 +325,7 @@ async fn hints_arrive_over_http2(road: &Road, gate: &Gate) {
     assert_eq!(status(&mut wire, 1).await, 103);
     gate.open();
     assert_eq!(status(&mut wire, 1).await, 102);
-    // Beside the first stream, whose answer is not there.
+    // Beside the first stream, which has no answer yet.
     let waits = asked(3, "POST", "/continue", true);
     frames::send(&mut wire, &waits).await.unwrap();
     assert_eq!(status(&mut wire, 3).await, 100);
@@ -360,7 +361,7 @@ async fn a_target_that_cannot_be_dialled_is_reported_by_its_cause() {
     let refusing = App::refusing();
     let targets = [
         (1, refusing.address().to_string()),
-        // With a label that is too long, for which no name server is asked.
+        // With a label that is too long, for which the edge asks no name server.
         (2, format!("{}.invalid:80", "x".repeat(64))),
     ];
     let edge = world.edge("edge-1").config(|config| {

@@ -1,8 +1,8 @@
 //! A world for one test: a gateway with its own CA, edges that joined with tokens, apps, clients.
 //!
-//! All of it in this process, on port 0 of loopback and in a temporary directory that goes with it. Whatever
-//! a test waits for is a condition with a bound, never a time. What the gateway and its edges log is
-//! kept, so that a test can hold an answer against its access record.
+//! All of it runs in this process, on port 0 of loopback and in a temporary directory that is removed with it. A test waits
+//! for conditions with a time limit, never for a time. The logs of the gateway and its edges are stored, so that a test can
+//! compare an answer with its access record.
 
 pub(crate) mod app;
 pub(crate) mod authority;
@@ -37,16 +37,16 @@ use tempfile::TempDir;
 use tokio::time::{sleep, timeout};
 use tool::Tool;
 
-/// The bound of a wait for something that takes milliseconds on an idle machine.
+/// Limit of a wait for an event that takes milliseconds on an idle machine.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
-/// How often a condition is looked at.
+/// Interval at which a condition is checked.
 const LOOK: Duration = Duration::from_millis(5);
-/// Life of what is issued here.
+/// Lifetime of the certificates issued here.
 pub(crate) const LIFE: Duration = Duration::from_hours(1);
-/// A name in the certificate of every listener, which is no node's.
+/// A name in the certificate of every listener that is no node's name.
 pub(crate) const GATEWAY_NAME: &str = "gateway.test";
 
-/// A gateway, and what a test puts around it.
+/// A gateway and the other parts of a test.
 pub(crate) struct World {
     gateway: Option<Running>,
     build: Build,
@@ -55,17 +55,17 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// One gateway on this test's own thread, with an `https` listener for clients with a certificate.
+    /// Starts one gateway on this test's own thread, with an `https` listener for clients with a certificate.
     pub(crate) async fn start() -> Self {
         Self::build().start().await
     }
 
-    /// The same, to be changed before it starts.
+    /// The same, for a test that changes it before it starts.
     pub(crate) fn build() -> Build {
         Build::new()
     }
 
-    /// An edge that is about to join.
+    /// An edge before it joins.
     pub(crate) fn edge(&self, node: &str) -> edge::Plan<'_> {
         edge::Plan::new(self, node)
     }
@@ -110,7 +110,7 @@ impl World {
         self.gateway().place(listener)
     }
 
-    /// The table of nodes, for tests that stand in for a cluster.
+    /// The table of nodes, for tests that take the place of a cluster.
     pub(crate) fn nodes(&self) -> &NodesWriter {
         &self.gateway().nodes
     }
@@ -145,12 +145,12 @@ impl World {
         gateway::store(self.folder())
     }
 
-    /// A directory that goes with the world.
+    /// A directory that is removed with the world.
     pub(crate) fn folder(&self) -> &Path {
         self.build.folder()
     }
 
-    /// A private file of this text.
+    /// Writes a private file with this text.
     pub(crate) fn write(&self, text: &str) -> PathBuf {
         let number = self.files.fetch_add(1, Ordering::SeqCst);
         let path = self.folder().join(format!("file-{number}.pem"));
@@ -185,7 +185,7 @@ impl World {
         (answer.status, answer.text())
     }
 
-    /// The admin API's row of a node; null if there is none.
+    /// Returns the admin API's row of a node; null if there is none.
     pub(crate) async fn node(&self, node: &str) -> Value {
         let (status, text) = self.admin_text(&format!("/api/v1/edges/{node}")).await;
         match status {
@@ -217,7 +217,7 @@ impl World {
         running.stop().await;
     }
 
-    /// Gives the running gateway a changed configuration. Started again, it has the old one.
+    /// Gives the running gateway a changed configuration. After a restart it has the old one.
     pub(crate) fn reload(
         &mut self,
         change: impl FnOnce(&mut Config),
@@ -228,12 +228,12 @@ impl World {
             .reload(change)
     }
 
-    /// Asks the gateway to stop; it drains meanwhile.
+    /// Requests the gateway's shutdown; it drains meanwhile.
     pub(crate) fn drain_gateway(&self) {
         self.gateway().ask();
     }
 
-    /// Ends the gateway without a word.
+    /// Ends the gateway without a shutdown.
     pub(crate) async fn kill_gateway(&mut self) {
         let running = self.gateway.take().expect("the gateway runs");
         running.kill().await;
@@ -250,7 +250,7 @@ impl World {
     }
 }
 
-/// A scrape.
+/// The metrics of one scrape.
 pub(crate) struct Metrics(String);
 
 impl Metrics {

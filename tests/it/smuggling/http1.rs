@@ -17,7 +17,7 @@ struct Case {
     name: String,
     /// Bytes as characters.
     send: String,
-    /// Added this many times where `send` says `{many}`.
+    /// Added this many times in place of `{many}` in `send`.
     #[serde(default)]
     many: Option<(String, usize)>,
     /// Name of the one listener that the case applies to, if the two listeners differ.
@@ -60,7 +60,7 @@ async fn ambiguous_bytes_are_refused_or_parsed_as_one_request() {
 
 async fn play(wire: &mut dyn Wire, case: &Case) -> Seen {
     let sent = case.bytes();
-    // A listener may close before it has taken everything.
+    // A listener may close before it has read everything.
     let _ = wire.write_all(&sent).await;
     let _ = wire.flush().await;
     let mut first = First::Ended("closed");
@@ -116,7 +116,7 @@ async fn answer(wire: &mut dyn Wire, head_only: bool) -> Option<u16> {
     timeout(PATIENCE, read).await.expect("an answer or an end")
 }
 
-/// Sends a CONNECT and ends the session that may come of it; the answer's status.
+/// Sends a CONNECT and ends the session, if there is one; returns the answer's status.
 pub(super) async fn connect(road: &Road, sent: &[u8]) -> u16 {
     let client = road.client_at("connect");
     let mut wire = client

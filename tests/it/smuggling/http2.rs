@@ -137,7 +137,7 @@ async fn play(wire: &mut dyn Wire, case: &Case, scheme: &str) -> Seen {
     Seen { first, after }
 }
 
-/// How a stream ended.
+/// The end of a stream.
 async fn outcome(wire: &mut dyn Wire, stream: u32) -> First {
     let mut status = None;
     loop {

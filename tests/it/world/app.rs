@@ -1,9 +1,9 @@
-//! Apps on the node's side of a test: real sockets on port 0, tokio alone, exact to the byte.
+//! Apps on the node's side of a test: real sockets on port 0, only tokio, exact to the byte.
 //!
-//! An app plays a [`Script`] of steps: one per connection (`tcp`), or one per request, chosen by its head
-//! (`http`). What it sees (heads, bodies, how each connection ended) goes into channels that a test awaits, each
-//! wait bounded, so that no test sleeps. No HTTP library takes part: what a script writes is what is sent, and
-//! what is recorded is what was received.
+//! An app plays a [`Script`] of steps: one per connection (`tcp`), or one per request, chosen by its head (`http`). Its
+//! observations (heads, bodies, the end of each connection) go into channels that a test awaits, each wait with a limit, so
+//! that no test sleeps. No HTTP library takes part: the app sends exactly what a script writes, and records exactly what it
+//! received.
 
 pub(crate) mod answer;
 mod script;
@@ -39,15 +39,15 @@ use wire::Wire;
 
 /// Number of bytes that the system buffers of an upstream's response that the peer does not read.
 const SEND: usize = 256 << 10;
-/// How long a test waits for what an app should see.
+/// Limit of a wait for an observation of an app.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// How a connection ended, seen from the app.
+/// The end of a connection, seen from the app.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// The peer ended its sending side (FIN).
     Finished,
-    /// The peer reset the connection, or took no more.
+    /// The peer reset the connection, or accepted no more.
     Reset,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct App {
     heads: Seen<Head>,
     bodies: Seen<Vec<u8>>,
     ends: Seen<End>,
-    /// Bound and never listened on, for `refusing`: connections are refused, and nobody else gets the port.
+    /// Bound and never listened on, for `refusing`: the kernel refuses connections, and no other process gets the port.
     _reserved: Option<Socket>,
     serving: JoinSet<()>,
 }
@@ -95,7 +95,7 @@ impl App {
         Self::start(Arc::new(Play::Tcp(script))).await
     }
 
-    /// An address where connections are refused.
+    /// An address that refuses connections.
     pub(crate) fn refusing() -> Self {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -120,39 +120,39 @@ impl App {
         self.address.port()
     }
 
-    /// How many connections were accepted so far.
+    /// Returns the number of connections accepted so far.
     pub(crate) fn connections(&self) -> usize {
         self.record.connections.load(Ordering::SeqCst)
     }
 
-    /// The client certificates that were shown so far, in DER.
+    /// Returns the client certificates shown so far, in DER.
     pub(crate) fn shown(&self) -> Vec<Vec<u8>> {
         self.record.shown.lock().unwrap().clone()
     }
 
-    /// How many request heads were read so far.
+    /// Returns the number of request heads read so far.
     pub(crate) fn requests(&self) -> usize {
         self.record.requests.load(Ordering::SeqCst)
     }
 
-    /// Counts from now on, and keeps nothing of what it sees: for a test that lasts.
+    /// Counts from now on, and stores no observations: for a long test.
     pub(crate) async fn forget(&self) {
         self.heads.lock().await.close();
         self.bodies.lock().await.close();
         self.ends.lock().await.close();
     }
 
-    /// The next request's head, as soon as it has been read.
+    /// Returns the next request's head, as soon as it has been read.
     pub(crate) async fn head(&self) -> Head {
         next(&self.heads, "request").await
     }
 
-    /// The next body (HTTP), or all bytes up to the peer's FIN (`read_to_end`), once complete.
+    /// Returns the next body (HTTP), or all bytes up to the peer's FIN (`read_to_end`), once complete.
     pub(crate) async fn body(&self) -> Vec<u8> {
         next(&self.bodies, "complete body").await
     }
 
-    /// How the next connection to end was ended by its peer. A connection that the app itself ends tells nothing.
+    /// Returns how the peer ended the next connection that ends. A connection that the app itself ends is not reported.
     pub(crate) async fn end(&self) -> End {
         next(&self.ends, "end of a connection").await
     }
@@ -191,16 +191,16 @@ impl App {
             let mut connections = JoinSet::new();
             loop {
                 let (socket, _) = listener.accept().await.unwrap();
-                // Else the many small writes of a script wait for each other's acknowledgement.
+                // Otherwise the many small writes of a script wait for each other's acknowledgement.
                 socket.set_nodelay(true).unwrap();
-                // By the thousand they would take all the memory that the system has for TCP.
+                // Thousands of them would take all the memory that the system has for TCP.
                 SockRef::from(&socket).set_send_buffer_size(SEND).unwrap();
                 record.connections.fetch_add(1, Ordering::SeqCst);
                 let (play, record) = (play.clone(), record.clone());
                 match tls.clone() {
                     None => connections.spawn(serve(Wire::new(socket), play, record)),
                     Some(tls) => connections.spawn(async move {
-                        // A peer that does not like what it is shown, or shows nothing, is gone.
+                        // The peer rejects the certificate, or shows none: it is gone.
                         if let Ok(tls) = tls.accept(socket).await {
                             let shown = tls.get_ref().1.peer_certificates();
                             let shown = shown.and_then(|chain| chain.first());

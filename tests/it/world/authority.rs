@@ -1,4 +1,4 @@
-//! A CA of somebody else's, such as a cluster's, and what it signs: apps' certificates and their clients'.
+//! A CA of a third party, such as a cluster's, and its certificates: those of apps and of their clients.
 
 use causeway_certs::LeafCertificate;
 use rcgen::{
@@ -44,12 +44,12 @@ impl Authority {
         self.sign(names, ExtendedKeyUsagePurpose::ServerAuth, false)
     }
 
-    /// The same, years after its end.
+    /// The same, years after the end of its validity.
     pub(crate) fn expired_app(&self, names: &[&str]) -> LeafCertificate {
         self.sign(names, ExtendedKeyUsagePurpose::ServerAuth, true)
     }
 
-    /// A certificate by which apps know their client.
+    /// A certificate by which apps authenticate their client.
     pub(crate) fn client(&self, name: &str) -> LeafCertificate {
         self.sign(&[name], ExtendedKeyUsagePurpose::ClientAuth, false)
     }
@@ -72,7 +72,7 @@ impl Authority {
         LeafCertificate::load(&certificate.pem(), &key.serialize_pem()).unwrap()
     }
 
-    /// TLS of an app that shows `leaf`. With `demands` it lets in only whom this CA knows.
+    /// TLS of an app that shows `leaf`. With `demands` it admits only clients with a certificate of this CA.
     pub(crate) fn serve(&self, leaf: &LeafCertificate, demands: bool) -> Arc<ServerConfig> {
         let builder = ServerConfig::builder();
         let builder = if demands {

@@ -1,8 +1,8 @@
 //! Clients of a world: an HTTP client of the tests' own, and bare streams for heads that are exact to the byte.
 //!
-//! A client connects to its listener's real address, and says of the URL what a client says: SNI, Host, ALPN. Each
-//! request has a connection of its own unless the test holds one (`connect`). Nothing here is
-//! Causeway's: what the tests measure by must not share its faults.
+//! A client connects to its listener's real address, and uses the URL only as a client shows it: SNI, Host, ALPN. Each
+//! request has a connection of its own unless the test keeps one (`connect`). No part of this is product code: the tests'
+//! instruments must not share its faults.
 
 mod answer;
 mod wire;
@@ -87,13 +87,13 @@ impl Client {
         self
     }
 
-    /// Calls somewhere else.
+    /// Connects to another address.
     pub(crate) fn at(mut self, place: Place) -> Self {
         self.place = place;
         self
     }
 
-    /// Shows none.
+    /// Shows no certificate.
     pub(crate) fn nobody(mut self) -> Self {
         self.leaf = None;
         self
@@ -111,13 +111,13 @@ impl Client {
         self
     }
 
-    /// Says this server name, whatever the URL says; an address says none.
+    /// Sends this server name, independent of the URL; for an address it sends none.
     pub(crate) fn sni(mut self, name: &str) -> Self {
         self.sni = Some(name.to_owned());
         self
     }
 
-    /// Says this Host (or `:authority`), whatever the URL says.
+    /// Sends this Host (or `:authority`), independent of the URL.
     pub(crate) fn host(mut self, host: &str) -> Self {
         self.host = Some(host.to_owned());
         self
@@ -134,30 +134,30 @@ impl Client {
         self.field("authorization", &format!("Bearer {token}"))
     }
 
-    /// GET on a connection of its own.
+    /// Sends a GET on a connection of its own.
     pub(crate) async fn get(&self, url: &str) -> Answer {
         self.ask("GET", url, "").await
     }
 
-    /// Any method with a body.
+    /// Sends any method with a body.
     pub(crate) async fn ask(&self, method: &str, url: &str, body: impl Into<Bytes>) -> Answer {
         let request = Request::builder().method(method).uri(url);
         self.send(request.body(whole(body)).unwrap()).await
     }
 
-    /// Any request on a connection of its own.
+    /// Sends any request on a connection of its own.
     pub(crate) async fn send(&self, request: Request<Body>) -> Answer {
         self.try_send(request).await.unwrap()
     }
 
-    /// The same, where it may fail.
+    /// The same, for a request that may fail.
     pub(crate) async fn try_send(&self, request: Request<Body>) -> Result<Answer, CallError> {
         let sni = request.uri().host().unwrap_or_default().to_owned();
         let mut connection = self.connect(&sni).await?;
         connection.ask(request).await
     }
 
-    /// A connection that is kept.
+    /// Opens a connection that is kept.
     pub(crate) async fn connect(&self, sni: &str) -> Result<Connection, CallError> {
         let alpn: &[&str] = match self.version {
             Version::HTTP_2 => &["h2"],
@@ -267,7 +267,7 @@ impl Client {
         config
     }
 
-    /// The request as this version of HTTP says it.
+    /// Returns the request in the form of this version of HTTP.
     fn prepared(&self, mut request: Request<Body>) -> Request<Body> {
         let authority = request.uri().authority().map(ToString::to_string);
         let authority = self.host.clone().or(authority).unwrap_or_default();
@@ -288,14 +288,14 @@ impl Client {
     }
 }
 
-/// A body that is there at once.
+/// A body that is complete at once.
 pub(crate) fn whole(body: impl Into<Bytes>) -> Body {
     Full::new(body.into())
         .map_err(|never| match never {})
         .boxed()
 }
 
-/// Why a call came to nothing: whatever the client saw, with its causes.
+/// The reason why a call failed: the client's error, with its causes.
 pub(crate) type CallError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A body of 100 MB may take longer than a head does.
@@ -339,7 +339,7 @@ impl Connection {
         Ok(answer.await??)
     }
 
-    /// Sends a request beside others, for which HTTP/2 is spoken, and for as long as the set is kept.
+    /// Sends a request beside others, which needs HTTP/2. It continues while the set is kept.
     pub(crate) fn hold(&self, request: Request<Body>) -> JoinSet<()> {
         let request = self.client.prepared(request);
         let Sender::Http2(sender) = &self.sender else {

@@ -1,4 +1,4 @@
-//! A cluster's API as far as nodes are followed by it: a list of Node objects, and a watch that goes on.
+//! The part of a cluster's API by which nodes are followed: a list of Node objects, and a watch that continues.
 
 use axum::{
     Json, Router,
@@ -26,7 +26,7 @@ struct Objects {
     happened: Vec<Value>,
 }
 
-/// The API; dropping it takes it away.
+/// The API; dropping it stops it.
 pub(crate) struct Cluster {
     folder: TempDir,
     objects: watch::Sender<Objects>,
@@ -61,12 +61,12 @@ impl Cluster {
         }
     }
 
-    /// The file that says how to reach it.
+    /// Returns the kubeconfig for it.
     pub(crate) fn kubeconfig(&self) -> PathBuf {
         self.folder.path().join("kubeconfig")
     }
 
-    /// A node comes, or is another: with these addresses, at the edge or in the cloud, and pods in these networks.
+    /// Adds or changes a node: with these addresses, at the edge or in the cloud, and pods in these networks.
     pub(crate) fn node_with_pods(&self, name: &str, edge: bool, addresses: &[&str], pods: &[&str]) {
         let addresses = addresses
             .iter()

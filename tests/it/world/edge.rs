@@ -1,7 +1,7 @@
 //! Edges of a world: they join with a real token over the wire and run in this process.
 //!
-//! An edge counts as joined when the gateway says so. It can be stopped in order, killed without a word, and
-//! started again from its data directory.
+//! An edge counts as joined when the gateway reports it. A test can stop it in order, kill it, and start it again from its
+//! data directory.
 
 use super::{LOOK, PATIENCE, World, gateway::loopback, until};
 use causeway_certs::{NodeAttributes, NodeName, StoreError};
@@ -17,9 +17,9 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Tests wait for the end of what they stop.
+/// Limit of a wait for the end of a stopped edge.
 const DRAIN: Duration = Duration::from_millis(400);
-/// Tests wait for edges that come back.
+/// Limit of a wait for edges that reconnect.
 const SILENT: Duration = Duration::from_millis(100);
 
 /// An edge before it joins.
@@ -55,7 +55,7 @@ impl<'a> Plan<'a> {
         self.port_as(number, Protocol::Http, app)
     }
 
-    /// The same for an app that speaks something else.
+    /// The same for an app that speaks another protocol.
     pub(crate) fn port_as(mut self, number: u16, scheme: Protocol, app: SocketAddr) -> Self {
         let port = Port {
             target: Some(app.to_string()),
@@ -99,7 +99,7 @@ impl<'a> Plan<'a> {
     /// Joins, and waits until the gateway has its tunnel.
     pub(crate) async fn join(self) -> Edge {
         let (world, node) = (self.world, self.node.clone());
-        // Boxed: joining is large, and most tests hold it.
+        // Boxed: joining is large, and most tests contain it.
         let edge = Box::pin(self.open()).await.unwrap();
         let what = format!("{node} is connected");
         until(&what, async || {
@@ -165,7 +165,7 @@ impl Edge {
                 let Err(Error::Store(StoreError::InUse { .. })) = bound else {
                     return bound;
                 };
-                // A child that another test has forked holds the lock of this directory until it runs its program.
+                // A child that another test has forked keeps the lock of this directory until it executes its program.
                 sleep(LOOK).await;
             }
         };
@@ -220,12 +220,12 @@ impl Edge {
         ended.expect("the edge stops").unwrap().unwrap().unwrap();
     }
 
-    /// Asks it to leave; it drains meanwhile.
+    /// Requests its shutdown; it drains meanwhile.
     pub(crate) fn drain(&self) {
         self.running().stop.cancel();
     }
 
-    /// Ends it without a word.
+    /// Ends it without a shutdown.
     pub(crate) async fn kill(&mut self) {
         let mut running = self.running.take().expect("the edge runs");
         running.task.shutdown().await;

@@ -1,7 +1,7 @@
-//! An edge that means harm: a valid certificate, and frames of its own making (`world::frames`).
+//! A malicious edge: a valid certificate, and frames of its own making (`world::frames`).
 //!
-//! It dials the tunnel port of a `Site`, where its node is enrolled, and says as much of a tunnel's protocol as a
-//! test needs to get to the point.
+//! It dials the tunnel port of a `Site`, where its node is enrolled, and speaks only the part of a tunnel's protocol that a
+//! test needs.
 
 use super::{
     LIFE, PATIENCE,
@@ -22,13 +22,13 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// The node that it is.
+/// Name of its node.
 pub(crate) const NODE: &str = "evil";
 
 /// The stream that a gateway opens first.
 pub(crate) const CONTROL: u32 = 1;
 
-/// Enters its node at a gateway that is about to start.
+/// Enrols its node at a gateway that is about to start.
 pub(crate) fn enrol(data: &Path) {
     let nodes = Store::open(data, OpenMode::Existing).unwrap().nodes();
     let record = NodeRecord {
@@ -63,7 +63,7 @@ pub(crate) struct Evil {
 }
 
 impl Evil {
-    /// TLS and SETTINGS: the control stream is open, and the gateway's hello unanswered.
+    /// Performs TLS and SETTINGS: the control stream is open, and the gateway's hello is not answered.
     pub(crate) async fn greeted(site: &Site) -> Self {
         install_provider();
         let config = verify::tunnel_client(&identity(&site.data())).unwrap();
@@ -82,12 +82,12 @@ impl Evil {
         evil
     }
 
-    /// A tunnel that is registered: what comes next are clients' streams.
+    /// A tunnel that is registered: the next frames are clients' streams.
     pub(crate) async fn registered(site: &Site) -> Self {
         Self::registered_as(site, 0).await
     }
 
-    /// The same, as this one of the node's tunnels.
+    /// The same, as the tunnel of this slot of the node.
     pub(crate) async fn registered_as(site: &Site, slot: u32) -> Self {
         let mut evil = Self::greeted(site).await.welcome(slot).await;
         let said = |frame: &Frame| {
@@ -143,12 +143,12 @@ impl Evil {
         timeout(PATIENCE, reading).await.expect("the frame comes")
     }
 
-    /// The next stream of a client.
+    /// Returns the next stream of a client.
     pub(crate) async fn stream(&mut self) -> u32 {
         self.until(|frame| frame.kind == HEADERS).await.stream
     }
 
-    /// Writes this again and again, and reads whatever comes, until the gateway ends the tunnel.
+    /// Writes these bytes repeatedly, and reads all answers, until the gateway ends the tunnel.
     pub(crate) async fn flood(self, bytes: Vec<u8>) {
         let (mut read, mut write) = (self.read, self.write);
         let mut reading = JoinSet::new();
@@ -159,7 +159,7 @@ impl Evil {
         ended.expect("a flood ends its tunnel");
     }
 
-    /// The same, without reading a byte of what is answered.
+    /// The same, without reading a byte of the answers.
     pub(crate) async fn flood_deaf(mut self, bytes: Vec<u8>) {
         let many = bytes.repeat((16 * 1024 / bytes.len()).max(1));
         let writing = async { while self.write.write_all(&many).await.is_ok() {} };
@@ -172,7 +172,7 @@ impl Evil {
         let mut nowhere = tokio::io::sink();
         let reading = tokio::io::copy(&mut self.read, &mut nowhere);
         let ended = timeout(PATIENCE, reading).await;
-        // With a reset or without: it is over.
+        // With a reset or without: the tunnel is over.
         let _ = ended.expect("the gateway ends the tunnel");
     }
 }

@@ -1,7 +1,7 @@
-//! HTTP/2 by hand: frames that no library would write, and as much reading as tests need.
+//! HTTP/2 by hand: frames that no library would write, and the reading that tests need.
 //!
-//! Field lists are literals without indexing and without Huffman's code, so that each byte is where a test
-//! puts it. Of a peer's field lists only the `:status` is read, which comes first.
+//! Field lists are literals without indexing and without Huffman code, so that each byte is at a position that a test
+//! chooses. Of a peer's field lists only the `:status` is read, which is the first field.
 
 use super::client::Wire;
 use std::io;
@@ -18,14 +18,14 @@ pub(crate) const GOAWAY: u8 = 7;
 pub(crate) const WINDOW_UPDATE: u8 = 8;
 pub(crate) const CONTINUATION: u8 = 9;
 
-/// Of DATA and HEADERS.
+/// Flag of DATA and HEADERS.
 pub(crate) const END_STREAM: u8 = 1;
-/// Of SETTINGS and PING.
+/// Flag of SETTINGS and PING.
 pub(crate) const ACK: u8 = 1;
-/// Of HEADERS and CONTINUATION.
+/// Flag of HEADERS and CONTINUATION.
 pub(crate) const END_HEADERS: u8 = 4;
 
-/// The field list of a 200 and nothing else.
+/// The field list of a 200 without further fields.
 pub(crate) const STATUS_200: &[u8] = &[0x88];
 
 /// A frame.
@@ -38,15 +38,15 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// Whether its stream ends with it.
+    /// Whether it ends its stream.
     pub(crate) fn ends(&self) -> bool {
         matches!(self.kind, DATA | HEADERS) && self.flags & END_STREAM != 0
     }
 
     /// The `:status` of HEADERS.
     pub(crate) fn status(&self) -> u16 {
-        // The static table (RFC 7541, appendix A), else a literal whose name is of that table.
-        // A peer that was told of an empty table says so first.
+        // The static table (RFC 7541, appendix A), or a literal whose name is in that table. A peer that was sent an empty
+        // table acknowledges it in its field list first.
         let list = self.payload.strip_prefix(&[0x20]).unwrap_or(&self.payload);
         match *list {
             [index @ 0x88..=0x8e, ..] => {
@@ -66,7 +66,7 @@ impl Frame {
     }
 }
 
-/// Three digits in Huffman's code (RFC 7541, appendix B): 0 to 2 in five bits, the others in six.
+/// Three digits in Huffman code (RFC 7541, appendix B): 0 to 2 in five bits, the others in six.
 fn digits(value: &[u8]) -> u16 {
     let bits = value
         .iter()

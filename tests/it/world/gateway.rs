@@ -1,7 +1,7 @@
 //! The gateway of a world: built, run, stopped, started again at the same addresses.
 //!
-//! On the test's own thread unless it asks for workers. The `https` listener is there from the beginning; a test
-//! adds others by what makes them special.
+//! On the test's own thread unless it asks for workers. The `https` listener exists from the beginning; a test adds others
+//! with their differences.
 
 use super::{GATEWAY_NAME, PATIENCE, World, client::Place, folder, log::Log, until};
 use causeway_certs::{
@@ -28,7 +28,7 @@ use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::subscriber::DefaultGuard;
 
-/// Tests wait for the end of what they stop.
+/// Limit of a wait for the end of a stopped gateway.
 const DRAIN: Duration = Duration::from_millis(400);
 
 /// Any port of loopback.
@@ -36,7 +36,7 @@ pub(crate) fn loopback() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
 }
 
-/// A front of this kind and name on loopback; clients show a certificate of the world's CA where there is TLS.
+/// Listener of this kind and name on loopback; if it has TLS, clients show a certificate of the world's CA.
 pub(crate) fn listener(name: &str, kind: ListenerProtocol) -> Listener {
     Listener {
         names: vec![GATEWAY_NAME.to_owned(), "127.0.0.1".to_owned()],
@@ -94,7 +94,7 @@ impl Build {
         config.timeouts.drain = DRAIN;
         // Other tests fill the same kernel's buffers.
         config.limits.tcp_memory = usize::MAX;
-        // Tests of errors want them at once.
+        // Tests of errors expect them at once.
         config.timeouts.reconnect = Duration::ZERO;
         let log = Log::default();
         Self {
@@ -131,7 +131,7 @@ impl Build {
         self
     }
 
-    /// Decides by these rules.
+    /// Sets these rules as the policy.
     pub(crate) fn policy(mut self, policy: PolicyReader) -> Self {
         self.policy = Some(policy);
         self
@@ -190,14 +190,14 @@ impl Build {
         }
     }
 
-    /// Binds and runs; from then on the configuration names the addresses that were chosen.
+    /// Binds and runs; from then on the configuration has the chosen addresses.
     pub(super) async fn run(&mut self) -> Running {
         let mut bound = None;
         until(
             "the gateway's addresses and directory are free",
             async || {
                 bound = match self.bind() {
-                    // A child that another test has forked holds sockets and locks until it runs its program.
+                    // A child that another test has forked keeps sockets and locks until it executes its program.
                     Err(BindError::Listen { .. } | BindError::Store(StoreError::InUse { .. })) => {
                         None
                     }
@@ -253,11 +253,11 @@ impl Build {
     }
 }
 
-/// A gateway that runs.
+/// A running gateway.
 pub(super) struct Running {
     pub(super) addresses: BoundAddresses,
     listeners: Vec<Listener>,
-    /// As it was given, with ports that the system chooses.
+    /// The original configuration, with ports that the system chooses.
     config: Config,
     reloader: Reloader,
     /// The table of nodes, which a cluster fills.
@@ -266,7 +266,7 @@ pub(super) struct Running {
     task: JoinSet<()>,
 }
 
-/// The listeners, at the addresses that were chosen.
+/// The listeners, at the chosen addresses.
 fn placed(listeners: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
     let place = |listener: &Listener| Listener {
         listen: addresses

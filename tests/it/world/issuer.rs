@@ -28,7 +28,7 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-/// For whom its tokens are.
+/// Audience of its tokens.
 const AUDIENCE: &str = "causeway";
 
 /// A key that signs tokens.
@@ -54,7 +54,7 @@ impl Key {
         encode(&header, claims, &self.key).unwrap()
     }
 
-    /// The set of keys that has it alone.
+    /// The set of keys that contains only this one.
     pub(crate) fn set(&self) -> String {
         let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::EdDSA).unwrap();
         jwk.common.key_id = Some(self.id.clone());
@@ -88,13 +88,13 @@ pub(crate) struct Issuer {
     asked: Arc<AtomicUsize>,
     acceptor: TlsAcceptor,
     serving: JoinSet<()>,
-    // Keeps the address while nobody listens there.
+    // Keeps the address while no process listens on it.
     silent: Option<TcpSocket>,
     root: String,
 }
 
 impl Issuer {
-    /// It has an address; it does not answer yet.
+    /// It has an address and does not answer yet.
     pub(crate) fn silent(key: &Key) -> Self {
         let ca = Ca::create(&TrustDomain::parse("id.test").unwrap()).unwrap();
         let names = [HostName::parse("127.0.0.1").unwrap()];
@@ -136,23 +136,23 @@ impl Issuer {
                 let (tcp, _) = listener.accept().await.unwrap();
                 asked.fetch_add(1, Ordering::SeqCst);
                 let set = set.lock().unwrap().clone();
-                // Whoever does not believe it goes.
+                // A client that does not trust it ends the connection.
                 let _ = serve(&acceptor, tcp, &set).await;
             }
         });
     }
 
-    /// It does not answer any more.
+    /// It answers no more.
     pub(crate) async fn stop(&mut self) {
         self.serving.shutdown().await;
     }
 
-    /// It has this key and no other.
+    /// From now on it has this key and no other.
     pub(crate) fn rotate(&self, key: &Key) {
         *self.set.lock().unwrap() = key.set();
     }
 
-    /// How often it was asked.
+    /// Returns the number of requests so far.
     pub(crate) fn asked(&self) -> usize {
         self.asked.load(Ordering::SeqCst)
     }

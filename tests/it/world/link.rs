@@ -1,6 +1,7 @@
-//! The network between an edge and its gateway, in the hands of a test: it can be cut, fall silent, and be far away.
+//! The network between an edge and its gateway, under a test's control: it can be cut, become silent, and have a delay.
 //!
-//! A relay on loopback. An edge is configured to dial the relay instead of the gateway. The relay does not examine the bytes.
+//! A relay on loopback. An edge is configured to dial the relay instead of the gateway. The relay does not examine the
+//! bytes.
 
 use super::gateway::loopback;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -19,14 +20,14 @@ use tokio::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Condition {
     Passing,
-    /// Nothing passes, and nothing says so.
+    /// Nothing passes, and neither end is notified.
     Silent,
 }
 
-/// Parts of 64 KiB that are on their way in one direction at most: 16 MiB, more than a window.
+/// Maximum number of parts of 64 KiB in flight in one direction: 16 MiB, more than a window.
 const UNDER_WAY: usize = 256;
 
-/// A network; dropping it cuts it for good.
+/// A network; dropping it cuts it permanently.
 pub(crate) struct Link {
     address: SocketAddr,
     condition: Arc<watch::Sender<Condition>>,
@@ -40,7 +41,7 @@ impl Link {
         Self::far(to, Duration::ZERO).await
     }
 
-    /// The same, where bytes take this long in each direction.
+    /// The same, with this delay in each direction.
     pub(crate) async fn far(to: SocketAddr, delay: Duration) -> Self {
         let listener = TcpListener::bind(loopback()).await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -78,12 +79,12 @@ impl Link {
         self.cuts.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Passes nothing from now on, without a word to either end.
+    /// Passes nothing from now on, without notice to either end.
     pub(crate) fn silence(&self) {
         self.condition.send_replace(Condition::Silent);
     }
 
-    /// Passes everything again, what was held back first.
+    /// Passes everything again, first the bytes that were held back.
     pub(crate) fn restore(&self) {
         self.condition.send_replace(Condition::Passing);
     }
@@ -139,7 +140,7 @@ async fn give(
     while let Some((due, part)) = under_way.recv().await {
         sleep_until(due).await;
         let passing = condition.wait_for(|now| *now == Condition::Passing).await;
-        // What it returns holds a lock.
+        // Its return value contains a lock.
         let gone = passing.map(drop).is_err();
         if gone || to.write_all(&part).await.is_err() {
             return;

@@ -1,7 +1,7 @@
-//! Log of a world: access records and sentences for operators, in memory.
+//! Log of a world: access records and messages for operators, in memory.
 //!
-//! The subscriber belongs to this thread, so worlds of tests that run beside each other do not mix. A gateway with threads of
-//! its own (`Build::workers`) therefore logs nothing here. Spans are not recorded: tasks of one world may outlive its
+//! The subscriber belongs to this thread, so worlds of tests that run beside each other do not mix. A gateway with threads
+//! of its own (`Build::workers`) therefore logs nothing here. Spans are not recorded: tasks of one world may outlive its
 //! subscriber.
 
 use serde_json::{Map, Value};
@@ -23,7 +23,7 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Takes what this thread logs until the guard is dropped.
+    /// Records the log of this thread until the guard is dropped.
     pub(crate) fn listen(&self) -> DefaultGuard {
         tracing::subscriber::set_default(self.clone())
     }

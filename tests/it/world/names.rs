@@ -1,16 +1,16 @@
-//! A name server of a test's own, which answers what the test wants.
+//! A name server of a test's own, whose answers the test chooses.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{net::UdpSocket, task::JoinSet};
 
-/// A question for an IPv4 address (RFC 1035 §3.2.2).
+/// A query for an IPv4 address (RFC 1035 §3.2.2).
 const A: u8 = 1;
 
-/// A name server at port 53 of an address of loopback, for as long as this lives.
+/// A name server at port 53 of an address of loopback, while this value exists.
 pub(crate) struct NameServer(#[expect(dead_code, reason = "the task")] JoinSet<()>);
 
 impl NameServer {
-    /// Answers each question for the IPv4 address of any name with what `addresses` says then; there is nothing else of it.
+    /// Answers each query for the IPv4 address of any name with the result of `addresses`; it has no other records.
     pub(crate) async fn start(
         server: Ipv4Addr,
         addresses: impl Fn() -> Vec<Ipv4Addr> + Send + 'static,
@@ -26,7 +26,7 @@ impl NameServer {
 async fn answer(socket: UdpSocket, addresses: impl Fn() -> Vec<Ipv4Addr>) {
     let mut question = [0; 512];
     while let Ok((length, from)) = socket.recv_from(&mut question).await {
-        // Behind the head of 12 bytes: one name, its type and class. Further records are dropped.
+        // After the head of 12 bytes: one name, its type and class. Further records are dropped.
         let name = question[12..length]
             .iter()
             .position(|byte| *byte == 0)

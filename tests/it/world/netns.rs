@@ -1,10 +1,10 @@
-//! A network of a test's own: hosts in network namespaces around a street, whose links a test cuts and mends.
+//! A network of a test's own: hosts in network namespaces around a street, whose links a test cuts and restores.
 //!
-//! The street is a bridge in a namespace of its own, where the gateway and its clients live; each host hangs on it
-//! by a pair of interfaces. A cut drops what arrives, at both ends and after it was sent, as a dead link
-//! does: nothing says so, no FIN passes. Hosts of one site may have a switch besides, which no cut concerns. Names are
-//! this process's and unique; all of it goes with the value, also when the test fails. Sockets and children belong to the
-//! namespace that the thread is in when it makes them, and a test has a thread of its own.
+//! The street is a bridge in a namespace of its own, in which the gateway and its clients run; a pair of interfaces
+//! connects each host to it. A cut drops packets on arrival, at both ends and after they were sent, as a dead link does:
+//! there is no notice, and no FIN passes. Hosts of one site may also have a switch, which no cut affects. Names contain
+//! this process's id and are unique. Everything is removed with the value, also when the test fails. Sockets and children
+//! belong to the namespace in which the thread is when it makes them, and each test has its own thread.
 
 use super::process::{Causeway, am_root, binary, program};
 use nix::sched::{CloneFlags, setns};
@@ -26,12 +26,12 @@ pub(crate) const NEED: &str = "root and ip netns";
 
 /// Address of the gateway and its clients.
 pub(crate) const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
-/// The same, of a street that opens up.
+/// The same, for a street with routes to other networks.
 const HUB6: Ipv6Addr = Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, 1);
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// Whether namespaces can be made here, with nftables in them.
+/// Whether this process can make namespaces, with nftables in them.
 pub(crate) fn possible() -> bool {
     static POSSIBLE: OnceLock<bool> = OnceLock::new();
     *POSSIBLE.get_or_init(|| {
@@ -71,7 +71,7 @@ fn must(program: &str, line: &str) {
     run(program, &arguments).unwrap();
 }
 
-/// This thread is in a namespace; dropping it returns to where it was.
+/// This thread is in a namespace; dropping the value returns it to the previous one.
 pub(crate) struct Inside(File);
 
 impl Inside {
@@ -85,7 +85,7 @@ impl Inside {
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        // A thread that cannot return must not go on elsewhere.
+        // A thread that cannot return must not continue in the wrong namespace.
         setns(&self.0, CloneFlags::CLONE_NEWNET).unwrap();
     }
 }
@@ -119,7 +119,7 @@ impl Space {
         run("ip", &all)
     }
 
-    /// Makes room for rules that drop what arrives.
+    /// Adds a table for rules that drop arriving packets.
     fn filter(&self) {
         self.nft("add table inet cut");
         self.nft("add chain inet cut in { type filter hook prerouting priority raw ; }");
@@ -138,7 +138,7 @@ fn settings(name: &str) -> PathBuf {
     PathBuf::from("/etc/netns").join(name)
 }
 
-/// The street, with the gateway's place on it. The thread that made it is there.
+/// The street, with the gateway's host on it. The thread that made it is in that namespace.
 pub(crate) struct Street {
     _inside: Inside,
     hub: Space,
@@ -164,7 +164,7 @@ impl Street {
         }
     }
 
-    /// The hub has IPv6, and sends what is for elsewhere somewhere.
+    /// The hub has IPv6, and a default route.
     pub(crate) fn opens_up(&self) {
         self.hub.ip(&format!("addr add {HUB6}/64 dev street nodad"));
         self.hub.ip("route add default dev street");
@@ -176,7 +176,7 @@ impl Street {
         self.hub.says(line)
     }
 
-    /// The hub's TCP sends again at least each second, where the kernel (6.15 and later) can be told so.
+    /// The hub's TCP retransmits at least each second, if the kernel (6.15 and later) has that setting.
     pub(crate) fn insists(&self) -> bool {
         let told = "net.ipv4.tcp_rto_max_ms=1000";
         run("ip", &["netns", "exec", &self.hub.0, "sysctl", "-qw", told]).is_ok()
@@ -218,7 +218,7 @@ impl Street {
     }
 }
 
-/// Switch that connects the hosts of one site, whatever happens to the street.
+/// Switch that connects the hosts of one site, independent of the street.
 pub(crate) struct Switch {
     space: Space,
     number: u8,
@@ -226,7 +226,7 @@ pub(crate) struct Switch {
 }
 
 impl Switch {
-    /// Plugs a host in; its address there.
+    /// Connects a host; returns its address there.
     pub(crate) fn takes(&self, host: &Host<'_>) -> Ipv4Addr {
         let last = self.hosts.fetch_add(1, Relaxed) + 1;
         let port = format!("port{last}");
@@ -257,14 +257,14 @@ impl Host<'_> {
         self.address
     }
 
-    /// It has this address as well, of which the hub knows.
+    /// Adds an address, which the hub knows.
     pub(crate) fn has(&self, address: IpAddr) {
         self.space.ip(&format!("addr add {address} dev eth0"));
         let hub = &self.street.hub;
         hub.ip(&format!("route add {address} via {}", self.address));
     }
 
-    /// It sends IPv6 to the hub, of a street that opens up.
+    /// It sends IPv6 to the hub, in a street with routes to other networks.
     pub(crate) fn opens_up(&self) {
         let [.., last] = self.address.octets();
         self.space
@@ -272,17 +272,17 @@ impl Host<'_> {
         self.space.ip(&format!("-6 route add default via {HUB6}"));
     }
 
-    /// Puts this thread there: what listens from now on listens on that host.
+    /// Moves this thread to the host: sockets that listen from now on listen on that host.
     pub(crate) fn enter(&self) -> Inside {
         Inside::enter(&self.space.0)
     }
 
-    /// The binary, to be run there.
+    /// The binary, to run on the host.
     pub(crate) fn causeway(&self) -> Causeway {
         self.program(binary())
     }
 
-    /// Any program, to be run there.
+    /// Any program, to run on the host.
     pub(crate) fn program(&self, path: &str) -> Causeway {
         program("ip").args(["netns", "exec", &self.space.0, path])
     }
@@ -290,7 +290,7 @@ impl Host<'_> {
     /// Connects to a port of its loopback.
     pub(crate) fn dial(&self, port: u16) -> io::Result<TcpStream> {
         let there = self.enter();
-        // Loopback answers at once, either way.
+        // Loopback answers at once, with or without an error.
         let dialled = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port));
         drop(there);
         let stream = dialled?;
@@ -298,7 +298,7 @@ impl Host<'_> {
         TcpStream::from_std(stream)
     }
 
-    /// From now on nothing passes between it and the street, and nothing says so.
+    /// From now on nothing passes between it and the street, without notice.
     pub(crate) fn cut(&self) {
         self.space.nft("add rule inet cut in iifname eth0 drop");
         let away = format!("add element inet cut away {{ {} }}", self.address);
@@ -314,12 +314,12 @@ impl Host<'_> {
         self.space.nft("flush chain inet cut in");
     }
 
-    /// Takes its link down, which it sees itself.
+    /// Takes its link down, which the host itself notices.
     pub(crate) fn down(&self) {
         self.space.ip("link set eth0 down");
     }
 
-    /// Sets its link up, with the way to everywhere else.
+    /// Brings its link up, with the default route.
     pub(crate) fn up(&self) {
         self.space.ip("link set eth0 up");
         self.space.ip(&format!("route replace default via {HUB}"));
@@ -335,7 +335,7 @@ impl Host<'_> {
         self.up();
     }
 
-    /// Its name server, for what `causeway` runs.
+    /// Sets its name server, for `causeway` processes.
     pub(crate) fn asks(&self, server: IpAddr) {
         let folder = settings(&self.space.0);
         fs::create_dir_all(&folder).unwrap();

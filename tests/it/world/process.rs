@@ -1,8 +1,8 @@
 //! Built binary as a user runs it: started, observed, signalled by its id, awaited.
 //!
-//! The output is read all the time, so that the process never blocks on it. The output is stored, so that a test can wait for
-//! a line before or after it was written. Every wait is bounded; a process dies when its value is dropped. None of this
-//! machine's own settings reaches the process.
+//! The output is read all the time, so that the process never blocks on it. The output is stored, so that a test can wait
+//! for a line before or after it was written. Every wait is bounded; a process dies when its value is dropped. The settings
+//! of this machine do not reach the process.
 
 mod site;
 mod usage;
@@ -22,7 +22,7 @@ use tokio::{
     time::timeout,
 };
 
-/// For a machine that does other work besides.
+/// Time limit on a machine that does other work as well.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
 
 /// The built binary, or the one of another build that `CAUSEWAY_TEST_BINARY` names.
@@ -34,7 +34,7 @@ pub(crate) fn binary() -> &'static str {
     &BINARY
 }
 
-/// The binary, about to be started.
+/// The binary before its start.
 pub(crate) struct Causeway(Command);
 
 /// The binary with these arguments, split at blanks.
@@ -42,7 +42,7 @@ pub(crate) fn causeway(line: &str) -> Causeway {
     Causeway::new(binary()).args(line.split_whitespace())
 }
 
-/// Any program that ends up as the binary.
+/// Any program that finally executes the binary.
 pub(crate) fn program(path: &str) -> Causeway {
     Causeway::new(path)
 }
@@ -60,8 +60,8 @@ pub(crate) fn causeway_killed_at(call: &str, nth: usize) -> Causeway {
     traced(call).args(["-e", &when, binary()])
 }
 
-/// The binary, killed as it is about to make any system call of this name about this file. Threads count for themselves
-/// what they call, so that their first call is hit in one only; this one is hit wherever it is made.
+/// The binary, killed as it is about to make any system call of this name about this file. strace counts calls for each
+/// thread, so that the n-th call of one thread may be missed; a call about a file is found in every thread.
 pub(crate) fn causeway_killed_over(call: &str, file: &Path) -> Causeway {
     let any = format!("inject={call}:signal=KILL");
     let file = file.display().to_string();
@@ -80,7 +80,7 @@ pub(crate) fn causeway_with_files(most: u32) -> Causeway {
     Causeway::new("sh").args(["-c", &script, binary()])
 }
 
-/// The binary, for which the modes of files hold even if root runs the tests.
+/// The binary, to which the modes of files apply even if root runs the tests.
 pub(crate) fn causeway_under_modes() -> Causeway {
     if am_root() {
         let less = "--bounding-set=-dac_override,-dac_read_search";
@@ -90,7 +90,7 @@ pub(crate) fn causeway_under_modes() -> Causeway {
     }
 }
 
-/// The binary, for which names are asked of this server alone, at its port 53.
+/// The binary, which resolves names only with this server, at its port 53.
 pub(crate) fn causeway_asking(server: IpAddr, folder: &Path) -> Causeway {
     let (servers, sources) = (folder.join("resolv.conf"), folder.join("nsswitch.conf"));
     let options = "options timeout:2 attempts:2";
@@ -198,7 +198,7 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// The first line, of either stream, that is asked for.
+    /// Returns the first line, of either stream, for which the closure returns true.
     pub(crate) fn line(&self, wanted: impl Fn(&str) -> bool) -> Option<&str> {
         self.stdout
             .split_inclusive('\n')
@@ -207,13 +207,13 @@ impl Output {
             .find(|line| wanted(line))
     }
 
-    /// The lines that tell of a tunnel's end.
+    /// Returns the lines about a tunnel's end.
     pub(crate) fn ended(&self) -> Vec<&str> {
         let lines = self.stdout.lines().chain(self.stderr.lines());
         lines.filter(|line| line.contains("disconnected")).collect()
     }
 
-    /// How many lines hold this.
+    /// Returns the number of lines with this text.
     pub(crate) fn count(&self, part: &str) -> usize {
         let lines = self.stdout.lines().chain(self.stderr.lines());
         lines.filter(|line| line.contains(part)).count()
@@ -229,12 +229,12 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// The first line, of either stream, that holds `part`, as soon as it is there.
+    /// Returns the first line, of either stream, that contains `part`, as soon as it exists.
     pub(crate) async fn said(&mut self, part: &str) -> String {
         self.line(part, |line| line.contains(part)).await
     }
 
-    /// The first line that is asked for; `name` is for people.
+    /// Returns the first line for which the closure returns true; `name` is for messages.
     pub(crate) async fn line(&mut self, name: &str, asked: impl Fn(&str) -> bool) -> String {
         let (what, mut output) = (&self.what, self.output.clone());
         let there = output.wait_for(|output| output.line(&asked).is_some());
@@ -245,7 +245,7 @@ impl Process {
         }
     }
 
-    /// Whether it says this before it ends.
+    /// Whether it writes this before it ends.
     pub(crate) async fn says(&mut self, part: &str) -> bool {
         let said = |output: &Output| output.count(part) > 0;
         let waited = timeout(PATIENCE, self.output.wait_for(said)).await;
@@ -299,13 +299,13 @@ impl Process {
         }
     }
 
-    /// Asks it to end, and waits for that.
+    /// Requests its end, and waits for it.
     pub(crate) async fn stop(self) -> Ended {
         self.signal("TERM").await;
         self.ended().await
     }
 
-    /// Ends at once what runs under strace, which ends with it.
+    /// Ends the process that runs under strace at once; strace ends with it.
     pub(crate) async fn kill_traced(self) {
         let id = self.child.id().expect("the process runs").to_string();
         let kill = r#"kill -s KILL $(cat "/proc/$1/task/$1/children")"#;
@@ -323,7 +323,7 @@ impl Process {
     }
 }
 
-/// A process that is over.
+/// A process that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
     /// `None` if a signal ended it.
@@ -333,18 +333,19 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// The same, once it is sure that it ended well.
+    /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         self.with_code(0)
     }
 
-    /// The same, once it is sure that it ended with this code.
+    /// Returns it, after checking that it ended with this code.
     pub(crate) fn with_code(self, code: i32) -> Self {
         assert_eq!(self.code, Some(code), "{self:#?}");
         self
     }
 
-    /// Its complaint, once it is sure that it has failed, for now (1) or for good (78), with all of these words in it.
+    /// Returns its error message, after checking that it has failed, temporarily (1) or permanently (78), with all of these
+    /// words in the message.
     pub(crate) fn failed(self, words: &[&str]) -> String {
         assert!(matches!(self.code, Some(1 | 78)), "{self:#?}");
         let Self { stderr, .. } = self;

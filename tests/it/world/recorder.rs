@@ -22,7 +22,7 @@ pub(crate) struct Arrived {
     pub(crate) target: String,
     /// In order; bytes are characters.
     pub(crate) fields: Vec<(String, String)>,
-    /// `None`: it never came to its end.
+    /// `None`: the body never came to its end.
     pub(crate) body: Option<String>,
 }
 

@@ -1,8 +1,8 @@
 //! Real clients and servers as child processes: curl, netcat, Python, the built binary.
 //!
-//! `need!` ends a test whose tools are not here, saying so on the real stderr (the test runner swallows what
-//! `eprintln!` writes); under `CAUSEWAY_TEST_REQUIRE_ALL=1` it fails the test instead.
-//! Every child is bounded in time and dies with the value that holds it.
+//! `need!` ends a test whose tools are missing, and writes this to the real stderr (the test runner hides the output of
+//! `eprintln!`); with `CAUSEWAY_TEST_REQUIRE_ALL=1` it fails the test instead. Every child has a time limit and ends with
+//! the value that owns it.
 
 use super::{netns, process::am_root};
 use std::{
@@ -23,7 +23,7 @@ use tokio::{
 /// Default time limit of a child, unless `within` sets another. It allows for a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// Variables that would send a client somewhere else than its test says.
+/// Variables that would send a client to another destination than the test's.
 const PROXY_VARIABLES: [&str; 8] = [
     "http_proxy",
     "https_proxy",
@@ -45,7 +45,7 @@ macro_rules! need {
 }
 pub(crate) use need;
 
-/// Whether `tool` is here: a program, or a module as `python:name`. Reports a missing one.
+/// Whether `tool` is available: a program, or a module as `python:name`. Reports a missing one.
 pub(crate) fn have(tool: &str) -> bool {
     if is_here(tool) {
         return true;
@@ -60,7 +60,7 @@ pub(crate) fn have(tool: &str) -> bool {
         }
         _ => ".ci/setup && cargo test --workspace",
     };
-    // `.ci/setup` does not bring h2spec.
+    // `.ci/setup` does not install h2spec.
     assert!(!required || tool == "h2spec", "needs {tool}: {command}");
     let name = test_name();
     let mut stderr = std::io::stderr().lock();
@@ -70,7 +70,7 @@ pub(crate) fn have(tool: &str) -> bool {
     false
 }
 
-/// Whether long runs and measurements are wanted (`CAUSEWAY_TEST_FULL=1`). The summary of the run tells of the test if not.
+/// Whether long runs and measurements are wanted (`CAUSEWAY_TEST_FULL=1`). If not, the summary of the run lists the test.
 pub(crate) fn full() -> bool {
     skipped().full(&test_name())
 }
@@ -79,7 +79,7 @@ fn skipped() -> Skipped {
     Skipped::of_this_run(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Returns the name of the running test, which its thread has.
+/// Returns the name of the running test, which is its thread's name.
 fn test_name() -> String {
     std::thread::current().name().unwrap_or("a test").to_owned()
 }
@@ -95,9 +95,9 @@ fn is_here(tool: &str) -> bool {
             let python = python();
             return probe(python.as_ref(), &["-c", find, module]).is_some();
         }
-        // netcat-traditional, which has the same name, knows neither unix sockets nor CONNECT.
+        // netcat-traditional has the same name and supports neither unix sockets nor CONNECT.
         None if tool == "nc" => (tool.as_ref(), &["-h"]),
-        // To bind files of its own over the system's, in a namespace.
+        // To mount its own files over the system's, in a namespace.
         None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
         None if tool == netns::NEED => return netns::possible(),
         None if tool == "coredns" => return coredns().is_some(),
@@ -160,7 +160,7 @@ pub(crate) fn coredns() -> Option<PathBuf> {
     complete.max_by_key(made).and_then(in_folder)
 }
 
-/// A child about to be started.
+/// A child before its start.
 pub(crate) struct Tool {
     command: Command,
     patience: Duration,
@@ -222,7 +222,7 @@ impl Tool {
         self
     }
 
-    /// How long the child, or a line of it, may take.
+    /// Sets the time limit of the child, or of a line of it.
     pub(crate) fn within(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
@@ -234,7 +234,7 @@ impl Tool {
         let mut running = self.start();
         let input = async {
             let mut stdin = running.stdin.take().unwrap();
-            // A child that does not read its input to the end is no fault.
+            // A child may end without reading its whole input.
             let _ = stdin.write_all(&input).await;
         };
         let what = &running.what;
@@ -264,7 +264,7 @@ impl Tool {
     }
 }
 
-/// A child that runs; dropping it kills it.
+/// A running child; dropping it kills it.
 pub(crate) struct Running {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -315,7 +315,7 @@ impl Running {
         Box::pin(sent).await.ok();
     }
 
-    /// Waits for an end that the child comes to by itself; its input stays open.
+    /// Waits until the child ends by itself; its input stays open.
     pub(crate) async fn over(mut self) -> Ran {
         let input = self.stdin.take();
         let ran = self.finish().await;
@@ -323,7 +323,7 @@ impl Running {
         ran
     }
 
-    /// Waits for the child's end, closing its input; the output is what no `line` has taken.
+    /// Waits for the child's end, and closes its input; returns the output that no `line` has read.
     pub(crate) async fn finish(mut self) -> Ran {
         self.stdin = None;
         let ended = ended(&mut self.child, &mut self.lines);
@@ -360,7 +360,7 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    /// The same, once it is sure that it ended well.
+    /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         let (status, stdout) = (self.status, String::from_utf8_lossy(&self.stdout));
         assert!(status.success(), "{status}\n{stdout}\n{}", self.stderr);

@@ -36,7 +36,7 @@ pub(crate) fn silence() -> Script {
     Script::new().silence()
 }
 
-/// Something that is not HTTP.
+/// Bytes that are not HTTP.
 pub(crate) fn garbage() -> Script {
     Script::new()
         .write("\x16\x03\x01 not HTTP at all\r\n\r\n")
@@ -50,7 +50,7 @@ pub(crate) fn close_in_mid_body() -> Script {
 
 /// Promises 1000 bytes, sends `cut short` and resets the connection once the gate opens.
 ///
-/// The gate is for tests that wait until those bytes have arrived: a reset overtakes what it finds on its way.
+/// The gate is for tests that wait until those bytes have arrived: a reset overtakes bytes in flight.
 pub(crate) fn reset_in_mid_body(gate: &super::Gate) -> Script {
     Script::new().write(cut_short()).until(gate).reset()
 }
@@ -60,7 +60,7 @@ pub(crate) fn close() -> Script {
     Script::new().close()
 }
 
-/// Answers 413 while the body is still coming, and throws away what comes.
+/// Answers 413 while the body is still arriving, and discards the body.
 pub(crate) fn before_the_body() -> Script {
     let answer = whole(
         "413 Content Too Large",
@@ -86,7 +86,7 @@ pub(crate) fn after_hints(body: &str) -> Script {
         .write(whole("200 OK", EMPTY, body))
 }
 
-/// `total` bytes of [`pattern`] in chunks of 64: what ends h2's connection if it is left alone.
+/// `total` bytes of [`pattern`] in chunks of 64: enough to end a connection of an unmodified h2.
 pub(crate) fn small_chunks(total: usize) -> Script {
     Script::new()
         .body()
@@ -111,7 +111,7 @@ pub(crate) fn until_close(body: &str) -> Script {
         .close()
 }
 
-/// A chunked body, a gate before each part: for what must not be held back.
+/// A chunked body, a gate before each part: for bytes that must not be held back.
 pub(crate) fn parts(kind: &str, parts: &[&str], gate: &super::Gate) -> Script {
     let head =
         format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n");
@@ -123,7 +123,7 @@ pub(crate) fn parts(kind: &str, parts: &[&str], gate: &super::Gate) -> Script {
     told.until(gate).write("0\r\n\r\n")
 }
 
-/// A body without end; `App::end` tells when the client's leaving arrived.
+/// A body without end; `App::end` reports when the client has left.
 pub(crate) fn endless() -> Script {
     let chunk = format!("400\r\n{}\r\n", "x".repeat(0x400));
     Script::new()
@@ -132,7 +132,7 @@ pub(crate) fn endless() -> Script {
         .forever(chunk)
 }
 
-/// 101 to this protocol with `first` in the same segment, then everything back until the FIN.
+/// 101 to this protocol with `first` in the same segment, then echoes all bytes until the FIN.
 pub(crate) fn switch(protocol: &str, first: &[u8]) -> Script {
     let head = format!(
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\n\r\n"

@@ -44,9 +44,9 @@ enum Step {
     Reset,
 }
 
-/// How a script ended.
+/// The end of a script.
 pub(super) enum Outcome {
-    /// Played to its end; the connection is as good as before.
+    /// Played to its end; the connection can be used further.
     Done,
     /// The script ended the connection.
     Over,
@@ -61,12 +61,12 @@ pub(crate) struct Script {
 }
 
 impl Script {
-    /// Does nothing yet.
+    /// Returns a script without steps.
     pub(crate) fn new() -> Self {
         Self::default()
     }
 
-    /// Reads the request's body (nothing before has) and records it.
+    /// Reads and records the request's body (no step before may have read it).
     pub(crate) fn body(self) -> Self {
         self.then(Step::Body)
     }
@@ -81,7 +81,7 @@ impl Script {
         self.then(Step::Write(bytes.into()))
     }
 
-    /// Writes these bytes so many times, a millisecond apart.
+    /// Writes these bytes this many times, a millisecond apart.
     pub(crate) fn paced(self, bytes: impl Into<Vec<u8>>, times: usize) -> Self {
         let bytes = bytes.into();
         self.then(Step::Paced { bytes, times })
@@ -102,17 +102,17 @@ impl Script {
         self.then(Step::Until(gate.clone()))
     }
 
-    /// Writes these bytes again and again until the peer takes no more.
+    /// Writes these bytes repeatedly until the peer accepts no more.
     pub(crate) fn forever(self, bytes: impl Into<Vec<u8>>) -> Self {
         self.then(Step::Forever(bytes.into()))
     }
 
-    /// Sends back what comes until the peer's FIN, then closes.
+    /// Echoes all bytes until the peer's FIN, then closes.
     pub(crate) fn echo(self) -> Self {
         self.then(Step::Echo)
     }
 
-    /// Says nothing, until the peer leaves.
+    /// Sends nothing, until the peer leaves.
     pub(crate) fn silence(self) -> Self {
         self.then(Step::Silence)
     }
@@ -150,7 +150,7 @@ impl Script {
 }
 
 impl Step {
-    /// Whether the script goes on, or how the peer left.
+    /// Whether the script continues, or how the peer left.
     async fn take(
         &self,
         wire: &mut Wire,
@@ -184,7 +184,7 @@ impl Step {
                 wire.write(bytes).await?;
             },
             Self::Echo => return echo(wire).await,
-            // Read and thrown away: an endless body must neither stop nor fill the memory.
+            // Read and discarded: an endless body must neither stop nor fill the memory.
             Self::Silence => loop {
                 wire.read_some().await?;
             },
@@ -235,7 +235,7 @@ async fn echo(wire: &mut Wire) -> Result<bool, End> {
     }
 }
 
-/// `length` bytes in which no two neighbourhoods of 64 are alike, to be compared at the other end.
+/// `length` bytes in which all windows of 64 bytes differ, to be compared at the other end.
 pub(crate) fn pattern(length: usize) -> Vec<u8> {
     let numbers = (0_u64..).flat_map(u64::to_be_bytes);
     numbers.take(length).collect()

@@ -1,4 +1,4 @@
-//! The apps themselves: each does what its name says, seen over a plain socket.
+//! Tests of the apps: each behaves as its name says, seen over a plain socket.
 
 use super::*;
 use std::io;

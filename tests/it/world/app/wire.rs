@@ -1,4 +1,4 @@
-//! A connection of a test app, and the heads that it reads: as little HTTP as scripts need, and strict.
+//! A connection of a test app, and the heads that it reads: strict, and only the HTTP that scripts need.
 
 use super::End;
 use socket2::SockRef;
@@ -9,7 +9,7 @@ use tokio::{
 };
 use tokio_rustls::server::TlsStream;
 
-/// A request's head, as it came.
+/// A request's head, as received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
     /// Every byte up to and with the empty line.
@@ -85,7 +85,7 @@ impl Transport for TlsStream<TcpStream> {
     }
 }
 
-/// A socket, or TLS on one, and what was read ahead from it.
+/// A socket, or TLS on one, and the bytes that were read ahead from it.
 pub(super) struct Wire {
     socket: Box<dyn Transport>,
     ahead: Vec<u8>,
@@ -148,7 +148,7 @@ impl Wire {
         Ok(self.ahead.drain(..length).collect())
     }
 
-    /// Whatever comes next.
+    /// Reads the next bytes.
     pub(super) async fn read_some(&mut self) -> Result<Vec<u8>, End> {
         if self.ahead.is_empty() {
             self.read_more().await?;
@@ -156,7 +156,7 @@ impl Wire {
         Ok(std::mem::take(&mut self.ahead))
     }
 
-    /// Keeps what comes for later; returns only when the peer ends or resets. Safe to drop at any point.
+    /// Stores arriving bytes for later; returns only when the peer ends or resets. Safe to drop at any point.
     pub(super) async fn gone(&mut self) -> End {
         loop {
             if let Err(end) = self.read_more().await {
@@ -185,7 +185,7 @@ impl Wire {
         let _ = self.socket.shutdown().await;
     }
 
-    /// Makes the coming close a reset.
+    /// Makes the following close a reset.
     pub(super) fn arm_reset(&self) {
         let socket = SockRef::from(self.socket.tcp());
         socket.set_linger(Some(Duration::ZERO)).unwrap();
@@ -196,7 +196,7 @@ fn reset(error: &io::Error) -> End {
     let known = [
         io::ErrorKind::ConnectionReset,
         io::ErrorKind::BrokenPipe,
-        // TLS that was cut off without its last word.
+        // TLS that was cut off without close_notify.
         io::ErrorKind::UnexpectedEof,
     ];
     assert!(known.contains(&error.kind()), "{error}");

@@ -1,13 +1,13 @@
-//! An answer as a client sees it, and what a failure must look like.
+//! An answer as a client sees it, and the required form of a failure.
 
 use crate::world::log::Log;
 use hyper::{HeaderMap, body::Bytes};
 
-/// An answer, whole.
+/// A complete answer.
 #[derive(Clone)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
-    /// The reason phrase, where it is not the usual one.
+    /// The reason phrase, if it is not the usual one.
     pub(crate) phrase: Option<String>,
     pub(crate) fields: HeaderMap,
     pub(crate) trailers: Option<HeaderMap>,
@@ -26,7 +26,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {self}"))
     }
 
-    /// The word of a failure.
+    /// Returns the reason of a failure.
     pub(crate) fn reason(&self) -> String {
         self.json()["reason"]
             .as_str()
@@ -47,7 +47,7 @@ impl std::fmt::Display for Answer {
     }
 }
 
-/// A failure in all its forms: status and problem, `Proxy-Status`, Retry-After where it helps, access record.
+/// Checks a failure in all its forms: status and problem, `Proxy-Status`, Retry-After where it helps, access record.
 #[track_caller]
 pub(crate) fn assert_problem(answer: &Answer, status: u16, reason: &str, says: &str) {
     assert_eq!(answer.status, status, "{answer}");
@@ -75,7 +75,7 @@ pub(crate) fn assert_problem(answer: &Answer, status: u16, reason: &str, says: &
         "{answer}"
     );
     let trace = problem["trace"].as_str().unwrap();
-    // A gateway on threads of its own logs elsewhere.
+    // A gateway with threads of its own logs elsewhere.
     if !answer.log.records().is_empty() {
         let record = answer.log.record(trace).expect("the stream has a record");
         assert_eq!(record["status"], status, "{record}");

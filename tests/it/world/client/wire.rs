@@ -1,17 +1,17 @@
-//! Bare streams: bytes as they are, for heads and sessions that no HTTP library may touch.
+//! Bare streams: raw bytes, for heads and sessions that no HTTP library may touch.
 //!
-//! Each wait is bounded; what does not come fails the test with what had come.
+//! Each wait has a limit; missing bytes fail the test, whose message has the received bytes.
 
 use super::bounded;
 use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// A connection of whatever kind.
+/// A connection of any kind.
 pub(crate) trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
 
-/// Reads a head from a bare stream, and not a byte behind it.
+/// Reads a head from a bare stream, and no byte after it.
 pub(crate) async fn read_head(wire: &mut (impl AsyncRead + Unpin)) -> String {
     let mut head = Vec::new();
     let reading = async {
@@ -26,7 +26,7 @@ pub(crate) async fn read_head(wire: &mut (impl AsyncRead + Unpin)) -> String {
     String::from_utf8(head).unwrap()
 }
 
-/// Sends these bytes on a bare stream and reads the head of what is answered.
+/// Sends these bytes on a bare stream and reads the head of the answer.
 pub(crate) async fn exchange(wire: &mut (impl Wire + ?Sized), bytes: impl AsRef<[u8]>) -> String {
     let mut wire = wire;
     wire.write_all(bytes.as_ref()).await.unwrap();

@@ -1,6 +1,6 @@
-//! A gateway of its own for a test: CA, configuration, process, and what edges and clients need of it.
+//! A test's own gateway: CA, configuration, process, and the files that edges and clients need.
 //!
-//! Each site has its own directory, ports that the system chose, and dies with the test.
+//! Each site has its own directory and ports that the system chose, and ends with the test.
 
 use super::{Causeway, Ended, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
 use crate::world::{
@@ -20,7 +20,7 @@ use tempfile::TempDir;
 /// Listener without authentication and without TLS.
 pub(crate) const OPEN: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 
-/// The node port that the listener stands for.
+/// The node port that the listener serves.
 const PORT: u16 = 9100;
 
 /// A gateway with one https listener, `web`, and a client, `alice`.
@@ -39,7 +39,7 @@ impl Site {
         Self::with("").await
     }
 
-    /// A running gateway whose listener serves anybody, without TLS.
+    /// A running gateway whose listener admits every client, without TLS.
     pub(crate) async fn open_to_all(tunnel: &str) -> Self {
         Self::listening(tunnel, OPEN).await
     }
@@ -50,12 +50,12 @@ impl Site {
         Self::with_listeners(&format!("listeners: [{listener}]\n{configuration}")).await
     }
 
-    /// The same, which has no listeners but those.
+    /// The same, with only these listeners.
     pub(crate) async fn with_listeners(configuration: &str) -> Self {
         Self::listening("127.0.0.1:0", configuration).await
     }
 
-    /// The same with its tunnel port elsewhere than on loopback.
+    /// The same with its tunnel port at an address other than loopback.
     pub(crate) async fn listening(tunnel: &str, configuration: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let data = folder.path().join("gateway");
@@ -73,7 +73,7 @@ impl Site {
         Self::of(folder, tunnel, configuration).await
     }
 
-    /// A running gateway in a folder that has all it needs.
+    /// A running gateway in a folder with all needed files.
     pub(crate) async fn of(folder: TempDir, tunnel: &str, configuration: &str) -> Self {
         write(&folder, configuration);
         let (gateway, [tunnel, admin, listener]) = {
@@ -96,7 +96,7 @@ impl Site {
         gateway.run().await
     }
 
-    /// Kills the gateway, lets `change` see its data directory, and starts it at the same tunnel port.
+    /// Kills the gateway, runs `change` on its data directory, and starts it at the same tunnel port.
     pub(crate) async fn restart(self, change: impl FnOnce(&Path)) -> Self {
         self.again(causeway(""), &[], change).await
     }
@@ -107,7 +107,7 @@ impl Site {
             .await
     }
 
-    /// The same, started again where files grow to `blocks` of 512 bytes at most.
+    /// The same, started again with files limited to `blocks` of 512 bytes.
     pub(crate) async fn on_a_full_disk(self, blocks: u32) -> Self {
         self.again(causeway_on_a_full_disk(blocks), &[], |_| {})
             .await
@@ -168,7 +168,7 @@ impl Site {
         }
     }
 
-    /// A second gateway that knows what this one knows now, and tells edges of both.
+    /// A second gateway that has the present state of this one, and sends edges both addresses.
     pub(crate) async fn twin(&self) -> Self {
         self.twin_at("127.0.0.1:0").await
     }
@@ -179,7 +179,7 @@ impl Site {
             .await
     }
 
-    /// The same, which tells edges what its configuration says and nothing else.
+    /// The same, which sends edges only the addresses of its configuration.
     pub(crate) async fn replica_at(&self, tunnel: &str) -> Self {
         self.copy_at(tunnel, &[]).await
     }
@@ -245,17 +245,17 @@ impl Site {
             )
     }
 
-    /// An edge that has its identity, or is about to be given a token.
+    /// An edge that has its identity, or gets a token next.
     pub(crate) fn edge(&self, node: &str, app: u16) -> Causeway {
         self.edge_of(causeway(""), node, app)
     }
 
-    /// An edge that has joined and whose tunnel stands.
+    /// An edge that has joined and has a tunnel.
     pub(crate) async fn join(&self, node: &str, app: u16) -> Process {
         self.join_by(causeway(""), node, app).await
     }
 
-    /// The same by `program`, which ends up as the binary.
+    /// The same by `program`, which finally executes the binary.
     pub(crate) async fn join_by(&self, program: Causeway, node: &str, app: u16) -> Process {
         let token = self.token(&format!("--node {node}")).await;
         let edge = self.edge_of(program, node, app).flag("--join", token);
@@ -264,7 +264,7 @@ impl Site {
         edge
     }
 
-    /// Returns a client of the first listener, which serves everyone without TLS.
+    /// Returns a client of the first listener, which admits every client without TLS.
     pub(crate) fn nobody(&self) -> Client {
         self.nobody_at(Place::Plain(self.listener.parse().unwrap()))
     }
@@ -275,7 +275,7 @@ impl Site {
         Client::new(place, &root, Log::default())
     }
 
-    /// alice's curl to a node's port 9100, to which a URL's rest is added.
+    /// curl of the client alice to a node's port 9100; the argument is the rest of the URL.
     pub(crate) fn curl(&self, node: &str, rest: &str) -> Tool {
         self.curl_as_nobody(node, rest)
             .args([Path::new("--cert"), &self.path("alice.pem")])
@@ -308,7 +308,7 @@ fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {
         .flag("--tunnel-listen", tunnel)
 }
 
-/// Waits until it is ready; its addresses are those of its own words.
+/// Waits until it is ready; its addresses are those in its log.
 async fn open(gateway: Causeway) -> (Process, [String; 3]) {
     let mut gateway = gateway.start();
     let ready = gateway.said("gateway ready").await;
@@ -321,7 +321,7 @@ async fn open(gateway: Causeway) -> (Process, [String; 3]) {
     (gateway, addresses)
 }
 
-/// The address in a log line behind `name`, however it is dressed.
+/// The address in a log line behind `name`, with any quotes around it.
 pub(crate) fn address_after(line: &str, name: &str) -> String {
     let (_, rest) = line
         .split_once(name)

@@ -2,7 +2,7 @@
 
 use std::{fs, time::Duration};
 
-/// A process at one moment.
+/// Resource usage at one moment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
     /// Open files, sockets among them.
@@ -11,7 +11,7 @@ pub(crate) struct Usage {
     pub(crate) threads: usize,
     /// Resident memory, in bytes.
     pub(crate) memory: usize,
-    /// The most resident memory that it has had, in bytes.
+    /// Peak resident memory, in bytes.
     pub(crate) peak: usize,
     /// CPU time so far.
     pub(crate) cpu: Duration,
@@ -26,7 +26,7 @@ impl Usage {
             number.parse().unwrap()
         };
         let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap();
-        // Behind the name, which may hold anything: fields 14 and 15 are user and system time in ticks of 10 ms.
+        // After the name, which may contain any character: fields 14 and 15 are user and system time in ticks of 10 ms.
         let (_, rest) = stat.rsplit_once(')').unwrap();
         let ticks = rest.split_whitespace().skip(11).take(2);
         let ticks: u64 = ticks.map(|text| text.parse::<u64>().unwrap()).sum();

@@ -1,10 +1,10 @@
-//! The tools themselves, and that the client scripts and the servers beside them understand each other without
-//! anything between: what fails here is no fault of the road.
+//! Tests of the tools: the client scripts and the servers understand each other without a gateway between them. A failure
+//! here is no fault of the gateway.
 
 use super::*;
 use crate::world::app::{App, Script, answer};
 
-/// A Python server, and where it listens.
+/// A Python server, and its address.
 async fn server(script: &str) -> (Running, String) {
     let mut server = Tool::python(script).start();
     let listening = server.json().await;
