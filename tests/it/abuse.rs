@@ -192,7 +192,7 @@ async fn rapid_resets_end_only_their_own_connection() {
         served += 1;
     };
     assert!(most < ALL, "{most} requests were reset on one connection");
-    assert!(served > 0, "nobody else was served meanwhile");
+    assert!(served > 0, "no other client was served meanwhile");
     assert_eq!(other.get(URL).await.unwrap().text(), "well");
     drop(other);
     road.until_idle().await;
@@ -213,7 +213,7 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
     let evicted = [("limit", "discarded_bodies"), ("outcome", "evicted")];
     let mut wires = Vec::new();
     // One source may have three quarters of 1,024.
-    until("the oldest bodies are broken off", async || {
+    until("the oldest bodies are cut off", async || {
         let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
         // Without a header table each status is a literal.
         let mut begin = [PREFACE, &settings(&[(1, 0)])].concat();
@@ -370,7 +370,7 @@ async fn slow_heads_are_closed_and_slow_bodies_block_no_client() {
     }))
     .await;
     let (slow, ()) = tokio::join!(timeout(PATIENCE, slow), siege.answers());
-    slow.expect("a head that trickles is ended");
+    slow.expect("a slow head is ended");
     siege.answers().await;
     drop(bodies);
     siege.end().await;
@@ -391,12 +391,12 @@ async fn a_flood_up_to_the_file_limit_ends_and_clients_are_accepted() {
     assert_eq!(
         flood.len(),
         1_500,
-        "the system takes what the gateway does not"
+        "the kernel buffers the bytes that the gateway does not read"
     );
     let [gateway, _] = siege.now();
     assert!(gateway.files <= 1024);
     let metrics = siege.site.metrics().await;
-    assert_eq!(metrics.sum("tunnels", &[]), 1, "the edge is not pushed out");
+    assert_eq!(metrics.sum("tunnels", &[]), 1, "the edge is not replaced");
 
     // Checks that the gateway ends silent connections, in waves, and that it then serves an ordinary client.
     let from = siege.site.gateway.usage().cpu;
@@ -516,7 +516,7 @@ async fn floods_of_control_frames_get_enhance_your_calm() {
             None
         };
         let goaway = timeout(PATIENCE, flood).await.unwrap();
-        let goaway = goaway.expect("a flood is served without end");
+        let goaway = goaway.expect("the flood is served without end");
         assert_eq!(goaway[4..8], ENHANCE_YOUR_CALM);
     }
     let metrics = siege.site.metrics().await;

@@ -91,7 +91,7 @@ impl Reading {
     }
 
     async fn has(&self, count: usize) {
-        until("all is there to be read", async || {
+        until("all objects can be read", async || {
             self.names(SLICES).await.len() == count
         })
         .await;
@@ -163,7 +163,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     let site = site.restart(|_| fs::remove_file(gone).unwrap()).await;
     node.has(3).await;
     site.gateway.signal("KILL").await;
-    until("what is read says that it is old", async || {
+    until("answers have a warning about their age", async || {
         let (status, head, list) = node.get(SLICES).await;
         assert_eq!(
             (status, list["items"].as_array().unwrap().len()),
@@ -185,7 +185,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
         .restart(|_| write(objects.path(), "slice-9", "10.0.0.10"))
         .await;
     again.says("slice-9", "10.0.0.10").await;
-    until("it is in touch again", async || {
+    until("it is connected again", async || {
         again.status().await["ready"] == true
     })
     .await;
@@ -202,7 +202,7 @@ async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
     let began = Instant::now();
     site.gateway.signal("STOP").await;
     let (mut told, mut lasts, mut most) = (None, 0, 0);
-    until("what is read says that it is old", async || {
+    until("answers have a warning about their age", async || {
         lasts = began.elapsed().as_secs();
         let (_, head, _) = node.get(SLICES).await;
         let head = head.to_lowercase();
@@ -220,7 +220,7 @@ async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
         "{told} after {lasts} to {most} s"
     );
     site.gateway.signal("CONT").await;
-    until("it is in touch again", async || {
+    until("it is connected again", async || {
         node.status().await["ready"] == true
     })
     .await;
@@ -274,7 +274,7 @@ async fn one_pool_member_reads_for_the_others_and_is_replaced() {
         node.says("slice-2", "10.0.0.3").await;
     }
     let mut leaders = 0;
-    until("another leads", async || {
+    until("another edge leads", async || {
         leaders = 0;
         for (node, _) in &nodes {
             leaders += usize::from(node.status().await["role"] == "leader");
@@ -343,7 +343,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
         told.contains("api_cache.tls") && told.contains("endpoint.pem"),
         "{told}"
     );
-    until("it reads all the same", async || {
+    until("it reads nevertheless", async || {
         node.status().await["ready"] == true
     })
     .await;
@@ -354,7 +354,10 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
         version(&shown).await.contains("gitVersion")
     })
     .await;
-    until("all is in force", async || node.is_well().await).await;
+    until("the whole configuration is in effect", async || {
+        node.is_well().await
+    })
+    .await;
     let plain = Tool::curl().args([format!("http://{}/version", node.at)]);
     assert!(!plain.run().await.status.success());
 
@@ -363,7 +366,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
     assert_eq!(event["object"]["metadata"]["name"], "slice-0", "{event}");
     fs::copy(&shown, &kept).unwrap();
     show(folder.path());
-    until("another certificate is shown", async || {
+    until("the upstream shows another certificate", async || {
         version(&shown).await.contains("gitVersion")
     })
     .await;

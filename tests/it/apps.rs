@@ -245,7 +245,11 @@ async fn a_client_certificate_is_sent_and_a_reload_replaces_it() {
     let changed = world.reload(|_| {}).unwrap();
     assert!(changed.apps);
     assert!(changed.to_string().contains("upstream_tls"), "{changed}");
-    assert_eq!(app.end().await, End::Finished, "what rests goes at once");
+    assert_eq!(
+        app.end().await,
+        End::Finished,
+        "idle connections end at once"
+    );
     assert_eq!(world.client().get(url).await.text(), "well");
     let both = [&first, &second].map(|leaf| leaf.chain()[0].to_vec());
     assert_eq!(app.shown(), both);
@@ -386,8 +390,8 @@ async fn a_tunnel_lost_during_an_answer_resets_its_client() {
     answer.frame().await.unwrap().unwrap();
     road.edge.kill().await;
     let rest = answer.collect().await;
-    assert!(rest.is_err(), "an end is none");
-    until("the record says so", async || {
+    assert!(rest.is_err(), "a break-off is not an end");
+    until("the record has the reason", async || {
         road.metrics().await.outcomes("https", "tunnel_lost") == 1
     })
     .await;
@@ -525,7 +529,7 @@ async fn an_upload_that_the_upstream_does_not_read_is_504() {
         let chunk = vec![0; 1 << 16];
         while writing.write_all(&chunk).await.is_ok() {}
     });
-    until("what waits counts", async || {
+    until("waiting bytes count", async || {
         world.metrics().await.sum("buffered_bytes", &[]) > 0
     })
     .await;

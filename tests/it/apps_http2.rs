@@ -332,7 +332,7 @@ async fn break_off(app: &App, road: &Road) {
         let mut answer = connection.open(request.unwrap()).await.unwrap();
         answer.frame().await.unwrap().unwrap();
         drop((answer, connection));
-        until("the app hears of it", async || {
+        until("the app notices it", async || {
             app.seen.given_up.load(SeqCst) == 2 * number + 1
         })
         .await;
@@ -403,7 +403,7 @@ async fn a_stalled_reader_or_upload_delays_no_other_stream() {
         let large = client.get(&format!("{URL}large")).await;
         assert!(large.body == pattern(8 << 20));
     }
-    until("what is not read counts", async || {
+    until("unread bytes count", async || {
         road.metrics().await.sum("buffered_bytes", &[]) > 0
     })
     .await;
@@ -440,7 +440,9 @@ async fn an_idle_shared_connection_closes_without_delaying_requests() {
     ended(1).await;
     assert_eq!(road.client().get(URL).await.text(), "well");
     let stopping = timeout(PATIENCE, road.edge.stop());
-    stopping.await.expect("an edge waits for none that rests");
+    stopping
+        .await
+        .expect("an edge does not wait for idle connections");
     ended(2).await;
     assert_eq!(app.connections(), 2);
 }
@@ -523,13 +525,12 @@ async fn http2_upstream_streams_end_if_their_client_loses_permission() {
     for body in kept {
         assert!(
             body.collect().await.is_err(),
-            "no part is taken for the whole"
+            "a part does not count as the whole"
         );
     }
-    until(
-        "the app has heard that all downloads are given up",
-        async || app.seen.given_up.load(SeqCst) == 4,
-    )
+    until("the app has seen the end of all downloads", async || {
+        app.seen.given_up.load(SeqCst) == 4
+    })
     .await;
     drop(streams);
 }

@@ -209,7 +209,7 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     all.another(4).await;
     edge.reaches(3, 3).await;
     all.serve().await;
-    assert_eq!(all.arrived(), [stood, 1, 1], "dialled anew");
+    assert_eq!(all.arrived(), [stood, 1, 1], "dialled again");
     drop((gone, all.balancer));
 }
 
@@ -219,13 +219,13 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
     let all = Balanced::start(21, "source", "").await;
     let edge = all.edge().await;
     edge.reaches(1, 2).await;
-    until("it has looked for some seconds", async || {
+    until("it has searched for some seconds", async || {
         edge.misses().await >= 4
     })
     .await;
     // Time is the subject: the next pauses are 1 s at least.
     let (began, before) = (Instant::now(), edge.misses().await);
-    until("it looks three times more", async || {
+    until("the edge dials three more times", async || {
         edge.misses().await >= before + 3
     })
     .await;
@@ -251,7 +251,7 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
         parts
     };
     drop(gone);
-    until("it is at the other one", async || {
+    until("the edge is at the other gateway", async || {
         there[0].nobody().get(URL).await.status == 200
     })
     .await;
@@ -269,7 +269,7 @@ async fn renewal_behind_a_balancer_supersedes_at_each_gateway() {
     let shared = Load::default();
     let renewed = async {
         let twice = [before[0] + 2, before[1] + 2];
-        until("both have a tunnel by the new certificate", async || {
+        until("both have a tunnel with the new certificate", async || {
             let arrived = all.arrived();
             arrived[0] >= twice[0] && arrived[1] >= twice[1]
         })

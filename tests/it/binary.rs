@@ -193,7 +193,7 @@ async fn sigterm_gives_a_slow_download_its_time_at_the_gateway() {
     slow.gate.open();
     assert_eq!(slow.rest().await, Ok("two\n".into()));
     slow.site.gateway.ended().await.ok();
-    assert!(late, "a gateway that drains takes new clients for ever");
+    assert!(late, "a draining gateway accepts new clients without end");
 }
 
 #[tokio::test]

@@ -167,7 +167,7 @@ async fn short_lived_certificates_renew_without_dropped_requests() {
     let status = road.edge.status();
     assert!(status.certificate.unwrap().trouble.is_none());
     road.until_idle().await;
-    until("what was taken over from has gone", async || {
+    until("the replaced tunnel has ended", async || {
         tunnels(&road).await.len() == 1
     })
     .await;
@@ -207,11 +207,11 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     }
     let (done, said) = rotate(site, "retire").await;
     assert!(!done && said.contains("rotate activate"), "{said}");
-    until("the edge believes both", async || {
+    until("the edge trusts both roots", async || {
         roots(&site.edge_data("edge-1")) == 2
     })
     .await;
-    until("all that are here believe both", async || {
+    until("all connected edges trust both roots", async || {
         rotate(site, "activate").await.0
     })
     .await;
@@ -229,7 +229,7 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     assert!(!done && said.contains("edge-3"), "{said}");
     let shown = causeway("status").flag("--data-dir", site.data()).run();
     assert!(shown.await.ok().stdout.contains("a new root signs"));
-    until("edge-3 alone is in the way", async || {
+    until("only edge-3 prevents it", async || {
         let (done, said) = rotate(site, "retire").await;
         !done && said.contains("1 enrolled edges") && said.contains("edge-3")
     })
@@ -287,9 +287,9 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     let late = Request::get(URL).body(whole("")).unwrap();
     assert!(first.try_send(late).await.is_err());
     let refused = kept.get(URL).await.unwrap();
-    assert_eq!(refused.status, 401, "on a connection that is kept, too");
+    assert_eq!(refused.status, 401, "also on a kept connection");
     let told = site.curl("edge-1", "").run().await.ok().text();
-    assert_eq!(told, "it", "by the roots that are shown to people");
+    assert_eq!(told, "it", "with the roots that clients use");
     let by_the_old = site.curl_as_nobody("edge-1", "");
     let by_the_old = by_the_old
         .args(["--cert".into(), site.path("was.pem")])

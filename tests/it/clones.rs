@@ -49,7 +49,7 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
         .next()
         .and_then(|text| text.strip_suffix('s'));
     let retry: f64 = retry.unwrap().parse().unwrap();
-    assert!(retry >= 40.0, "it comes back in {retry} s");
+    assert!(retry >= 40.0, "it connects again in {retry} s");
     let told = complaint(&site.edge_data("edge-1")).await;
     assert!(told.contains("superseded"), "{told}");
 

@@ -147,7 +147,7 @@ async fn company_root_clients_verify_listeners_through_changes() {
     all(&site, &[&own]).await;
     let imported = import_below(&data, &chain, &root).await.ok();
     assert_warned(&imported, &company, &data);
-    assert!(edge.written().ended().is_empty(), "edges are not concerned");
+    assert!(edge.written().ended().is_empty(), "edges are not affected");
     let (both, key) = (keep(&site, "both.pem"), data.join("ca.json"));
     all(&site, &[&root, &both]).await;
     untrusted(&site, &own).await;
@@ -162,7 +162,7 @@ async fn company_root_clients_verify_listeners_through_changes() {
     assert!(again.stdout.contains("imported before"), "{again:?}");
 
     rotate(&data, "prepare").await.ok();
-    until("edges believe both", async || {
+    until("edges trust both roots", async || {
         rotate(&data, "activate").await.code == Some(0)
     })
     .await;

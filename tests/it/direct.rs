@@ -196,7 +196,7 @@ async fn direct_sessions_count_against_their_clients_limit() {
     let answer = refused(&world, "wide", &target).await;
     assert_problem(&answer, 503, "limit_reached", "limit");
     drop(wire);
-    until("there is room again", async || {
+    until("a connection is free again", async || {
         asked(&world, "wide", &target).await.1.starts_with(HELLO)
     })
     .await;

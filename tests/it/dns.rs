@@ -121,7 +121,7 @@ async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
     assert_eq!(
         short(server, &name).await,
         LISTENERS[0],
-        "the gateway says why"
+        "the gateway logs the reason"
     );
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "edge")]), 6);
@@ -231,7 +231,7 @@ async fn a_reload_changes_names_and_reports_what_needs_a_restart() {
     assert_eq!(
         short(server, "edge-1").await,
         "192.0.2.77",
-        "until then it stays"
+        "it stays until then"
     );
 }
 
@@ -269,7 +269,7 @@ async fn malformed_queries_do_not_stop_the_dns_listener() {
     assert!(metrics.sum("dns_queries_total", &[("outcome", "malformed")]) > 1000);
     let mut last = [0; 4096];
     while let Ok(length) = socket.try_recv(&mut last) {
-        assert!(length <= 1232, "nobody gets more than fits");
+        assert!(length <= 1232, "no answer is larger than fits");
     }
 }
 
@@ -314,7 +314,7 @@ async fn silent_connections_do_not_block_queries() {
     }
     let line = format!("+notcp {ZONE} SOA");
     assert!(short(server, &line).await.starts_with("ns.dns."));
-    assert!(answered(server).await, "the oldest silent connection goes");
+    assert!(answered(server).await, "the oldest silent connection ends");
     let metrics = world.metrics().await;
     let evicted = [("limit", "dns_connections"), ("outcome", "evicted")];
     // One address may have three quarters of the 256 connections.
@@ -444,7 +444,7 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     assert_eq!(status(plain, "example.com").await, "REFUSED");
     // It caches every answer for 5 s, independent of the answer's TTL.
     until(
-        "the cache has forgotten that there was no such name",
+        "the negative answer has expired from the cache",
         async || short(caching, &name).await == LISTENERS[0],
     )
     .await;

@@ -57,7 +57,7 @@ async fn each_http1_answer_in_a_drain_announces_connection_close() {
         let answer = connection.get(URL).await.unwrap();
         let told = answer.field("connection");
         assert_eq!((answer.status, told), (200, "close"), "{answer}");
-        assert!(connection.get(URL).await.is_err(), "it goes on");
+        assert!(connection.get(URL).await.is_err(), "it continues");
     }
     // Responses of the gateway itself are no exception.
     let refused = road.client().get("https://edge-1:9999/").await;
@@ -95,7 +95,7 @@ async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
         answers
     });
     let drain = async {
-        until("all are at it", async || app.requests() > 100).await;
+        until("the clients send requests", async || app.requests() > 100).await;
         road.drain_gateway();
     };
     let (answers, ()) = tokio::join!(join_all(clients), drain);
@@ -117,7 +117,7 @@ async fn a_draining_edge_announces_close_on_its_admin_listener() {
     let before = exchange(&mut kept, ask).await.to_lowercase();
     assert!(!before.contains("connection: close"), "{before}");
     road.edge.drain();
-    until("it announces", async || {
+    until("the edge announces its drain", async || {
         let mut fresh = TcpStream::connect(admin).await.unwrap();
         let said = exchange(&mut fresh, ask).await.to_lowercase();
         said.contains("connection: close")

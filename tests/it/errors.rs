@@ -495,7 +495,7 @@ async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
     assert_eq!(
         client.get(&url).await.text(),
         "it",
-        "what was taken was given back"
+        "all permits were returned"
     );
     refused
 }
@@ -589,7 +589,7 @@ async fn a_request_that_the_end_of_a_drain_cuts_is_recorded_as_such() {
     let mut wire = world.client().wire("edge-1", &["http/1.1"]).await.unwrap();
     let head = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     wire.write_all(head).await.unwrap();
-    until("both are on their way", async || app.requests() == 2).await;
+    until("both requests are in flight", async || app.requests() == 2).await;
     world.drain_gateway();
     world.stop_gateway().await;
     let records = world.log().records();

@@ -308,7 +308,7 @@ async fn our_private_fields_pass_neither_from_clients_nor_from_apps() {
     let answer = exchange(&mut wire, upgrade).await;
     assert!(
         answer.starts_with("HTTP/1.1 200 "),
-        "an app cannot switch by our words: {answer}"
+        "an app cannot switch to our protocol: {answer}"
     );
 }
 

@@ -154,7 +154,7 @@ async fn a_gateway_without_a_ca_serves_with_external_certificates() {
     ] {
         assert!(
             !folder.join(file).exists(),
-            "{file}: keys stay where they were made"
+            "{file}: no key leaves its machine"
         );
     }
     let token = causeway("token create --node edge-2").flag("--data-dir", site.data());
@@ -235,7 +235,10 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
         };
         until(&format!("{name} is refused: {said}"), news).await;
     }
-    assert!(nodes(&site).await.is_empty(), "nobody of these has come");
+    assert!(
+        nodes(&site).await.is_empty(),
+        "none of these edges has connected"
+    );
     for name in ["edge-1", "both", "gate"] {
         let curl = site.curl_as_nobody("edge-1", "");
         let curl = curl.args(["--cacert".into(), site.path("company-root.pem")]);
@@ -296,7 +299,7 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
     assert_eq!(
         states[1..],
         ["revoked", "revoked"],
-        "edge-3 has not come yet"
+        "edge-3 is not connected yet"
     );
     edge_1.stop().await.ok();
 }
@@ -340,7 +343,7 @@ async fn renewed_files_are_loaded_without_dropped_requests() {
             let before = seen.len();
             renew(&site, ("edge-1", "clientAuth", EDGE_1)).await;
             renew(&site, ("gateway", "serverAuth", GATEWAY)).await;
-            until("the edge comes by its new certificate", async || {
+            until("the edge connects with its new certificate", async || {
                 seen.extend(serials(&site).await);
                 seen.len() > before
             })
@@ -533,7 +536,7 @@ async fn an_edge_leaves_a_gateway_whose_ca_it_no_longer_trusts() {
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     fs::rename(site.path("other-root.pem"), site.path("gateways.pem")).unwrap();
     edge.said("the gateway's CA is no longer trusted").await;
-    until("it serves nothing there", async || {
+    until("the gateway has no edge", async || {
         calls(&site, "edge-1").await.ends_with(" 503")
     })
     .await;

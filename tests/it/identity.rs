@@ -98,7 +98,7 @@ async fn an_unknown_certificate_is_refused_and_both_ends_say_why() {
             "{told:?}"
         );
     }
-    until("the gateway's log says why", async || {
+    until("the gateway's log has the reason", async || {
         let log = world.log().text();
         log.matches("refused a connection to the tunnel port")
             .count()
@@ -235,7 +235,7 @@ async fn an_edges_certificate_is_no_clients_and_a_clients_is_no_edges() {
     let mut tls = handshake(&world, client, "http/1.1").await.unwrap();
     assert!(
         read_to_end(&mut tls).await.is_err(),
-        "closed without a word"
+        "closed without an answer"
     );
     until_counted(&world, "tunnel").await;
 }
@@ -354,7 +354,7 @@ async fn an_invalid_token_names_its_fault() {
     assert_eq!(
         (token.nodes.node(), token.used.len()),
         (Some(node), 0),
-        "it was not told to the wrong gateway"
+        "the wrong gateway did not get the token"
     );
 
     let forgotten = world.token("edge-5", LIFE);
@@ -622,6 +622,6 @@ async fn a_listener_certificate_is_issued_for_the_requested_node() {
     let unknown = world.client().tls_stream("edge-9", &["h2"]).await;
     assert!(
         unknown.is_err(),
-        "nothing is minted for a name that is no node's"
+        "no certificate is issued for a name that is no node's"
     );
 }

@@ -230,7 +230,7 @@ async fn a_gateway_starts_without_keys_and_loads_them_later() {
     let failed = world.metrics().await;
     assert!(failed.sum("jwks_fetches_total", &[("outcome", "failed")]) > 0);
     issuer.answer();
-    until("the keys are here", async || {
+    until("the keys are loaded", async || {
         client.get(URL).await.status == 200
     })
     .await;
@@ -316,13 +316,17 @@ async fn key_files_are_reloaded_and_old_keys_are_rejected() {
         refused.contains("keys.json") && refused.contains("contains no key"),
         "{refused}"
     );
-    assert_eq!(kept.get(URL).await.unwrap().status, 200, "all is as it was");
+    assert_eq!(
+        kept.get(URL).await.unwrap().status,
+        200,
+        "the state is as before"
+    );
     fs::write(&file, new.set()).unwrap();
     world.reload(|_| {}).unwrap();
     assert_eq!(by_new.get(URL).await.status, 200);
     assert_eq!(by_old.get(URL).await.status, 401);
     until(
-        "the connection by the old key takes nothing new",
+        "the connection with the old key accepts no new request",
         async || kept.get(URL).await.is_err(),
     )
     .await;

@@ -222,10 +222,7 @@ async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) ->
     let mut edge = edge.start();
     edge.said("tunnel registered").await;
     // The gateway may be writing a file itself.
-    until("nothing stays half written", async || {
-        left(&data).is_empty()
-    })
-    .await;
+    until("no partial file is left", async || left(&data).is_empty()).await;
     edge.kill().await;
     !came
 }
@@ -327,10 +324,7 @@ async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
         let mut edge = rejoining(causeway("")).await;
         edge.said("identity is replaced").await;
         edge.said("tunnel registered").await;
-        until("nothing stays half written", async || {
-            left(&data).is_empty()
-        })
-        .await;
+        until("no partial file is left", async || left(&data).is_empty()).await;
         edge.kill().await;
         assert!(is_aside(), "{name}");
     }

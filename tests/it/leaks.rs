@@ -43,7 +43,7 @@ async fn a_client_that_aborts_a_waiting_upload_is_released() {
         taken.push(deaf.accept().await.unwrap());
         break_off(&wire);
     }
-    until("all clients are let go", async || {
+    until("all clients are released", async || {
         let metrics = road.metrics().await;
         metrics.sum("open_streams", &[]) == 0 && metrics.sum("open_connections", &[]) == 0
     })

@@ -57,7 +57,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     let (road, _link) = road(&app, DELAY).await;
     let began = Instant::now();
     assert_eq!(road.client().get(URL).await.text(), "well");
-    assert!(began.elapsed() >= 2 * DELAY, "the link is not far");
+    assert!(began.elapsed() >= 2 * DELAY, "the link has no delay");
 
     let mut stalled = road.tcp("plain").await;
     exchange(
@@ -85,7 +85,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     let all = async { tokio::join!(download, upload, small) };
     timeout(PATIENCE, all)
         .await
-        .expect("somebody waits for ever");
+        .expect("a client waits without end");
     drop(stalled);
     road.until_idle().await;
 }
@@ -120,7 +120,7 @@ async fn a_stuttering_link_loses_no_data() {
     let both = async { tokio::join!(stutter, clients) };
     let ((), served) = timeout(PATIENCE, both)
         .await
-        .expect("a client waits for ever");
+        .expect("a client waits without end");
     assert!(served.iter().all(|served| *served > 0), "{served:?}");
     assert_eq!(road.tunnels().await[0], first);
     road.until_idle().await;
@@ -143,9 +143,9 @@ async fn a_flapping_link_costs_only_requests_in_progress() {
         };
         let ended = timeout(PATIENCE, waiting)
             .await
-            .expect("a client waits for ever");
+            .expect("a client waits without end");
         assert!(ended.is_err(), "a body that was cut off ended in order");
-        until("another tunnel is there", async || {
+        until("another tunnel exists", async || {
             let now = road.tunnels().await;
             !now.is_empty() && now.iter().all(|id| !before.contains(id))
         })

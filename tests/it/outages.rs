@@ -232,7 +232,7 @@ async fn both_ends_detect_a_silent_cut_and_recover_in_time() {
         scene.client(Traffic::Idle, clients).await;
         scene.client(traffic, clients).await;
     }
-    until("bulk passes both ways", async || {
+    until("bulk passes in both directions", async || {
         let (down, up) = (site.node("download").await, site.node("upload").await);
         down["bytes_down"].as_u64() > Some(BULK) && up["bytes_up"].as_u64() > Some(BULK)
     })

@@ -149,7 +149,7 @@ async fn only_the_first_key_of_an_upstream_is_trusted_after_restarts() {
         ] {
             assert_problem(&refused, 502, "target_key_changed", says);
         }
-        assert_eq!(app.requests(), 2, "it was not asked");
+        assert_eq!(app.requests(), 2, "it got no request");
         let metrics = world.metrics().await;
         assert_eq!(metrics.outcomes("https", "target_key_changed"), 1);
         shows.now(0);

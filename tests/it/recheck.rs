@@ -136,7 +136,7 @@ async fn a_policy_that_denies_open_streams_ends_only_those() {
     rules.replace(Some(compiled(
         &json!([{ "who": { "groups": ["system:authenticated"] }, "then": "allow" }]),
     )));
-    until("the rules were looked at", async || {
+    until("the rules were checked", async || {
         world.client().get(URL).await.status == 200
     })
     .await;
@@ -159,7 +159,7 @@ async fn a_denied_client_that_reads_no_bytes_loses_its_download() {
     let request = hyper::Request::get("https://edge-1:9100/endless");
     let request = request.body(crate::world::client::whole("")).unwrap();
     let unread = http2.open(request).await.unwrap();
-    until("both stand still", async || {
+    until("both streams stall", async || {
         world.metrics().await.sum("stalled_streams", &[]) == 2
     })
     .await;
@@ -293,7 +293,7 @@ async fn certificate_expiry_ends_sessions_if_the_listener_says_so() {
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
     is_reset(&mut ended).await;
     let answer = connection.get(URL).await.unwrap();
-    assert_eq!(answer.status, 401, "on a connection that is kept as well");
+    assert_eq!(answer.status, 401, "also on a kept connection");
     assert!(
         answer.text().contains("certificate: expired at"),
         "{}",
@@ -395,10 +395,10 @@ async fn a_retired_root_ends_the_sessions_of_a_removed_listener() {
     };
     let tunnels = async |world: &World| world.node("edge-1").await["details"].clone();
     step(&mut world, Ca::prepare);
-    until("the edge believes both roots", async || believes(2)).await;
+    until("the edge trusts both roots", async || believes(2)).await;
     let before = tunnels(&world).await[0]["id"].clone();
     step(&mut world, Ca::activate);
-    until("the edge has come by the new root", async || {
+    until("the edge has connected under the new root", async || {
         let now = tunnels(&world).await;
         now.as_array().is_some_and(|all| all.len() == 1) && now[0]["id"] != before
     })

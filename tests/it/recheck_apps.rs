@@ -124,7 +124,7 @@ async fn http1_upstream_streams_end_in_both_directions() {
     rules.replace(Some(compiled(&but_tester())));
     is_reset(&mut ended).await;
     streams.are_refused().await;
-    until("nothing is open but what may be", async || {
+    until("only permitted streams are open", async || {
         road.metrics().await.sum("open_streams", &[]) == 1
     })
     .await;
@@ -133,7 +133,7 @@ async fn http1_upstream_streams_end_in_both_directions() {
         assert_eq!(
             app.end().await,
             End::Reset,
-            "no part is taken for the whole"
+            "a part does not count as the whole"
         );
     }
     echoes(&mut stays).await;

@@ -250,7 +250,10 @@ async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
     assert_eq!([remembered("10.0.0.11"), remembered("10.0.0.12")], [1, 1]);
     scene.edge("remove edge-1").await;
     scene.listed("10.0.0.11", false).await;
-    until("it is forgotten", async || remembered("10.0.0.11") == 0).await;
+    until("its connections are no longer tracked", async || {
+        remembered("10.0.0.11") == 0
+    })
+    .await;
     assert_eq!(remembered("10.0.0.12"), 1);
     assert_eq!(
         scene
@@ -296,7 +299,7 @@ async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
     let site = scene
         .site
         .restart(|_| {
-            assert!(table().is_err(), "killed, and its rules are there");
+            assert!(table().is_err(), "the rules stay after a kill");
             street.nft("add table inet causeway").unwrap();
             street.nft("add chain inet causeway stale").unwrap();
         })
@@ -307,7 +310,7 @@ async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
         "{stands}"
     );
     site.gateway.stop().await;
-    assert!(table().is_err(), "stopped, and its rules are there");
+    assert!(table().is_err(), "the rules stay after a stop");
 }
 
 #[tokio::test]
@@ -319,7 +322,7 @@ async fn a_reload_redirects_other_ports_and_drops_removed_ones() {
     std::fs::write(&file, text.replace("9200: bytes", "9300: bytes")).unwrap();
     let reload = causeway("reload").flag("--data-dir", scene.site.data());
     reload.run().await.ok();
-    until("the rules are others", async || {
+    until("the rules have changed", async || {
         let ports = scene.street.nft("list map inet causeway local4").unwrap();
         ports.contains("9300") && ports.contains("9100") && !ports.contains("9200")
     })
@@ -545,8 +548,9 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
     assert!(kept.read(&mut [0; 64]).await.unwrap() > 0);
     assert!(remembered("10.244.1.7") > 0);
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["fd01:0:0:1::/64"]);
-    until("it is redirected no more, and forgotten", async || {
-        !set("pods4").contains("10.244.1.0") && remembered("10.244.1.7") == 0
-    })
+    until(
+        "the address is no longer redirected, and not tracked",
+        async || !set("pods4").contains("10.244.1.0") && remembered("10.244.1.7") == 0,
+    )
     .await;
 }

@@ -376,7 +376,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
     }
     world.start_gateway().await;
     let end = SystemTime::now() + Duration::from_secs(1);
-    until("certificates without life have expired", async || {
+    until("certificates without lifetime have expired", async || {
         SystemTime::now() > end
     })
     .await;
@@ -403,7 +403,7 @@ async fn a_token_that_is_put_into_its_file_is_used_without_a_restart() {
     let store = opened(&edge);
     store.save_edge(&identity(&lost, &node, LIFE)).unwrap();
     edge.start().await.unwrap();
-    until("the edge says what it needs", async || {
+    until("the edge logs what it needs", async || {
         let trouble = edge.status().trouble;
         trouble.is_some_and(|trouble| trouble.what.contains(CREATE))
     })

@@ -53,7 +53,7 @@ async fn listeners_open_and_close_and_others_keep_connections() {
     assert_eq!(world.client_at("comes").nobody().get(URL).await.status, 200);
     let answer = kept.get(URL).await.unwrap();
     assert_eq!(answer.text(), "it", "the same connection");
-    until("nobody listens where the listener was", async || {
+    until("the old listener is closed", async || {
         TcpStream::connect(gone).await.is_err()
     })
     .await;
@@ -127,7 +127,7 @@ async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
         assert_eq!(with_old.get(URL).await.status, 401);
         assert_eq!(with_new.get(URL).await.status, 200);
         until(
-            "a connection by the old token takes nothing new",
+            "a connection with the old token accepts no new request",
             async || idle.get(URL).await.is_err(),
         )
         .await;
@@ -137,7 +137,10 @@ async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
         gates[of_stays].open();
         gates[of_stays].open();
         let all = kept.into_body().collect().await.unwrap().to_bytes();
-        assert_eq!(all, "first last", "what had begun by another is whole");
+        assert_eq!(
+            all, "first last",
+            "a download that began with another identity is whole"
+        );
     }
 }
 
@@ -267,7 +270,7 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
     let data = site.data();
     let ask = || causeway("reload").flag("--data-dir", &data).run();
     let becomes = async |status: u16| {
-        until("the rules are taken up", async || {
+        until("the rules are in effect", async || {
             client.get(url).await.status == status
         })
         .await;
@@ -374,14 +377,14 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
     let begun = slow.open(request).await.unwrap();
 
     fs::write(&file, ports(second.port())).unwrap();
-    until("the new app is asked", async || {
+    until("the new app gets the request", async || {
         client.get("http://edge-1:9100/").await.text() == "second"
     })
     .await;
     gate.open();
     gate.open();
     let all = begun.into_body().collect().await.unwrap().to_bytes();
-    assert_eq!(all, "first last", "what had begun is whole");
+    assert_eq!(all, "first last", "a download that had begun is whole");
 
     fs::write(&file, "ports: { 9100: { target: 12 } }\n").unwrap();
     let ask = causeway("reload").flag("--data-dir", site.edge_data("edge-1"));

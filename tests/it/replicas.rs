@@ -124,7 +124,7 @@ async fn gateways_behind_one_name_change_without_request_loss() {
         })
         .await;
         replicas.lead_to(&[2, 3]);
-        until("the edge is at the one that came", async || {
+        until("the edge is at the new gateway", async || {
             replicas.arrived(3) == 1
         })
         .await;

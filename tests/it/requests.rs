@@ -125,7 +125,7 @@ async fn a_client_that_leaves_during_its_upload_is_no_target_fault() {
         .unwrap();
     let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000\r\n\r\nsome of it";
     wire.write_all(head.as_bytes()).await.unwrap();
-    until("it is on its way", async || {
+    until("the request is in flight", async || {
         world.metrics().await.sum("open_streams", &[]) == 1
     })
     .await;
@@ -135,7 +135,7 @@ async fn a_client_that_leaves_during_its_upload_is_no_target_fault() {
 
     let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
     begin_upload(&mut *wire, "edge-1:9100", b"some of it").await;
-    until("it is on its way", async || {
+    until("the request is in flight", async || {
         world.metrics().await.sum("open_streams", &[]) == 1
     })
     .await;
@@ -398,7 +398,7 @@ async fn only_request_lines_are_read_as_such() {
     let first = "GET /held HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let begun = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX-A: ";
     wire.write_all(first.as_bytes()).await.unwrap();
-    until("it is asked", async || app.requests() == 3).await;
+    until("the upstream gets a request", async || app.requests() == 3).await;
     wire.write_all(begun.as_bytes()).await.unwrap();
     gate.open();
     let head = read_head(&mut wire).await;

@@ -205,7 +205,11 @@ async fn an_authenticated_token_may_do_what_the_cluster_allows() {
     let (asked, of_access) = (cluster.tokens.load(SeqCst), cluster.accesses.load(SeqCst));
     let url = "https://edge-1:9100/exec";
     assert_eq!(client(&world, "prom-token").get(url).await.status, 200);
-    assert_eq!(cluster.tokens.load(SeqCst), asked, "what is known stays so");
+    assert_eq!(
+        cluster.tokens.load(SeqCst),
+        asked,
+        "known answers stay valid"
+    );
     assert_eq!(cluster.accesses.load(SeqCst), of_access);
     for _ in 1..app.requests() - 1 {
         app.head().await;
@@ -330,7 +334,11 @@ async fn each_token_uses_one_method_and_the_cluster_is_asked_last() {
         json!({ "iss": "https://cluster.test", "exp": now() - 1 }),
     );
     assert_eq!(get(&world, &over, "/").await.status, 401);
-    assert_eq!(cluster.tokens.load(SeqCst), 3, "nobody is asked about it");
+    assert_eq!(
+        cluster.tokens.load(SeqCst),
+        3,
+        "the API got no request about it"
+    );
 }
 
 #[tokio::test]
@@ -370,7 +378,7 @@ async fn no_new_client_is_admitted_while_the_api_is_away() {
     assert_eq!(
         get(&world, "prom-token", "/metrics").await.status,
         200,
-        "what is known counts on"
+        "the known state still counts"
     );
     let answer = get(&world, "prom-token", "/exec/a/b/c").await;
     let says = "your permission for this request could not be reviewed";
@@ -380,7 +388,7 @@ async fn no_new_client_is_admitted_while_the_api_is_away() {
     assert!(log.contains("connection refused"), "{log}");
     assert_eq!(app.requests(), 2);
     cluster.away.store(false, SeqCst);
-    until("it is asked again", async || {
+    until("the API gets another request", async || {
         get(&world, "root-token", "/metrics").await.status == 200
     })
     .await;
@@ -404,7 +412,7 @@ async fn an_expired_permission_is_reviewed_again_on_a_kept_connection() {
         .connect("edge-1")
         .await
         .unwrap();
-    until("both are asked again", async || {
+    until("both are requested again", async || {
         let answer = kept.get("https://edge-1:10250/metrics").await.unwrap();
         assert_eq!(answer.status, 200);
         cluster.tokens.load(SeqCst) > 2 && cluster.accesses.load(SeqCst) > 2

@@ -107,7 +107,7 @@ async fn a_full_admin_listener_holds_up_no_command() {
     edge.said("node edge-1 is revoked: stolen").await;
     let socket = site.data().join("run-admin.sock");
     let mode = fs::metadata(&socket).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o600, "nobody else connects to it");
+    assert_eq!(mode & 0o777, 0o600, "other users cannot connect to it");
 }
 
 /// Checks a stolen machine, which still has its certificate when another machine has taken the node's place.
@@ -124,10 +124,13 @@ async fn a_node_revoked_by_configuration_cannot_return() {
         .unwrap();
     assert!(changed.revoked);
     let says = "tunnel.revoked names it";
-    until("its tunnel has ended, and it knows why", async || {
-        let trouble = edge.status().trouble;
-        trouble.is_some_and(|trouble| trouble.what.contains(says))
-    })
+    until(
+        "its tunnel has ended, and the edge has the reason",
+        async || {
+            let trouble = edge.status().trouble;
+            trouble.is_some_and(|trouble| trouble.what.contains(says))
+        },
+    )
     .await;
     let client = world.client();
     assert_eq!(client.get(URL).await.status, 503);

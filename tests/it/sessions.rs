@@ -50,7 +50,10 @@ async fn session(road: &Road) -> Box<dyn Wire> {
 async fn echoes(session: &mut Box<dyn Wire>) {
     let bytes = answer::pattern(10_000);
     session.write_all(&bytes).await.unwrap();
-    assert!(read(session, bytes.len()).await == bytes, "other bytes");
+    assert!(
+        read(session, bytes.len()).await == bytes,
+        "the bytes differ"
+    );
 }
 
 /// A download that continues until this is dropped.

@@ -78,7 +78,7 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
     let all = timeout(Duration::from_mins(5), async {
         tokio::join!(clients, download)
     });
-    all.await.expect("others wait for those who stall");
+    all.await.expect("other clients wait for stalled ones");
 }
 
 #[tokio::test]
@@ -104,11 +104,11 @@ async fn stalled_readers_block_no_client_and_stay_within_the_budget() {
     );
     assert!(
         unread > 16 * MIB,
-        "{unread} bytes unread: nobody has stalled"
+        "{unread} bytes unread: no stream has stalled"
     );
 
     drop(stalled);
-    until("nothing of it stays", async || {
+    until("nothing of it is left", async || {
         let metrics = road.metrics().await;
         metrics.sum("open_streams", &[]) == 0 && metrics.sum("buffered_bytes", &[]) == 0
     })
@@ -178,7 +178,7 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
         "{unread} bytes unread, {allowed} allowed"
     );
     drop(stalled);
-    until("nothing of it stays", async || {
+    until("nothing of it is left", async || {
         road.edge
             .status()
             .tunnels
@@ -257,14 +257,17 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
     let limit = 4 * u64::try_from(MIB).unwrap();
     until("the limit is reached", async || unread().await >= limit).await;
     // The number varies until the systems' buffers are full as well.
-    until("a new one on the same connection is refused", async || {
-        let answer = connection.get(URL).await.unwrap();
-        let refused = answer.status != 200;
-        if refused {
-            assert_problem(&answer, 503, "limit_reached", "(limits.buffered_bytes)");
-        }
-        refused
-    })
+    until(
+        "a new stream on the same connection is refused",
+        async || {
+            let answer = connection.get(URL).await.unwrap();
+            let refused = answer.status != 200;
+            if refused {
+                assert_problem(&answer, 503, "limit_reached", "(limits.buffered_bytes)");
+            }
+            refused
+        },
+    )
     .await;
     // Bytes that were admitted before have a window, and a chunk in flight.
     let most = limit + 26 * (HTTP2_WINDOW + 32 * 1024);
@@ -272,7 +275,7 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
 
     drop(stalled);
     road.until_idle().await;
-    until("nothing of it stays", async || unread().await == 0).await;
+    until("nothing of it is left", async || unread().await == 0).await;
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
 }
 
@@ -283,11 +286,11 @@ async fn stalled_http1_uploads_count_by_bytes_read_at_the_gateway() {
     let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
     let mut wire = road.tcp("plain").await;
     fill(&mut wire).await;
-    until("what was read counts", async || unread().await > 0).await;
+    until("the read bytes count", async || unread().await > 0).await;
     assert!(unread().await <= 2 * 128 * 1024, "{}", unread().await);
     // If only the client left, the gateway might not notice it, behind the client's unread bytes.
     drop((wire, deaf));
-    until("nothing of it stays", async || unread().await == 0).await;
+    until("nothing of it is left", async || unread().await == 0).await;
 }
 
 /// An app that accepts connections and reads nothing from them; its system buffers nothing either.
@@ -376,9 +379,9 @@ async fn stalled_over_http2(window: u32) {
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     let held = unread().await;
     assert!(held <= allowed, "{held} bytes unread, {allowed} allowed");
-    assert_eq!(open_streams(&road).await, count, "none was given up");
+    assert_eq!(open_streams(&road).await, count, "no stream was evicted");
     drop(stalled);
-    until("nothing of it stays", async || {
+    until("nothing of it is left", async || {
         open_streams(&road).await == 0 && unread().await == 0
     })
     .await;
@@ -434,14 +437,17 @@ async fn only_stalled_readers_beyond_the_bound_are_reset() {
     let mut session = road.tcp("bytes").await;
     goes_on(&mut session).await;
     let stalled = stall(&road, 300).await;
-    until("no more than the bound stands still", async || {
+    until("at most the limit of streams stalls", async || {
         let open = open_streams(&road).await;
         evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD + 1
     })
     .await;
     others_are_served(&road, &whole).await;
     goes_on(&mut session).await;
-    assert!(open_streams(&road).await > 1, "those below the bound stay");
+    assert!(
+        open_streams(&road).await > 1,
+        "streams below the limit stay"
+    );
     drop(stalled);
     until("only the session stays", async || {
         open_streams(&road).await == 1
@@ -465,7 +471,7 @@ async fn stalled_http2_streams_are_reset_and_the_connection_continues() {
         request.body(crate::world::client::whole("")).unwrap()
     };
     let stalled: Vec<_> = (0..200).map(|_| connection.hold(ask())).collect();
-    until("no more than the bound stands still", async || {
+    until("at most the limit of streams stalls", async || {
         let open = open_streams(&road).await;
         evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD
     })
@@ -502,10 +508,14 @@ async fn stalled_streams_beyond_the_edges_bound_are_reset_there() {
     let app = serving(&whole).await;
     let road = at_edge(app.address(), |config| config.limits.stalled = 4 * MIB).await;
     let _stalled = stall(&road, 100).await;
-    until("the edge has reset those beyond its bound", async || {
-        let open = open_streams(&road).await;
-        road.metrics().await.outcomes("plain", "limit_reached") > 0 && open <= 4 * MIB / OVERHEAD
-    })
+    until(
+        "the edge has reset the streams beyond its limit",
+        async || {
+            let open = open_streams(&road).await;
+            road.metrics().await.outcomes("plain", "limit_reached") > 0
+                && open <= 4 * MIB / OVERHEAD
+        },
+    )
     .await;
     others_are_served(&road, &whole).await;
 }
@@ -523,7 +533,7 @@ async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
         fill(&mut wire).await;
         stalled.push(wire);
     }
-    until("no more than the bound stands still", async || {
+    until("at most the limit of streams stalls", async || {
         open_streams(&road).await <= 4 * MIB / OVERHEAD
     })
     .await;
@@ -534,7 +544,7 @@ async fn low_kernel_tcp_memory_resets_stalled_streams() {
     let app = serving(&Arc::default()).await;
     let road = at_edge(app.address(), |config| config.limits.tcp_memory = 1).await;
     let _stalled = stall(&road, 4).await;
-    until("nobody stalls any more", async || {
+    until("no stream stalls", async || {
         road.metrics().await.outcomes("plain", "limit_reached") == 4
     })
     .await;
@@ -549,7 +559,7 @@ async fn an_unread_answer_times_out_and_a_session_does_not() {
     let mut session = road.tcp("bytes").await;
     exchange(&mut session, get("/endless")).await;
     let _stalled = stall(&road, 3).await;
-    until("the answers are given up", async || {
+    until("the answers are cancelled", async || {
         evicted(&road, "time").await == 3
     })
     .await;
@@ -567,7 +577,7 @@ async fn an_edge_with_all_streams_open_refuses_more_with_the_reason() {
     let refused = road.client().get(URL).await;
     assert_problem(&refused, 503, "limit_reached", "(limits.streams)");
     drop(session);
-    until("there is a place again", async || {
+    until("a connection is free again", async || {
         road.client().get(URL).await.status == 200
     })
     .await;
@@ -645,7 +655,7 @@ async fn thousands_of_stalled_readers_leave_a_node_usable() {
         assert!([200, 503].contains(&answer.status), "{}", answer.status);
         goes_on(&mut session).await;
     }
-    until("answers come again", async || {
+    until("answers arrive again", async || {
         road.client().get(URL).await.status == 200
     })
     .await;

@@ -558,7 +558,7 @@ fn is_reset(ended: &io::Result<Vec<u8>>) -> bool {
 /// Waits until the tunnels have carried bytes to the node, and then carry none for a while.
 async fn until_still(road: &Road) {
     let mut last = (0, Instant::now());
-    until("the tunnels stand still", async || {
+    until("the tunnels carry no bytes", async || {
         let up = road.node("edge-1").await["bytes_up"].as_u64().unwrap();
         if up != last.0 {
             last = (up, Instant::now());

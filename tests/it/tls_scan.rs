@@ -249,7 +249,7 @@ async fn the_tunnel_port_speaks_tls_1_3_with_edges_of_our_own() {
             )
             .await;
         assert!(ran.stderr.contains(wanted), "{line}: {}", ran.stderr);
-        assert_eq!(ran.text(), "", "not a byte of service");
+        assert_eq!(ran.text(), "", "no byte of an answer");
     }
 }
 

@@ -216,7 +216,7 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
     assert_eq!(
         (after[0], after[1] - opened[1]),
         (opened[0], 21),
-        "bulk has its tunnel to itself"
+        "bulk has its own tunnel"
     );
 }
 

@@ -146,13 +146,15 @@ fn edges_and_certificates_follow_service_address_and_replicas() {
     assert!(readiness().contains("causeway-tunnels has not been loaded yet"));
     gateway.says("cannot list resource \\\"endpointslices\\\"");
     rights_but_to_count(&world);
-    until("it is missed", || readiness().contains("it is not there"));
+    until("its absence is reported", || {
+        readiness().contains("it is not there")
+    });
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Service",
         "metadata": { "name": "causeway-tunnels", "namespace": "kube-system" },
         "spec": { "type": "LoadBalancer", "ports": [{ "name": "tunnels", "port": TUNNEL, "nodePort": 31562 }] },
     }));
-    until("it is waited for", || {
+    until("the gateway waits for an address", || {
         readiness().contains("no address yet")
     });
     let ingress = json!([{ "ip": "127.0.0.1" }, { "hostname": "lb.example" }]);

@@ -215,7 +215,7 @@ fn a_node_gets_only_its_own_certificate() {
 
     let wrong = ask_wrongly(&world, &own);
     for (name, why) in wrong {
-        until("it is told", || !told(&world, name).is_empty());
+        until("the reason is reported", || !told(&world, name).is_empty());
         let told = told(&world, name);
         assert!(told[0].contains(why), "{name}: {told:?}");
     }
@@ -223,7 +223,7 @@ fn a_node_gets_only_its_own_certificate() {
     let approve = "certificate approve by-a-user for-another";
     world.cluster.kubectl(approve).run().ok();
     for name in ["by-a-user", "for-another"] {
-        until("that is told, too", || {
+        until("this is reported, too", || {
             let mut all = told(&world, name).into_iter();
             all.any(|told| told.contains("approved, but was not signed"))
         });
@@ -232,7 +232,7 @@ fn a_node_gets_only_its_own_certificate() {
     // Another gateway, or this one again, has nothing new to tell.
     running.stop(Duration::from_secs(1));
     let _running = gateway(&world, &folder);
-    until("all is looked at again", || metric("left") == 6);
+    until("all requests are checked again", || metric("left") == 6);
     let label = "label node csr-2 causeway.io/edge=true";
     world.cluster.kubectl(label).run().ok();
     signed(&world, "at-no-edge");
@@ -313,7 +313,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     signed(&world, "first");
 
     world.cluster.stop();
-    until("it is lost", || {
+    until("the loss of the API is logged", || {
         running
             .said()
             .contains("continues with the last known nodes")
@@ -448,7 +448,9 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     assert_eq!(status("edge-1"), "200");
     let free = world.cluster.with_token("free", &token(""));
     ask(&world, &free, "unbound", &Wanted::edge("edge-1"));
-    until("it is told", || !told(&world, "unbound").is_empty());
+    until("the reason is reported", || {
+        !told(&world, "unbound").is_empty()
+    });
     assert!(told(&world, "unbound")[0].contains("does not name its node"));
 
     // From here on it is the gateway's affair, and no request is made any more.
@@ -499,7 +501,9 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
         "no-edge",
         &Wanted::client("others", "somebody"),
     );
-    until("it is told", || !told(&world, "another").is_empty());
+    until("the reason is reported", || {
+        !told(&world, "another").is_empty()
+    });
     assert!(told(&world, "another")[0].contains("for node csr-7, and not for csr-6"));
     assert_eq!(got(&world, "another"), (None, false));
     // What others ask that signer for is none of a gateway's business.
@@ -548,7 +552,7 @@ impl Elsewhere {
             all.into_iter()
                 .find(|request| request["status"]["certificate"].is_null())
         };
-        until("it asks", || waiting().is_some());
+        until("it sends a request", || waiting().is_some());
         let request = waiting().unwrap();
         let name = request["metadata"]["name"].as_str().unwrap();
         assert!(name.starts_with("causeway-gateway-"), "{name}");
@@ -691,11 +695,11 @@ fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
         number(&ask("/metrics"), metric)
     };
     let gateway = started(&folder, &config);
-    until("it says which right it lacks", || {
+    until("it reports the missing right", || {
         ask("/readyz").contains("certificatesigningrequests")
     });
     world.cluster.apply_example("kubelet-client/rbac.yaml");
-    until("clients may come", || ask("/readyz") == "ready\n");
+    until("clients can connect", || ask("/readyz") == "ready\n");
     until("the certificate is in use", || ends() > 0);
     let file = folder.join("data/app-10250.pem");
     let server = format!("--server https://{CLOUD}:6443 --certificate-authority");
@@ -714,7 +718,9 @@ fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
     fs::write(&file, outlived("causeway-gateway")).unwrap();
     let gateway = started(&folder, &config);
     let first = ends();
-    until("another is in use", || ends() > first + 24 * 3600);
+    until("another certificate is in use", || {
+        ends() > first + 24 * 3600
+    });
     let said = gateway.said();
     assert!(
         said.contains("a new certificate from its cluster"),

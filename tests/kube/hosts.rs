@@ -244,7 +244,7 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
         format!("{}{}", always(), lines.collect::<String>())
     };
     let edge = with(&[&CLOUD.to_string()]);
-    soon("a new node is in it", || hosts(&world) == edge);
+    soon("the new node is in it", || hosts(&world) == edge);
     fs::write(&mounted, hosts(&world)).unwrap();
     until("CoreDNS has read it", || dig("new-1") == CLOUD.to_string());
     let label = "label node new-1 causeway.io/edge-";
@@ -268,7 +268,7 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
     delete(&world, "new-1");
     drop(new);
     let both = format!("{}10.1.9.2 new-2\n", always());
-    soon("one came, the other went", || hosts(&world) == both);
+    soon("one was added, the other removed", || hosts(&world) == both);
     let more = gateway.writes() - writes;
     assert!((1..=3).contains(&more), "{more} writes for two nodes");
 }
@@ -281,7 +281,7 @@ fn foreign_changes_are_corrected_and_reported() {
     let what = format!("configmap {NAME}");
     let evil = json!({ "data": { "hosts": "10.9.9.9 edge-1\n", "more": "x" } });
     patch(&world, &what, &evil);
-    soon("it is put right", || hosts(&world) == always());
+    soon("the object is corrected", || hosts(&world) == always());
     assert_eq!(file(&world, NAME, "more"), None);
     gateway
         .process
@@ -293,7 +293,7 @@ fn foreign_changes_are_corrected_and_reported() {
     let writes = gateway.writes();
     let line = format!("-n kube-system delete configmap {NAME}");
     world.cluster.kubectl(&line).run().ok();
-    soon("it is there again", || hosts(&world) == always());
+    soon("it exists again", || hosts(&world) == always());
     gateway
         .process
         .says("was deleted by another process and has been restored");
@@ -322,9 +322,11 @@ fn one_of_two_gateways_writes_and_the_other_takes_over() {
     assert_eq!(after["leaseTransitions"], 1);
     let new = Passing(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
-    soon("it follows", || hosts(&world).contains("new-1"));
+    soon("the names follow the nodes", || {
+        hosts(&world).contains("new-1")
+    });
     drop(new);
-    soon("it follows again", || hosts(&world) == always());
+    soon("the names follow again", || hosts(&world) == always());
 
     // One that ends in order is not waited for.
     let third = Gateway::start(&world, 1, &json!({}));
@@ -355,7 +357,7 @@ fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
     let taken = json!({ "spec": { "holderIdentity": "somebody" } });
     patch(&world, &what, &taken);
     gateway.process.says("somebody holds it now");
-    until("it stands by", || !gateway.leads());
+    until("it is a candidate", || !gateway.leads());
     let new = Passing(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     // Renewed by hand, with a clock that is a day wrong.
@@ -364,10 +366,10 @@ fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
     assert_eq!(
         hosts(&world),
         always(),
-        "what is not its own is not written"
+        "the gateway does not write objects of others"
     );
     until("it writes once more", || gateway.leads());
-    soon("what came meanwhile is there", || {
+    soon("the changes in the meantime have arrived", || {
         hosts(&world).contains("new-1")
     });
     drop(new);
@@ -383,7 +385,10 @@ fn an_api_outage_ends_no_gateway_and_is_caught_up() {
     soon("the file is there", || hosts(&world) == always());
     world.cluster.stop();
     gateway.process.says("this gateway is on standby");
-    assert!(!gateway.leads(), "another may have it by now");
+    assert!(
+        !gateway.leads(),
+        "another gateway may have the lease by now"
+    );
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     world.cluster.restart();
     let _rights = Rights::of(&world, NAME);
@@ -416,7 +421,7 @@ fn a_foreign_configmap_stays_unchanged_until_handed_over() {
         .unwrap();
     let (line, _) = rest.split_once(')').unwrap();
     world.cluster.kubectl(line).run().ok();
-    soon("it is taken over", || hosts(&world) == always());
+    soon("the lease is taken over", || hosts(&world) == always());
 }
 
 fn openyurt_users_find_its_names_and_format() {

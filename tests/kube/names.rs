@@ -99,7 +99,7 @@ fn rights_that_are_missing_are_named(world: &mut World) {
     world.cluster.grant("egress");
     let exec = || world.cluster.kubectl("exec -n a silent -- true").run();
     let wanted = "cannot get resource \"pods\" in API group \"\" in the namespace \"a\"";
-    until("it may not any more", || {
+    until("the right is gone", || {
         let ran = exec();
         ran.code != Some(0) && ran.stderr.contains(wanted)
     });
@@ -191,7 +191,7 @@ fn kubelets_are_called_over_their_chosen_http_version(world: &mut World) {
         assert_eq!(before[1], after[1], "{serving:?}");
         assert!(after[0] > 0, "{serving:?}");
         if serving == Serving::Http2 {
-            assert_eq!(before[0], after[0], "all share the one connection");
+            assert_eq!(before[0], after[0], "all streams share one connection");
         }
         // Upgrades have lines of their own, by HTTP/1.1.
         world.cluster.kubectl("exec -n a ticker -- true").run().ok();
@@ -247,7 +247,7 @@ fn known_by_their_keys(world: &mut World) {
     assert_eq!(known(world), pins);
     world.the_road().orders("node unpin edge-1 10250").ok();
     // A kubelet that has just started does not know its pods yet.
-    until("the other key is believed", || {
+    until("the other key is trusted", || {
         kubectl(world, "logs -n a ticker").code == Some(0)
     });
     assert!(!known(world).contains(&first));

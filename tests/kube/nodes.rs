@@ -200,7 +200,7 @@ fn a_gateway_follows_node_objects() {
     node(&world, "new-1", true, &["10.1.9.1"]);
     soon("a new node is known", || Gateway::nodes() == (3, 1));
     // The object had no address at first.
-    soon("it is known by its address", || {
+    soon("the node is known by its address", || {
         let answer = gateway.connect("10.1.9.1:10250");
         answer.contains("new-1 is not connected")
     });
@@ -209,7 +209,7 @@ fn a_gateway_follows_node_objects() {
         .kubectl("label node new-1 causeway.io/edge-")
         .run()
         .ok();
-    soon("it is at no edge any more", || Gateway::nodes() == (2, 2));
+    soon("no edge serves it", || Gateway::nodes() == (2, 2));
     let answer = gateway.connect("new-1:10250");
     assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
     drop(new);
@@ -222,8 +222,8 @@ fn an_api_outage_is_survived_and_reported() {
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::lost(), 0);
     world.cluster.stop();
-    until("it is told", || Gateway::lost() > 0);
-    assert!(Gateway::is_ready(), "what is known is served on");
+    until("the error is reported", || Gateway::lost() > 0);
+    assert!(Gateway::is_ready(), "the known state is still served");
     let answer = gateway.connect("edge-1:10250");
     assert!(answer.contains("edge-1 is not connected"), "{answer}");
     world.cluster.restart();
@@ -242,13 +242,13 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
     let account = world.cluster.account("egress");
     world.cluster.stop();
     let gateway = Gateway::start(&world, "away", &account);
-    until("it says what it waits for", || {
+    until("it reports why it waits", || {
         let why = Gateway::ask("/readyz").text();
         why.contains("the nodes of the cluster have not been loaded yet: ")
             && why.contains("refused")
     });
     let said = || gateway.process.said();
-    until("it is tried again, which needs no words", || {
+    until("a retry is not logged", || {
         said().matches("the cluster's API still fails").count() >= 2
     });
     assert!(Gateway::lost() > 0);
@@ -257,7 +257,7 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
     assert_eq!(Gateway::nodes(), (2, 1));
     let said = said();
     let times = |what: &str| said.matches(what).count();
-    assert_eq!(times("cannot be listed"), 1, "said once: {said}");
+    assert_eq!(times("cannot be listed"), 1, "logged once: {said}");
     assert_eq!(times("answers again"), 1, "{said}");
     assert!(!said.contains("ERROR"), "{said}");
 }
@@ -268,7 +268,7 @@ fn rights_that_are_missing_are_named() {
     let kubeconfig = world.cluster.kubeconfig("nobody");
     let gateway = Gateway::start(&world, "rights", &kubeconfig);
     let wanted = "User \"nobody-special\" cannot list resource \"nodes\" in API group \"\" at the cluster scope";
-    until("it says which", || {
+    until("the missing right is named", || {
         Gateway::ask("/readyz").text().contains(wanted)
     });
     let said = gateway.process.said();
@@ -353,13 +353,13 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
         (watching(&folder, ports, &rules), folder.join("data"))
     };
     let (first, data) = begin("state-1", (11262, 11265));
-    until("it says what it lacks", || {
+    until("it reports what is missing", || {
         let why = asked(11265, "/readyz");
         why.contains("revocations and pinned keys have not been loaded yet")
             && why.contains("causeway-state")
     });
     world.cluster.apply_example("state/rbac.yaml");
-    until("the first is ready", || {
+    until("the first gateway is ready", || {
         asked(11265, "/readyz") == "ready\n"
     });
     edge("revoke edge-1 --unseen --reason stolen", &data);
@@ -388,9 +388,9 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     // A node that is allowed again at one gateway is so at the others.
     let (third, _) = begin("state-3", (11263, 11266));
     let is_revoked = || asked(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
-    until("the third knows", is_revoked);
+    until("the third edge has the state", is_revoked);
     edge("allow edge-1", &data);
-    until("the third hears", || !is_revoked());
+    until("the third gateway has the change", || !is_revoked());
     assert_eq!(shared_state(&world)["revoked"], json!({}));
     drop((second, third));
     let delete = "delete -n kube-system secret causeway-state";

@@ -240,9 +240,13 @@ fn a_listed_port_is_reachable_without_edge_changes() {
 
     list(&world, "9051, 8022");
     until("the port is served", || status(9051) == "200");
-    assert_eq!(status(8022), "403", "the edge's owner lets nobody list it");
+    assert_eq!(
+        status(8022),
+        "403",
+        "the edge's owner does not permit listed ports"
+    );
     let both = ["causeway-8022=8022", "causeway-9051=9051", "kubelets=10250"];
-    until("the Service has it", || {
+    until("the Service has the port", || {
         let mut ports = site.service();
         ports.sort();
         ports == both
@@ -251,13 +255,13 @@ fn a_listed_port_is_reachable_without_edge_changes() {
     let patch = r#"[{"op": "remove", "path": "/spec/ports/1"}]"#;
     let line = "-n kube-system patch service causeway-clients --type json -p";
     world.cluster.kubectl(line).args([patch]).run().ok();
-    until("what somebody took away is there again", || {
+    until("the removed ports exist again", || {
         site.service().len() == 3
     });
 
     list(&world, "");
-    until("nobody listens any more", || status(9051) == "000");
-    until("nor does the Service say so", || {
+    until("no process listens there", || status(9051) == "000");
+    until("the Service does not report it either", || {
         site.service() == ["kubelets=10250"]
     });
     assert_eq!(metric("ports_refused"), 0);
@@ -301,7 +305,7 @@ fn an_unusable_entry_is_reported_on_the_list_and_others_served() {
     until("the port is served", || status(9051) == "200");
 
     list(&world, "9051, ninety");
-    until("it is told", || {
+    until("the error is reported", || {
         site.told()
             .contains("http-proxy-ports: \\\"ninety\\\" is not a valid port")
     });
@@ -309,21 +313,19 @@ fn an_unusable_entry_is_reported_on_the_list_and_others_served() {
 
     let taken = TcpListener::bind((CALLED, 9052)).unwrap();
     list(&world, "9051, 9052, 9053");
-    until("that the port is taken is told", || {
+    until("the conflict of ports is reported", || {
         site.told().contains(&format!("{CALLED}:9052"))
     });
-    until("the other one is served", || status(9053) == "502");
+    until("the other client is served", || status(9053) == "502");
     assert_eq!((status(9051).as_str(), metric("ports_refused")), ("200", 1));
-    until("the Service has what is served", || {
+    until("the Service has the served ports", || {
         site.service().len() == 3
     });
 
     // Nobody says that it is free now: it is tried again.
     drop(taken);
     until("all are served", || status(9052) == "502");
-    until("nothing is refused any more", || {
-        metric("ports_refused") == 0
-    });
+    until("no request is refused", || metric("ports_refused") == 0);
     assert_eq!(status(9051), "200");
 }
 
@@ -372,11 +374,11 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
     let scheme = if port == 9443 { "https:" } else { "" };
     let raw = format!("get --raw /api/v1/nodes/{scheme}edge-1:{port}/proxy/metrics");
     let ask = || world.cluster.kubectl(&raw).run();
-    assert_ne!(ask().code, Some(0), "nobody has listed it");
+    assert_ne!(ask().code, Some(0), "it is not listed");
     put(world, &port.to_string());
     until("the port is listed", || ask().text() == "up 1\n");
     put(world, "");
-    until("it is not any more", || ask().code != Some(0));
+    until("the port is not served", || ask().code != Some(0));
     edge_anew(node, |_| before.clone());
 }
 
@@ -444,13 +446,13 @@ fn two_lists_for_one_service_leave_each_other_alone() {
         ports.sort();
         ports == both
     };
-    until("the Service has what both list", is_both);
+    until("the Service has the ports of both lists", is_both);
     let version = || {
         let service = world.cluster.get("-n kube-system service causeway-clients");
         service.unwrap()["metadata"]["resourceVersion"].clone()
     };
     list(&world, "9051, 9052");
-    until("a change of one is there", || site.service().len() == 4);
+    until("the Service has the change", || site.service().len() == 4);
     // Time is the subject: as long as nobody lists anything else nothing is written.
     let before = version();
     let written = within(Duration::from_secs(4), || version() != before);

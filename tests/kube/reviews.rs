@@ -266,7 +266,7 @@ fn audiences_and_certificates_count(world: &World, site: &Site, prom: &str) {
     let (status, _) = site.get(OURS, prom, "/metrics");
     assert_eq!(
         status, 401,
-        "a token for the API server is none for this gateway"
+        "a token for the API server is invalid for this gateway"
     );
     let ours = token(world, "prom", "--audience causeway");
     let (status, text) = site.get(OURS, &ours, "/metrics");

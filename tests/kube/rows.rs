@@ -96,13 +96,15 @@ fn an_unavailable_review_is_reported(world: &World) {
     let delete = world.cluster.kubectl("delete -f").args([reviews]);
     delete.run().ok();
     let wanted = "the cluster does not allow this gateway to create subjectaccessreviews";
-    until("what it was told does not count any more", || {
+    until("cached reviews no longer count", || {
         let ran = exec(world);
         ran.code != Some(0) && ran.stderr.contains(wanted)
     });
     each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
     world.cluster.apply_example("egress/reviews.yaml");
-    until("it may ask again", || exec(world).code == Some(0));
+    until("the gateway may send reviews again", || {
+        exec(world).code == Some(0)
+    });
 }
 
 /// Commands for edge-1, one of each kind.
@@ -203,14 +205,14 @@ fn a_silent_kubelet_is_reported(world: &mut World) {
     let without = |text: String| text.replace(serves, "  10251: { scheme: tcp }");
     let before = edge_anew(&world.nodes[0], without);
     let wanted = "edge-1 does not serve port 10250";
-    until("its owner's word is in force", || {
+    until("its owner's policy is in effect", || {
         let ran = exec(world);
         ran.code != Some(0) && ran.stderr.contains(wanted)
     });
     each_says(world, wanted, &UPGRADES);
     let with = |_| before.clone();
     edge_anew(&world.nodes[0], with);
-    until("it is as it was", || exec(world).code == Some(0));
+    until("it is unchanged", || exec(world).code == Some(0));
 }
 
 /// Limits are taken up at a gateway's start.
@@ -229,7 +231,7 @@ fn limits_are_reported(world: &mut World, way: Way) {
     );
     open.close_input();
     assert_eq!(open.ended().0, Some(0), "{}", open.said());
-    until("there is room again", || exec(world).code == Some(0));
+    until("a connection is free again", || exec(world).code == Some(0));
     world.by(way);
 }
 

@@ -48,7 +48,7 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
 /// A test with a program that not every folder of the parts of Kubernetes has.
 fn trial(name: &str, program: &'static str, test: impl FnOnce(&Path) + Send + 'static) -> Trial {
     Trial::test(format!("scrapes::{name}"), move || {
-        let file = assets::folder().expect("the outer program has looked");
+        let file = assets::folder().expect("the outer program has checked");
         let file = file.join(program);
         if file.exists() {
             test(&file);

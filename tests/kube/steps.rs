@@ -167,7 +167,7 @@ impl Which {
         match self {
             Self::New => world.cluster.kubectl(line),
             Self::Old => {
-                let program = assets::old_kubectl().expect("it was looked for");
+                let program = assets::old_kubectl().expect("the old kubectl was found");
                 world.cluster.kubectl_of(&program, line)
             }
         }
@@ -334,7 +334,7 @@ fn cp_takes_100_mb_both_ways(world: &World, which: Which) {
     assert!(sum.starts_with(&wanted), "{sum} is not {wanted}");
     copy("a/echo:/tmp/big", &text(&back));
     let same = fs::read(&back).unwrap() == bytes;
-    assert!(same, "what came back differs");
+    assert!(same, "the echoed bytes differ");
     let tidy = which.run(world, "exec -n a echo -- rm /tmp/big");
     tidy.run().ok();
     for file in [sent, back] {
@@ -404,7 +404,7 @@ pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&Worl
         "metadata": { "name": twin.1, "labels": { "causeway.io/edge": "true" } },
         "spec": { "podCIDR": world.nodes[0].pods, "podCIDRs": [world.nodes[0].pods] },
     }));
-    until("no address of it leads anywhere", || {
+    until("no route leads to its addresses", || {
         proxied("a").is_empty()
     });
     let mut told = String::new();
@@ -413,10 +413,12 @@ pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&Worl
         told.contains("several nodes")
     });
     assert!(why, "{told}");
-    assert_eq!(proxied("b"), "edge-2\n", "another network is as it was");
+    assert_eq!(proxied("b"), "edge-2\n", "the other network is unchanged");
     logs_and_exec_of_each(world);
     drop(twin);
-    until("edge-1 has it back", || proxied("a") == "edge-1\n");
+    until("edge-1 has the address again", || {
+        proxied("a") == "edge-1\n"
+    });
 }
 
 /// An app on the machine of `cloud-1`, which has no edge.

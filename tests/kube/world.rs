@@ -96,7 +96,7 @@ pub(crate) fn ticker(node: &str) -> String {
 impl World {
     fn start() -> Self {
         let folder = cage::inside().expect("the tests run inside");
-        let assets = assets::folder().expect("the outer program has looked");
+        let assets = assets::folder().expect("the outer program has checked");
         net::cloud();
         image::pack(&folder);
         let cluster = Cluster::start(&folder, &assets);

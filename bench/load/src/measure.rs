@@ -17,7 +17,7 @@ impl Latencies {
     /// None yet.
     pub(crate) fn new() -> Self {
         let histogram = Histogram::new_with_bounds(1, LONGEST, 3);
-        Self(histogram.expect("the bounds are sound"))
+        Self(histogram.expect("the limits are valid"))
     }
 
     /// One more.

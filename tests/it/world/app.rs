@@ -223,7 +223,7 @@ async fn next<T>(seen: &Seen<T>, what: &str) -> T {
     timeout(PATIENCE, async { seen.lock().await.recv().await })
         .await
         .unwrap_or_else(|_| panic!("the app saw no {what} within {PATIENCE:?}"))
-        .expect("the app holds the other end")
+        .expect("the app has the other end")
 }
 
 /// Behaviour of an upstream on a connection.

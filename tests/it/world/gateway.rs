@@ -207,7 +207,7 @@ impl Build {
             },
         )
         .await;
-        let bound = bound.expect("it was waited for");
+        let bound = bound.expect("the gateway is bound");
         let (config, reloader) = (self.config.clone(), bound.reloader());
         let nodes = bound.nodes();
         let addresses = bound.addresses();

@@ -61,7 +61,7 @@ pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut 
     scene.agree();
     let hung = scene.cluster.hangs();
     let began = Instant::now();
-    scene.until("both tell how old it is", |scene| {
+    scene.until("both report the age", |scene| {
         scene.edges.iter().all(|edge| age(edge).is_some())
     });
     println!("both tell it after {:?}", began.elapsed());
@@ -81,7 +81,7 @@ pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut 
     drop(hung);
     scene.change(20);
     scene.agree();
-    scene.until("it is in touch again", |scene| {
+    scene.until("it is connected again", |scene| {
         scene.edges.iter().all(|edge| age(edge).is_none())
     });
 }

@@ -97,11 +97,11 @@ async fn follow(api: Api<DynamicObject>, kind: ApiResource, config: watcher::Con
             Ok(Event::InitDone) => listed(&store, &kind, &mut known),
             Ok(Event::Apply(object)) => {
                 let kept = store.get(&object.to_object_ref(kind.clone()));
-                said(&kept.expect("the store has heard of it"), &kind, &mut known);
+                said(&kept.expect("the store has the change"), &kind, &mut known);
             }
             Ok(Event::Delete(object)) => {
                 let key = object.to_object_ref(kind.clone());
-                assert!(store.get(&key).is_none(), "the store has heard of it");
+                assert!(store.get(&key).is_none(), "the store has the change");
                 known.remove(&key);
                 say(&words("deleted", &object));
             }
@@ -132,7 +132,7 @@ fn said(object: &DynamicObject, kind: &ApiResource, known: &mut Known) {
 }
 
 fn say(words: &Value) {
-    writeln!(stdout(), "{words}").expect("somebody listens");
+    writeln!(stdout(), "{words}").expect("a process listens there");
 }
 
 /// A line of an object. The hash is over its JSON with sorted keys, without what who reads it never compares.

@@ -54,7 +54,7 @@ pub(super) fn nodes_started_without_the_cloud_serve_their_cached_state(scene: &m
     scene.change(20);
     scene.agree();
     for edge in &scene.edges {
-        until("what was read is on the disk", || {
+        until("the read objects are on the disk", || {
             kept(edge).exists() && saved(edge) == served(edge)
         });
     }
@@ -71,7 +71,7 @@ pub(super) fn nodes_started_without_the_cloud_serve_their_cached_state(scene: &m
     }
     for edge in &scene.edges {
         // Clients get the age of the data, a few seconds after its source was lost.
-        until("an answer has its age", || {
+        until("the answer has an age", || {
             let request = edge.ask("/api/v1/services").words("-o /dev/null -D -");
             let head = request.run().ok().text().to_ascii_lowercase();
             head.contains("\nage: ")
@@ -84,7 +84,7 @@ pub(super) fn nodes_started_without_the_cloud_serve_their_cached_state(scene: &m
 pub(super) fn a_damaged_file_is_set_aside_and_reported(scene: &mut Scene) {
     let leader = scene.leader().expect("one leads");
     let edge = &mut scene.edges[1 - leader];
-    until("what was read is on the disk", || kept(edge).exists());
+    until("the read objects are on the disk", || kept(edge).exists());
     edge.dies();
     let mut bytes = fs::read(kept(edge)).unwrap();
     let last = bytes.len() - 9;
@@ -118,7 +118,7 @@ pub(super) fn a_missing_gateway_permission_is_named(scene: &mut Scene) {
     apply.input(rights).run().ok();
     scene.gateway_dies();
     scene.gateway_starts();
-    scene.until("the right is named", |scene| {
+    scene.until("the missing right is named", |scene| {
         let said = scene.gateway_said();
         said.contains("cannot list resource \\\"services\\\"")
             || said.contains("cannot list resource \"services\"")
@@ -131,7 +131,9 @@ pub(super) fn a_missing_gateway_permission_is_named(scene: &mut Scene) {
         edge.get("svc -n default kubernetes").ok();
     }
     scene.cluster.grant("api-cache");
-    scene.until("Services are read again", |_| services()["lost"].is_null());
+    scene.until("the gateway reads Services again", |_| {
+        services()["lost"].is_null()
+    });
     scene.change(10);
     scene.agree();
 }

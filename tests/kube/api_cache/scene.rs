@@ -64,7 +64,7 @@ pub(super) fn scene() -> MutexGuard<'static, Scene> {
 impl Scene {
     fn start() -> Self {
         let folder = cage::inside().expect("the tests run inside");
-        let assets = assets::folder().expect("the outer program has looked");
+        let assets = assets::folder().expect("the outer program has checked");
         net::cloud();
         let cluster = Cluster::start(&folder, &assets);
         let edges = [1, 2].map(|number| Edge::new((&folder, &assets), &cluster, number));
@@ -130,7 +130,7 @@ impl Scene {
             }
         }
         self.until(
-            "one edge leads, the other follows, and both are in touch",
+            "one edge leads, the other follows, and both are connected",
             |scene| {
                 scene.leader().is_some()
                     && scene
@@ -239,7 +239,7 @@ impl Scene {
         for edge in &self.edges {
             edge.site.cut();
         }
-        self.until("both edges know that they are alone", |scene| {
+        self.until("both edges have no peers", |scene| {
             let mut edges = scene.edges.iter();
             edges.all(|edge| edge.reading()["ready"] == false)
         });

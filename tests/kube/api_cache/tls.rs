@@ -55,7 +55,9 @@ fn serial(edge: &Edge) -> String {
     let asked = edge.site.at("openssl");
     let asked = asked.words("s_client -connect 127.0.0.1:10270 -showcerts");
     let text = asked.input("").run().text();
-    let begin = text.find("-----BEGIN").expect("a certificate is shown");
+    let begin = text
+        .find("-----BEGIN")
+        .expect("the edge shows a certificate");
     let reads = edge.site.at("openssl").words("x509 -noout -serial");
     reads.input(&text[begin..]).run().ok().text()
 }

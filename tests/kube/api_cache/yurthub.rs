@@ -198,7 +198,7 @@ fn names_another_writer(scene: &Scene) {
     let right = within(LOOKS, || both_edges_are_listed(scene));
     assert!(right, "{:#}", told(scene));
     let named = || scene.gateway_said().contains("yurt-manager");
-    until("who changed it is named", named);
+    until("the log names the other writer", named);
 }
 
 /// Connections that YurtHubs have open at an edge: one for each watch.

@@ -143,7 +143,7 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
         .words("-sS --max-time 20")
         .args([url]);
     assert_ne!(loopback.run().code, Some(0), "it is served on loopback");
-    until("the Service has them", || {
+    until("the Service has the ports", || {
         let names = ["10276", "9051", "9052"].map(|port| format!("causeway-{port}"));
         let names = names
             .iter()
@@ -173,7 +173,7 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
     assert_eq!(code, "403", "{said}");
 
     list(&world, "");
-    until("nobody listens any more", || listened(9051).is_empty());
+    until("no process listens there", || listened(9051).is_empty());
     drop(made);
     node.at("rm").words(KEPT).run().ok();
 }

@@ -201,7 +201,7 @@ fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, client: &Client<'_>) {
         });
     }
     let logs = "logs -n causeway-edge edge";
-    until("the edge says why", || {
+    until("the edge logs the reason", || {
         let said = world.cluster.kubectl(logs).run().text();
         said.contains("tunnel.revoked names it")
     });
@@ -250,7 +250,7 @@ fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
         begin("third");
         made.ready("causeway", "third");
         made.end("causeway", "second");
-        until("it is alone", || ready(world).len() == 1);
+        until("only one gateway is ready", || ready(world).len() == 1);
         let before = status(world, "causeway", "third")["podIP"].clone();
         assert_eq!(json!(ready(world)), json!([before]));
         stop.store(true, Ordering::Relaxed);

@@ -63,7 +63,7 @@ pub(super) fn an_unauthenticated_api_server_gets_the_reason(world: &mut World) {
         &[],
     );
     road.gateway_anew(|text| text.replace(tokens, &cluster));
-    until("it is known again", || exec(world).code == Some(0));
+    until("the client is known again", || exec(world).code == Some(0));
 }
 
 /// The way of names, but for the kind of the listener at which they lead to.
@@ -101,7 +101,7 @@ fn an_unauthenticated_egress_selector_gets_the_reason(world: &mut World) {
     );
     let road = world.the_road();
     road.gateway_anew(|text| listener(&text, |line| line.replace(&other, &cluster)));
-    until("it is known again", || exec(world).code == Some(0));
+    until("the client is known again", || exec(world).code == Some(0));
 }
 
 fn an_egress_selector_at_the_wrong_listener_gets_the_reason(world: &mut World) {

@@ -67,7 +67,7 @@ fn a_draining_edge_reports_it_and_ends_after_its_streams(world: &mut World) {
     let mut open = session(world, "leaves.log");
     let mut edge = world.road().leaves(0);
     let wanted = "edge-1 is disconnecting from this gateway and accepts no new streams";
-    until("it has said so", || exec(world).stderr.contains(wanted));
+    until("it has logged this", || exec(world).stderr.contains(wanted));
     each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
     goes_on(&mut open);
     open.close_input();

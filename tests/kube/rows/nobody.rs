@@ -91,7 +91,7 @@ fn no_node_of_that_name(world: &mut World) {
 fn no_node_at_that_address(world: &mut World) {
     let edge = Lost::new(world, true, Some("10.1.9.9"));
     let wanted = "lost-1 is not connected and has not connected since this gateway started";
-    until("its address is led here", || {
+    until("its address is redirected here", || {
         let ran = world.cluster.kubectl(COMMANDS[0]).run();
         ran.stderr.contains(wanted)
     });
@@ -120,9 +120,13 @@ fn two_nodes_of_one_address(world: &mut World) {
     let wanted = format!(
         "502 {address} is an address of several nodes (edge-1, lost-1); use the name of the node"
     );
-    until("it names neither", || exec(world).stderr.contains(&wanted));
+    until("the answer names no node", || {
+        exec(world).stderr.contains(&wanted)
+    });
     // What stands already is asked on.
     each_says(world, &wanted, &UPGRADES);
     drop(twin);
-    until("edge-1 has it back", || exec(world).code == Some(0));
+    until("edge-1 has the address again", || {
+        exec(world).code == Some(0)
+    });
 }

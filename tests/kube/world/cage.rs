@@ -30,7 +30,7 @@ pub(crate) fn inside() -> Option<PathBuf> {
 pub(crate) fn group() -> usize {
     let group = env::var(GROUP).ok();
     let group = group.and_then(|text| text.parse().ok());
-    group.expect("the outer program has said it")
+    group.expect("the outer program has logged it")
 }
 
 /// The tests' own branch below each of the machine's cgroup hierarchies.
@@ -78,7 +78,7 @@ pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
     };
     let mut said: Vec<File> = others
         .iter()
-        .map(|_| tempfile::tempfile().expect("a file for what is said"))
+        .map(|_| tempfile::tempfile().expect("a file for the log"))
         .collect();
     let worst = thread::scope(|scope| {
         let beside: Vec<_> = others

@@ -159,7 +159,7 @@ impl Cluster {
         self.grant(example);
         let secret = "get -n kube-system secret causeway-gateway -o jsonpath={.data.token}";
         let mut token = String::new();
-        until("the account has a token", || {
+        until("the service account has a token", || {
             token = self.kubectl(secret).run().text();
             !token.is_empty()
         });

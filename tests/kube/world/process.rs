@@ -199,7 +199,7 @@ impl Process {
         let what = &self.what;
         assert!(
             there && said.contains(part),
-            "{what} did not say {part:?}: {tail}"
+            "{what} did not print {part:?}: {tail}"
         );
     }
 

@@ -225,7 +225,7 @@ async fn a_tcp_app_echoes_and_resets() {
     let app = App::tcp(Script::new().echo()).await;
     let mut socket = talk(&app, "there and back").await;
     socket.shutdown().await.unwrap();
-    assert_eq!(rest(socket).await.unwrap(), "there and back");
+    assert_eq!(rest(socket).await.unwrap(), "in both directions");
 
     let app = App::tcp(Script::new().reset()).await;
     let socket = TcpStream::connect(app.address()).await.unwrap();

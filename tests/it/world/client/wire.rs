@@ -47,6 +47,6 @@ pub(crate) async fn read_to_end(wire: &mut (impl AsyncRead + Unpin)) -> io::Resu
     let mut bytes = Vec::new();
     bounded(wire.read_to_end(&mut bytes))
         .await
-        .expect("an end comes in time")?;
+        .expect("the end comes in time")?;
     Ok(bytes)
 }
