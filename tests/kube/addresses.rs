@@ -1,7 +1,9 @@
-//! Setup by addresses: kube-apiserver dials the nodes' own, and rules in its host's kernel lead it to the gateway.
+//! Setup by addresses: kube-apiserver dials the nodes' own addresses, and nftables rules on its host redirect it to the
+//! gateway.
 //!
-//! The gateway ends the API server's TLS, with a certificate for the address that was dialled, and asks kubelets itself.
-//! Nothing but that address says which node is meant: no name is in the handshake, checked or not.
+//! The gateway terminates the API server's TLS, with a certificate for the dialled address, and connects to kubelets
+//! itself. The dialled address is the only name of the node: the handshake has no name, whether certificates are verified
+//! or not.
 
 use libtest_mimic::Trial;
 
@@ -10,7 +12,7 @@ use crate::{
     world::{Checks, Way, World, causeway::REFUSING},
 };
 
-/// This way, with all certificates checked.
+/// Setup by addresses, with all certificates verified.
 pub(crate) const CHECKED: Way = Way::Addresses(Checks::On);
 
 pub(crate) fn trials() -> Vec<Trial> {

@@ -1,8 +1,8 @@
 //! Addresses at which edges reach a gateway, taken from a Service, with the rights of `examples/egress` and
 //! `examples/advertise` and no others.
 //!
-//! The test does the work of a load balancer's controller by hand: it patches the Service's status. The gateway and its edge
-//! are on this machine, and nothing else tells the edge the address of the gateway.
+//! The test does the work of a load balancer's controller by hand: it patches the Service's status. The gateway and its
+//! edge are on this machine, and the edge has no other source for the address of the gateway.
 
 use std::{fmt::Write, fs, path::Path};
 
@@ -55,7 +55,7 @@ fn gateway(world: &World, folder: &Path) -> Process {
     started(folder, &config)
 }
 
-/// The example's rights but for that to count.
+/// The example's rights except the right to count.
 fn rights_but_to_count(world: &World) {
     let rights = format!("{}/examples/{RIGHTS}", env!("CARGO_MANIFEST_DIR"));
     let text = fs::read_to_string(rights).unwrap();
@@ -66,7 +66,7 @@ fn rights_but_to_count(world: &World) {
     apply.input(without).run().ok();
 }
 
-/// Has this many gateways be ready behind the Service, and one that goes.
+/// Sets this number of ready gateways behind the Service, and one that terminates.
 fn behind(world: &World, ready: u8) {
     let endpoint = |number: u8, goes: bool| {
         json!({
@@ -89,7 +89,7 @@ fn behind(world: &World, ready: u8) {
     }));
 }
 
-/// An edge that knows one address, and has a tunnel at each gateway.
+/// An edge that knows one address, and has a tunnel to each gateway.
 fn edge(folder: &Path) -> Process {
     let token = Program::new(BINARY).words("token create --node edge-9 --data-dir");
     let token = token.args([folder.join("data")]).run().ok().text();
@@ -101,13 +101,13 @@ fn edge(folder: &Path) -> Process {
     edge.start(&folder.join("edge.log"))
 }
 
-/// Returns the response to the readiness check that a balancer makes before it sends clients.
+/// Returns the response to the readiness check that a load balancer makes before it sends clients.
 fn readiness() -> String {
     let url = format!("http://127.0.0.1:{ADMIN}/readyz");
     Program::new("curl").words("-sS").args([url]).run().text()
 }
 
-/// The names and addresses for which the gateway has a certificate.
+/// Returns the names and addresses for which the gateway has a certificate.
 fn named() -> String {
     let at = format!("127.0.0.1:{TUNNEL}");
     let show = Program::new("openssl").words("s_client -alpn rh2 -connect");
@@ -122,7 +122,7 @@ fn patch(world: &World, more: &str, change: &Value) {
     patch.args([change.to_string()]).run().ok();
 }
 
-/// Waits until the edge was told exactly these, and the gateway shows their hosts.
+/// Waits until the edge has exactly these addresses, and the gateway's certificate has their hosts.
 fn told(edge: &mut Process, addresses: &[&str], shown: &str) {
     edge.says(&format!("gateways={addresses:?}"));
     until(shown, || named().contains(shown));
@@ -165,7 +165,7 @@ fn edges_and_certificates_follow_service_address_and_replicas() {
     let mut edge = edge(&folder);
     edge.says("tunnel registered");
     assert!(named().contains("DNS:lb.example"), "{}", named());
-    // How many there are is all that it could not tell so far.
+    // So far the gateway could only not send the number of gateways.
     behind(&world, 2);
     world.cluster.apply_example(RIGHTS);
     edge.says("reached=1 of=2");
@@ -180,7 +180,7 @@ fn edges_and_certificates_follow_service_address_and_replicas() {
     let both = ["gw.example:10262", "127.0.0.1:11562"];
     told(&mut edge, &both, "DNS:gw.example");
     assert!(!named().contains("lb.example"), "{}", named());
-    // What says nothing that could be told changes nothing.
+    // A change without new addresses has no effect.
     patch(&world, "", &annotated(Some("nonsense")));
     gateway.says("is not HOST:PORT");
     assert!(named().contains("DNS:gw.example"), "{}", named());

@@ -1,7 +1,7 @@
 //! API cache of a cluster at two edges of one pool, with a network of their own beside their uplinks to the cloud.
 //!
-//! kubectl, informers of client-go, reflectors of kube-rs, `CoreDNS` and kube-proxy read at the edges the objects that
-//! `examples/api-cache` names. Whatever is cut, restarted or killed, all of them see in the end the state of the API server.
+//! kubectl, informers of client-go, reflectors of kube-rs, `CoreDNS` and kube-proxy read from the edges the objects that
+//! `examples/api-cache` names. After each cut, restart or kill, all of them finally see the state of the API server.
 //! Meanwhile each of them gets an answer. A trial leaves everything running; the informers read through all of them.
 
 mod apps;

@@ -1,7 +1,7 @@
-//! Edges that join by their cluster's word: `certificates.k8s.io`, with the rights of `examples/egress` and
+//! Edges that join by their identity in the cluster: `certificates.k8s.io`, with the rights of `examples/egress` and
 //! `examples/certificates` and no others.
 //!
-//! A gateway of the test's own on this machine; who asks are users of the cluster, by certificates of its CA.
+//! A gateway of the test's own runs on this machine. The requesters are users of the cluster, with certificates of its CA.
 
 use std::{fmt::Write, fs, path::Path, time::Duration};
 
@@ -61,7 +61,7 @@ const DOMAIN: &str = "causeway.local";
 const CLIENTS: &str = "kubernetes.io/kube-apiserver-client";
 const KUBELETS: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 
-/// Nothing is left of a test before.
+/// Objects of earlier tests are removed.
 pub(crate) fn clean(world: &World) {
     let deletes = [
         "csr --field-selector=spec.signerName=example.com/gateways",
@@ -86,7 +86,7 @@ fn gateway(world: &World, folder: &Path) -> Process {
     by(world, folder, &json!({}))
 }
 
-/// The same by these rules.
+/// The same with these rules.
 fn by(world: &World, folder: &Path, certificates: &Value) -> Process {
     fs::create_dir_all(folder).unwrap();
     let kubeconfig = world.cluster.account("egress");
@@ -94,7 +94,7 @@ fn by(world: &World, folder: &Path, certificates: &Value) -> Process {
     watching(folder, (TUNNEL, ADMIN), &rules)
 }
 
-/// Asks as the user of this kubeconfig.
+/// Submits a request as the user of this kubeconfig.
 fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
     let request = data_encoding::BASE64.encode(wanted.request().as_bytes());
     let object = json!({
@@ -110,7 +110,7 @@ fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
         .ok();
 }
 
-/// The chain that a request got, if any, and whether it was approved.
+/// Returns the chain that a request got, if any, and whether it was approved.
 fn got(world: &World, name: &str) -> (Option<String>, bool) {
     let request = world.cluster.get(&format!("csr {name}")).unwrap();
     let status = &request["status"];
@@ -219,7 +219,7 @@ fn a_node_gets_only_its_own_certificate() {
         let told = told(&world, name);
         assert!(told[0].contains(why), "{name}: {told:?}");
     }
-    // An approval by somebody else makes nothing right.
+    // An approval by another user does not make a request valid.
     let approve = "certificate approve by-a-user for-another";
     world.cluster.kubectl(approve).run().ok();
     for name in ["by-a-user", "for-another"] {
@@ -229,7 +229,7 @@ fn a_node_gets_only_its_own_certificate() {
         });
     }
 
-    // Another gateway, or this one again, has nothing new to tell.
+    // Another gateway, or this one after a restart, writes no new events.
     running.stop(Duration::from_secs(1));
     let _running = gateway(&world, &folder);
     until("all requests are checked again", || metric("left") == 6);
@@ -269,7 +269,7 @@ fn is_of_the_node(folder: &Path, chain: &str) {
     }
 }
 
-/// Asks in every way that is not right; by which names, and why they are not.
+/// Submits all kinds of invalid requests; returns their names, and the reasons.
 fn ask_wrongly(world: &World, own: &str) -> [(&'static str, &'static str); 6] {
     let mut name = Wanted::edge("csr-1");
     let more = SanType::DnsName("gateway".try_into().unwrap());
@@ -325,7 +325,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     clean(&world);
 }
 
-/// One of the example's files, with these in place of those.
+/// Returns one of the example's files with these replacements.
 fn text(name: &str, places: &[(&str, &str)]) -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("examples/certificates")
@@ -337,7 +337,7 @@ fn text(name: &str, places: &[(&str, &str)]) -> String {
     })
 }
 
-/// The example's gateway, whose edges' certificates hold for 20 s.
+/// The example's gateway, whose edges' certificates are valid for 20 s.
 fn example(world: &World, folder: &Path) -> Process {
     let kubeconfig = world.cluster.account("egress");
     let places = [("/etc/causeway/gateway.kubeconfig", kubeconfig.as_str())];
@@ -359,7 +359,7 @@ fn example(world: &World, folder: &Path) -> Process {
     started(folder, &config)
 }
 
-/// The example's edge, with these credentials and nothing else.
+/// The example's edge, with only these credentials.
 fn edge(folder: &Path, name: &str, kubeconfig: &str) -> Process {
     let places = [
         ("/etc/kubernetes/kubelet.conf", kubeconfig),
@@ -378,7 +378,7 @@ fn edge(folder: &Path, name: &str, kubeconfig: &str) -> Process {
     edge.start(&folder.join(format!("{name}.log")))
 }
 
-/// As kubelet has it: key and certificate in one file, which is named as both.
+/// As kubelet stores it: key and certificate in one file, which has both roles.
 fn in_one_file(world: &World, name: &str) -> String {
     let kubeconfig = kubelet(world, name);
     let path = |end: &str| world.cluster.pki.path(&format!("{name}{end}"));
@@ -423,7 +423,7 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     own.says("tunnel registered");
     assert_eq!(status("csr-5"), "200");
 
-    // A pod's token says on which node it is.
+    // A pod's token contains its node.
     let apply = |object: Value| world.cluster.apply(&object);
     let named = json!({ "name": "causeway-edge", "namespace": "causeway-edge" });
     apply(
@@ -453,7 +453,7 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     });
     assert!(told(&world, "unbound")[0].contains("does not name its node"));
 
-    // From here on it is the gateway's affair, and no request is made any more.
+    // From here on the gateway renews, and the edge makes no further request.
     own.says("this node's certificate is renewed");
     assert_eq!(status("csr-5"), "200");
     assert_eq!(metric("signed"), 2);
@@ -478,7 +478,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
         edge(&folder, name, &lines)
     };
 
-    // The gateway approves what is exactly right, and the cluster signs it.
+    // The gateway approves valid requests, and the cluster signs them.
     let running = by(&world, &folder, &rules(CLIENTS));
     let mut asking = by_signer("client", CLIENTS);
     let says = |part: &str| until(part, || running.said().contains(part));
@@ -506,7 +506,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
     });
     assert!(told(&world, "another")[0].contains("for node csr-7, and not for csr-6"));
     assert_eq!(got(&world, "another"), (None, false));
-    // What others ask that signer for is none of a gateway's business.
+    // The gateway does not touch other requesters' requests to that signer.
     assert_eq!(
         (told(&world, "no-edge"), got(&world, "no-edge")),
         (vec![], (None, false))
@@ -515,7 +515,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
     drop(asking);
     running.stop(Duration::from_secs(1));
 
-    // Of kubelets' the cluster itself approves.
+    // The cluster itself approves requests of kubelets.
     let binding = "create clusterrolebinding nodes-ask-for-themselves --group=system:nodes --clusterrole=system:certificates.k8s.io:certificatesigningrequests:selfnodeclient";
     world.cluster.kubectl(binding).run().ok();
     let folder = world.path("certificates-kubelets");
@@ -543,7 +543,7 @@ impl Elsewhere {
         Self(Issuer::new(params, key))
     }
 
-    /// Approves and signs the one request that waits for it. What that asked for.
+    /// Approves and signs the pending request. Returns its content.
     fn signs(&self, world: &World) -> Vec<String> {
         let waiting = || {
             let line = "csr --field-selector=spec.signerName=example.com/gateways";
@@ -576,7 +576,7 @@ impl Elsewhere {
     }
 }
 
-/// The names of what the tunnel port shows.
+/// Returns the names in the certificate of the tunnel port.
 fn shown() -> String {
     let line = format!("s_client -connect 127.0.0.1:{TUNNEL} -alpn h2 -showcerts");
     let shown = Program::new("openssl")
@@ -589,7 +589,7 @@ fn shown() -> String {
     names.text()
 }
 
-/// A gateway's configuration that asks for its certificate, and is reached there.
+/// The configuration of a gateway that requests its certificate, and can be reached there.
 fn asking(world: &World, folder: &Path, address: &str) -> String {
     json!({
         "data_dir": folder.join("data"),
@@ -632,14 +632,14 @@ fn a_gateway_waits_for_its_certificate_and_requests_new_names() {
     gateway.says("gateway ready");
     until("it is shown", || shown().contains("gw-1.example.com"));
 
-    // Other names: another certificate, in place of the one that serves meanwhile.
+    // Other names: another certificate replaces the one that serves meanwhile.
     fs::write(&file, config("gw-2.example.com:10262")).unwrap();
     let asked = signer.signs(&world).join(" ");
     assert!(asked.contains("gw-2.example.com"), "{asked}");
     until("it is shown", || shown().contains("gw-2.example.com"));
     assert!(shown().contains("URI:spiffe://example.com/gateway"));
 
-    // What is kept is enough to begin with, while nobody signs.
+    // The stored certificate is enough to start, while the signer does nothing.
     gateway.stop(Duration::from_secs(5));
     let again = Program::new(BINARY).words("gateway --config").args([&file]);
     let mut again = again.start(&folder.join("again.log"));
@@ -649,7 +649,7 @@ fn a_gateway_waits_for_its_certificate_and_requests_new_names() {
     clean(&world);
 }
 
-/// A certificate of the user with its key, of which more than two thirds of its life are over.
+/// A certificate of the user with its key, of which more than two thirds of its lifetime are over.
 fn outlived(user: &str) -> String {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -714,7 +714,7 @@ fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
     assert!(who.contains("\"username\": \"causeway-gateway\""), "{who}");
     gateway.stop(Duration::from_secs(5));
 
-    // One that is due serves until the next one is there.
+    // A certificate that is due for renewal serves until the next one exists.
     fs::write(&file, outlived("causeway-gateway")).unwrap();
     let gateway = started(&folder, &config);
     let first = ends();

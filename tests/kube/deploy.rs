@@ -1,6 +1,6 @@
-//! `deploy/`: a real API server takes what kustomize and helm make of it, and real kubelets run it.
+//! `deploy/`: a real API server accepts the output of kustomize and helm, and real kubelets run it.
 //!
-//! Its rights are those of the examples, by which all other tests live: nothing here grants more.
+//! Its rights are those of the examples, with which all other tests run: nothing here grants more.
 
 mod chart;
 mod commands;
@@ -71,12 +71,12 @@ pub(crate) fn trials() -> Vec<Trial> {
     judged.chain(run).collect()
 }
 
-/// By which rights edges join, whatever the way.
+/// File of the rights with which edges join, in all ways.
 const JOINING: &str = "certificates/rbac.yaml";
-/// By which rights gateways keep revocations and pinned keys, whatever the way.
+/// File of the rights with which gateways keep revocations and pinned keys, in all ways.
 const STATE: &str = "state/rbac.yaml";
 
-/// Each way, with the files of rights by which it is tested besides.
+/// Each way, with the further files of rights with which it is tested.
 const WAYS: [(&str, &[&str]); 5] = [
     (
         "clients",
@@ -117,10 +117,10 @@ fn kustomized(world: &World, way: &str) -> String {
     made.run().ok().text()
 }
 
-/// The place that the manifests have for where gateways are.
+/// The placeholder of the manifests for the gateways' address.
 const ADDRESS: &str = "address=gw.example.com:10262";
 
-/// helm, where there is one.
+/// helm, if it is available.
 fn helm(world: &World) -> Option<Program> {
     let helm = world.cluster.assets.join("helm");
     if !helm.exists() {
@@ -130,10 +130,10 @@ fn helm(world: &World) -> Option<Program> {
     Some(Program::new(helm).env("HOME", &world.folder))
 }
 
-/// Renders the chart with these values, where there is helm.
+/// Renders the chart with these values, if helm is available.
 fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
     let made = helm(world)?
-        // Without the flag some builds take the cluster for an old one.
+        // Without the flag some builds assume an old cluster.
         .words("template causeway --namespace causeway --kube-version 1.36.0 --set")
         .args([format!("way={way}"), "--set".into(), ADDRESS.into()])
         .args(values)
@@ -141,7 +141,7 @@ fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
     Some(made.run().ok().text())
 }
 
-/// The objects of a text, each with all that it says.
+/// The objects of a text, with all fields.
 fn objects(world: &World, text: &str) -> Vec<Value> {
     let read = "create --dry-run=client --validate=false -o json -f -";
     let read = world.cluster.kubectl(read).input(text).run().ok();
@@ -159,7 +159,7 @@ fn named<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
     one
 }
 
-/// Makes those of these kinds for real.
+/// Creates objects of these kinds.
 fn make(world: &World, objects: &[Value], kinds: &[&str]) {
     for object in objects {
         if kinds.iter().any(|kind| object["kind"] == *kind) {
@@ -181,7 +181,7 @@ fn pod(of: &Value) -> Value {
     })
 }
 
-/// Kinds that the two workloads need to be judged, created for real: their namespaces and accounts.
+/// Kinds that the API server needs in order to check the two workloads, created for real: their namespaces and accounts.
 const SURROUNDINGS: [&str; 2] = ["Namespace", "ServiceAccount"];
 
 fn the_api_server_takes_each_way_without_a_warning() {
@@ -200,7 +200,7 @@ fn the_api_server_takes_each_way_without_a_warning() {
                 assert!(said.contains(what), "{way}: {said}");
             }
         }
-        // A controller would make it, so that nobody else would see what is wrong with it.
+        // A controller would make it, so that no test would otherwise see its faults.
         let edge = pod(named(&all, "DaemonSet", "causeway-edge")).to_string();
         let take = world.cluster.kubectl("create --dry-run=server -f -");
         let taken = take.input(edge).run().ok();
@@ -235,7 +235,8 @@ fn gateways_are_restricted_pods_where_their_namespace_says_so() {
     }
 }
 
-/// Rules by account, each of which may be done: neither the names of roles nor the namespace of an account are compared.
+/// Rules by account, one entry for each permitted action: the names of roles and the namespace of an account are not
+/// compared.
 fn rights(objects: &[Value]) -> BTreeSet<String> {
     let mut rights = BTreeSet::new();
     let bindings = ["RoleBinding", "ClusterRoleBinding"];
@@ -249,7 +250,7 @@ fn rights(objects: &[Value]) -> BTreeSet<String> {
         });
         assert!(here.is_none_or(|role| role["aggregationRule"].is_null()));
         let rules = here.map(|role| role["rules"].as_array().unwrap().clone());
-        // One that the cluster has is known by its name.
+        // A role of the cluster itself is identified by its name.
         for rule in rules.unwrap_or_else(|| vec![role["name"].clone()]) {
             for subject in binding["subjects"].as_array().unwrap() {
                 let (kind, name) = (&subject["kind"], &subject["name"]);
@@ -275,7 +276,7 @@ fn rights_are_those_of_the_examples() {
     }
 }
 
-/// Has the program judge the files of the two configurations.
+/// Has the program check the files of the two configurations.
 fn sound(world: &World, way: &str, objects: &[Value]) {
     let folder = world.path("deploy").join(way);
     fs::create_dir_all(&folder).unwrap();
@@ -300,7 +301,7 @@ fn sound(world: &World, way: &str, objects: &[Value]) {
         let check = Program::new(BINARY).args([side, "--check-config", "--config"]);
         let check = check.args([place(&format!("{side}.yaml"))]);
         let check = check.env("CAUSEWAY_DATA_DIR", place(side));
-        // As the pod has it of its own.
+        // The pod gets it from its own status.
         check.env("POD_IP", "127.0.0.1").run().ok();
     }
 }
@@ -313,7 +314,7 @@ fn each_configuration_is_sound() {
     }
 }
 
-/// Until an edge has joined, or a gateway has what it begins with, nobody answers; that may take somebody days.
+/// Until an edge has joined, or a gateway has all that it requires to start, no process answers; this may take days.
 fn a_gateway_that_waits_at_startup_is_not_killed() {
     let world = world();
     for (way, _) in WAYS {
@@ -364,7 +365,7 @@ fn edges_may_join_by_tokens_all_the_same() {
     sound(&world, "tokens", &all);
 }
 
-/// In an order of their own, without namespaces, and without what only a release says of its objects.
+/// Sorted, without namespaces, and without fields that only a release sets in its objects.
 fn sorted(objects: Vec<Value>) -> BTreeMap<String, Value> {
     let of_release =
         ["instance", "version", "managed-by"].map(|it| format!("app.kubernetes.io/{it}"));
@@ -466,7 +467,7 @@ fn values_override_rendered_objects() {
     assert!(!without.contains("edge.yaml"), "{without}");
 }
 
-/// Gateways read it there, and no other file of theirs is laid over it.
+/// Gateways read the file there, and no other mount covers it.
 fn the_list_of_ports_is_in_the_releases_namespace() {
     let world = world();
     let config = r#"gateway.config={"tunnel":{"advertise":["gw.example.org:10262"]}}"#;

@@ -1,7 +1,7 @@
-//! Setup by the egress selector: kube-apiserver asks a `connect` listener for nodes, by name or by address.
+//! Setup by the egress selector: kube-apiserver connects to nodes through a `connect` listener, by name or by address.
 //!
-//! All that every way owes over a unix socket; the first of it over TCP with certificates as well. What is this way's
-//! alone: pods and Services, and what is at no edge, are asked for here too.
+//! All steps that each way must pass run over a unix socket; the first of them also over TCP with certificates. This file
+//! also tests the parts that only this way has: pods and Services, and addresses that no edge serves.
 
 use libtest_mimic::Trial;
 

@@ -1,6 +1,8 @@
-//! Thousands of nodes, each with an edge: what that costs a gateway, and what it asks of the API server when nothing happens.
+//! Thousands of nodes, each with an edge: tests their cost for a gateway, and its requests to the API server while nothing
+//! happens.
 //!
-//! The edges are the bench's light ones. `CAUSEWAY_TEST_FULL=1` has it; without, the bench would be built for this alone.
+//! The edges are the light ones of the bench. The test runs only with `CAUSEWAY_TEST_FULL=1`; otherwise the bench would be
+//! built for this test alone.
 
 use std::{
     env, fs,
@@ -35,7 +37,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 /// Edges that stay, and edges that come and go.
 const STEADY: u64 = 4_500;
 const FLAPPING: u64 = 500;
-/// The kubelets' own nodes are there as well.
+/// The kubelets' own nodes exist as well.
 const NODES: u64 = STEADY + FLAPPING + 2;
 
 const TUNNEL: u16 = 12_262;
@@ -44,10 +46,10 @@ const DNS: u16 = 12_253;
 /// Address that the names of nodes at the edge resolve to.
 const MEANING: &str = "192.0.2.20";
 
-/// An answer of the name server, on a machine that has 5,000 edges to do as well.
+/// Time limit of a DNS answer, on a machine that also runs 5,000 edges.
 const ANSWERED: Duration = Duration::from_secs(1);
 
-/// Creates the Node objects of so many, with an address each.
+/// Creates this many Node objects, with an address each.
 fn create(world: &World, prefix: &str, count: u64, network: u64) {
     let node = |number: u64| {
         let address = format!("10.{network}.{}.{}", number / 250, number % 250 + 1);
@@ -64,7 +66,7 @@ fn create(world: &World, prefix: &str, count: u64, network: u64) {
     create.within(Duration::from_mins(10)).run().ok();
 }
 
-/// The bench's generator of loads.
+/// The load generator of the bench.
 fn load() -> PathBuf {
     let bench = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/load");
     let build =
@@ -95,7 +97,7 @@ impl Fleet {
         mint.within(Duration::from_mins(5)).run().ok();
     }
 
-    /// Edges of these nodes, for as long as it lives.
+    /// Edges of these nodes, which run while the value exists.
     fn edges(&self, prefix: &str) -> Process {
         Program::new(&self.load)
             .words(&format!("fleet --gateway 127.0.0.1:{TUNNEL} --identities"))
@@ -114,7 +116,7 @@ fn tunnels() -> u64 {
     metric("causeway_gateway_tunnels ")
 }
 
-/// The memory of a process, in KiB.
+/// Returns the memory of a process, in KiB.
 fn memory(process: &Process) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -130,7 +132,7 @@ fn ask(name: &str) -> (String, Duration) {
     (said.text().trim().to_owned(), began.elapsed())
 }
 
-/// How many requests of the gateway's account the API server has taken.
+/// Returns the number of requests that the API server has received from the gateway's account.
 fn requests(world: &World) -> u64 {
     let all = world
         .cluster
@@ -149,7 +151,7 @@ fn requests(world: &World) -> u64 {
     counts.map(|count| count.parse::<u64>().unwrap()).sum()
 }
 
-/// Counts what the gateway's account asks for by itself.
+/// Counts the requests that the gateway's account sends by itself.
 fn count_requests(world: &World) {
     let everything = json!({ "verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": true, "namespaces": ["*"] });
     let elsewhere = json!({ "verbs": ["*"], "nonResourceURLs": ["*"] });
@@ -229,7 +231,7 @@ fn five_thousand_nodes_with_five_thousand_edges() {
         .ok();
 }
 
-/// 500 edges come and go, all at once, while names are asked for.
+/// 500 edges connect and disconnect at once, while clients resolve names.
 fn flap(fleet: &Fleet) {
     let (mut asked, mut slowest) = (0, Duration::ZERO);
     for round in 1..=6_u64 {
@@ -266,11 +268,11 @@ fn flap(fleet: &Fleet) {
     assert!(slowest < ANSWERED, "{slowest:?}");
 }
 
-/// A minute in which nothing happens, but for the two kubelets' heartbeats.
+/// A minute in which nothing happens, except the two kubelets' heartbeats.
 fn rest(world: &World) {
     let before = requests(world);
     assert!(before > 0, "the gateway's requests are not counted");
-    // Time is the subject: a minute in which nobody asks for anything.
+    // Time is the subject: a minute without any client.
     thread::sleep(Duration::from_mins(1));
     let asked = requests(world) - before;
     println!("requests of the API server in a minute at rest: {asked}");

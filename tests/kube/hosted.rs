@@ -1,7 +1,7 @@
-//! Setup by names without the gateway's DNS: a real `CoreDNS` has them from the hosts file in a `ConfigMap`.
+//! Setup by names without the gateway's DNS: a real `CoreDNS` reads them from the hosts file in a `ConfigMap`.
 //!
-//! The gateway is that of `examples/dns`, with `examples/hosts` in place of its own DNS. What differs from there is only
-//! how a name becomes the gateway's address, so here is what shows that it does, with checks and without.
+//! The gateway is that of `examples/dns`, with `examples/hosts` in place of its own DNS. The only difference is how a name
+//! becomes the gateway's address. Therefore these tests only show that this works, with verified certificates and without.
 
 use libtest_mimic::Trial;
 
@@ -23,7 +23,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         .collect()
 }
 
-/// By websocket, and by SPDY, which carries 1 MiB there and back.
+/// By websocket, and by SPDY, which carries 1 MiB in both directions.
 fn logs_and_sessions_reach_the_node_that_was_meant(world: &mut World) {
     steps::logs_and_exec(world);
     steps::spdy(world);

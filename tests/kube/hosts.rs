@@ -1,7 +1,7 @@
 //! The hosts file of all nodes in a `ConfigMap`, with the rights of `examples/egress` and `examples/hosts` and no others.
 //!
-//! Gateways with no edge, only the cluster, on ports of their own; what they write is read by kubectl and by a real
-//! `CoreDNS`, which is configured as `examples/hosts` has it.
+//! Gateways without edges, with only the cluster, at ports of their own. kubectl and a real `CoreDNS`, configured as in
+//! `examples/hosts`, read the files that the gateways write.
 
 use std::{
     fs,
@@ -70,15 +70,15 @@ const NAME: &str = "causeway-nodes";
 const OPENYURT: &str = "yurt-tunnel-nodes";
 /// Shorter than by default, for tests that wait for its end.
 const LEASE: Duration = Duration::from_secs(6);
-/// Changes are gathered for a second; the rest is this machine's other work.
+/// The gateway gathers changes for a second; the rest allows for other work of this machine.
 const SOON: Duration = Duration::from_secs(8);
 
-/// The nodes that are always there, as the file has them.
+/// The nodes that always exist, as lines of the file.
 fn always() -> String {
     format!("{MACHINE} cloud-1\n{CLOUD} edge-1\n{CLOUD} edge-2\n")
 }
 
-/// The rights of the examples, and what is written by them: gone with the test.
+/// The rights of the examples, and the objects written with them, which are removed with the test.
 struct Rights<'a> {
     world: &'a World,
     text: String,
@@ -91,7 +91,7 @@ impl<'a> Rights<'a> {
         Self::apply(world, name, |text| text)
     }
 
-    /// As the example has it, but for what this changes.
+    /// As in the example, with these changes.
     fn apply(world: &'a World, name: &'static str, change: fn(String) -> String) -> Self {
         let text = fs::read_to_string(example("rbac.yaml")).unwrap();
         let text = change(text.replace(NAME, name));
@@ -120,14 +120,14 @@ fn example(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// A gateway that writes the file, if it may.
+/// A gateway that writes the file, if it has the right.
 struct Gateway {
     process: Process,
     admin: u16,
 }
 
 impl Gateway {
-    /// The one with this number, with these keys of `kubernetes.hosts` besides its address.
+    /// The gateway with this number, with these keys of `kubernetes.hosts` besides its address.
     fn start(world: &World, number: u16, keys: &Value) -> Self {
         let (tunnel, admin) = (11_300 + number, 11_400 + number);
         let folder = world.path(format!("hosts-{number}"));
@@ -188,7 +188,7 @@ fn soon(what: &str, holds: impl FnMut() -> bool) {
     assert!(within(SOON, holds), "not soon: {what}");
 }
 
-/// `CoreDNS` as the example has it, with these files: what is not in one is asked of a server block with the next.
+/// `CoreDNS` as in the example, with these files: a server block with the next file answers for names that are not in one.
 fn coredns(world: &World, files: &[PathBuf]) -> Process {
     let folder = std::env::var_os("KUBEBUILDER_ASSETS").unwrap();
     let example = fs::read_to_string(example("Corefile")).unwrap();
@@ -252,7 +252,7 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
     let own = with(&["10.1.9.1", "fd01::9"]);
     soon("by its own addresses", || hosts(&world) == own);
 
-    // Heartbeats, renewals of the lease and labels say nothing new.
+    // Heartbeats, renewals of the lease and labels change no line.
     let writes = gateway.writes();
     let label = "label node new-1 else=nothing";
     world.cluster.kubectl(label).run().ok();
@@ -287,7 +287,7 @@ fn foreign_changes_are_corrected_and_reported() {
         .process
         .says("was changed by another process and has been restored");
     gateway.process.says("kubectl-patch");
-    // What is somebody else's and does no harm stays.
+    // Harmless data of other writers stays.
     let mark = json!({ "metadata": { "annotations": { "team": "network" } } });
     patch(&world, &what, &mark);
     let writes = gateway.writes();
@@ -328,7 +328,7 @@ fn one_of_two_gateways_writes_and_the_other_takes_over() {
     drop(new);
     soon("the names follow again", || hosts(&world) == always());
 
-    // One that ends in order is not waited for.
+    // The lease of a gateway that ended in order is free at once.
     let third = Gateway::start(&world, 1, &json!({}));
     let stopped = Instant::now();
     must(&format!("kill -TERM {}", second.process.id()));
@@ -360,7 +360,7 @@ fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
     until("it is a candidate", || !gateway.leads());
     let new = Passing(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
-    // Renewed by hand, with a clock that is a day wrong.
+    // Renewed by hand, with a clock that is wrong by a day.
     let taken = json!({ "spec": { "renewTime": "2020-01-01T00:00:00.000000Z" } });
     patch(&world, &what, &taken);
     assert_eq!(
@@ -379,7 +379,7 @@ fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
 
 fn an_api_outage_ends_no_gateway_and_is_caught_up() {
     let mut world = world();
-    // They stay while the API is away.
+    // The names stay while the API is unavailable.
     std::mem::forget(Rights::of(&world, NAME));
     let mut gateway = Gateway::start(&world, 1, &json!({}));
     soon("the file is there", || hosts(&world) == always());
@@ -414,7 +414,7 @@ fn a_foreign_configmap_stays_unchanged_until_handed_over() {
     assert_eq!(gateway.writes(), 0);
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     assert!(gateway.metric("writes_total{outcome=\"failed\"}") > 0);
-    // As the log says it.
+    // As the log says.
     let said = gateway.process.said();
     let (_, rest) = said
         .split_once("transfer it to Causeway (kubectl ")

@@ -1,8 +1,9 @@
 //! Causeway in a real Kubernetes: etcd, kube-apiserver, kubelets with containerd behind NAT, and kubectl.
 //!
-//! One file for each group of promises; `world` has what they are about. Everything is driven as a process, from the
-//! outside. The program starts itself: the outer one looks for what is needed and cleans up, an inner one, in namespaces of
-//! its own, runs tests one after the other. They mostly wait, so that all of them are three groups beside each other.
+//! One file for each group of promises; `world` has the parts of the cluster. Everything runs as a process and is tested
+//! from the outside. The program starts itself: the outer process checks the requirements and cleans up. An inner process,
+//! in namespaces of its own, runs tests one after the other. Tests mostly wait, so the whole suite is three groups that run
+//! beside each other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
@@ -117,7 +118,7 @@ fn groups() -> [Vec<Trial>; 4] {
     [smoke::trials(), first, second, api_cache::trials()]
 }
 
-/// A test of this name.
+/// A trial of this name.
 fn trial(name: &str, test: fn()) -> Trial {
     Trial::test(name, move || {
         test();
@@ -129,7 +130,7 @@ fn required() -> bool {
     env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1")
 }
 
-/// Tells that a part of the tests cannot run here; fails where it has to.
+/// Reports that a part of the tests cannot run here; fails if it has to run.
 fn missing(what: &str) {
     assert!(!required(), "needs {what}");
     eprintln!("kube: skipped: needs {what}");

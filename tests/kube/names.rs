@@ -1,7 +1,8 @@
-//! Setup by names: kube-apiserver dials nodes by name, and DNS gives it the gateway's address.
+//! Setup by names: kube-apiserver dials nodes by name, and DNS returns the gateway's address.
 //!
-//! Its resolver asks a real `CoreDNS`, which asks the gateway. The gateway ends the API server's TLS and asks kubelets
-//! itself. Where kubelets' certificates are not checked, an upgrade names nobody, and the pod in its path decides.
+//! kube-apiserver's resolver queries a real `CoreDNS`, which queries the gateway. The gateway terminates the API server's
+//! TLS and connects to kubelets itself. If kubelets' certificates are not verified, an upgrade names no node, and the pod
+//! in its path decides.
 
 use std::{
     fs,
@@ -23,7 +24,7 @@ use crate::{
     },
 };
 
-/// This way, with all certificates checked.
+/// Setup by names, with all certificates verified.
 pub(crate) const CHECKED: Way = Way::Names(Checks::On);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -81,7 +82,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// The API server knows the pod, asks at the gateway, and by then it is away.
+/// The API server knows the pod and sends its request to the gateway; by then the pod is gone.
 fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
     let said = ask(
         world,
@@ -94,7 +95,7 @@ fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
     assert!(said.1.contains(wanted), "{}", said.1);
 }
 
-/// Nothing but the pod in the path says which node is meant, so an exec needs the right to look for it.
+/// The pod in the path is the only name of the node, so an exec needs the right to look it up.
 fn rights_that_are_missing_are_named(world: &mut World) {
     world.cluster.grant("egress");
     let exec = || world.cluster.kubectl("exec -n a silent -- true").run();
@@ -139,7 +140,7 @@ fn a_policy_without_shells_is_reported(world: &mut World) {
     assert!(said.contains(wanted), "{said}");
 }
 
-/// Kubelets' certificates are of the same CA as kube-apiserver's.
+/// Kubelets' certificates are from the same CA as kube-apiserver's.
 fn a_kubelet_certificate_gives_no_access_to_another_kubelet(world: &mut World) {
     let path = "/exec/a/echo/it?command=true";
     let (status, said) = ask(world, "edge-2", "edge-1", path);
@@ -158,7 +159,7 @@ fn kubelets_are_called_over_their_negotiated_http_version(world: &mut World) {
     and_back(world, kubelets_are_called_over_their_chosen_http_version);
 }
 
-/// Does this, behind which others find things as they were.
+/// Runs the test, and restores the previous state afterwards.
 fn and_back(world: &mut World, done: impl Fn(&mut World)) {
     let done = catch_unwind(AssertUnwindSafe(|| done(world)));
     world.the_road().pins(false, &world.cluster);
@@ -174,7 +175,7 @@ fn kubelets_are_called_over_their_chosen_http_version(world: &mut World) {
         (Serving::Http1, "1.1", "2"),
         (Serving::Signed, "1.1", "2"),
     ] {
-        // What rests of the one before has ended with it by then.
+        // Idle connections of the previous one have ended with it by then.
         serves(world, serving);
         let before = [version, other].map(connections);
         let steps = || {
@@ -193,13 +194,13 @@ fn kubelets_are_called_over_their_chosen_http_version(world: &mut World) {
         if serving == Serving::Http2 {
             assert_eq!(before[0], after[0], "all streams share one connection");
         }
-        // Upgrades have lines of their own, by HTTP/1.1.
+        // Upgrades have connections of their own, with HTTP/1.1.
         world.cluster.kubectl("exec -n a ticker -- true").run().ok();
         assert!(connections("1.1") > after[usize::from(version == "2")]);
     }
 }
 
-/// How many connections to kubelets the gateway has made by this version of HTTP.
+/// Returns the number of connections to kubelets that the gateway has made with this version of HTTP.
 fn connections(version: &str) -> u64 {
     let metrics = Program::new("curl").words("-q -sS http://127.0.0.1:10265/metrics");
     let name = format!("causeway_gateway_upstream_connections_total{{http=\"{version}\"}} ");
@@ -208,7 +209,7 @@ fn connections(version: &str) -> u64 {
     found.map_or(0, |count| count.parse().unwrap())
 }
 
-/// edge-1's kubelet makes its own certificate, edge-2's has it of the cluster.
+/// edge-1's kubelet makes its own certificate, edge-2's has one from the cluster.
 fn known_by_their_keys(world: &mut World) {
     world.the_road().pins(true, &world.cluster);
     serves(world, Serving::Own);
@@ -253,7 +254,7 @@ fn known_by_their_keys(world: &mut World) {
     assert!(!known(world).contains(&first));
 }
 
-/// edge-1's kubelet serves with such a certificate, and says what its pod has said.
+/// edge-1's kubelet serves with such a certificate, and returns the output of its pod.
 fn serves(world: &mut World, serving: Serving) {
     let World { nodes, cluster, .. } = world;
     nodes[0].serves(cluster, serving);
@@ -263,7 +264,7 @@ fn serves(world: &mut World, serving: Serving) {
     });
 }
 
-/// SHA-256 of the public key of a certificate, as openssl has it.
+/// SHA-256 of the public key of a certificate, computed by openssl.
 fn key(certificate: &Path) -> String {
     let script =
         "openssl x509 -in \"$0\" -noout -pubkey | openssl pkey -pubin -outform der | sha256sum";
@@ -272,7 +273,7 @@ fn key(certificate: &Path) -> String {
     text.split(' ').next().unwrap().to_owned()
 }
 
-/// Status and words of the listener's answer to a client of the cluster's CA.
+/// Status and message of the listener's answer to a client of the cluster's CA.
 fn ask(world: &World, client: &str, name: &str, path: &str) -> (String, String) {
     let pki = |end: &str| world.cluster.pki.path(&format!("{client}.{end}"));
     let place = format!("{name}:10250:{CLOUD}");

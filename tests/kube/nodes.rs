@@ -58,23 +58,23 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// Maximum delay that is acceptable to a user who labels a node.
+/// Longest acceptable delay for a user who labels a node.
 const SOON: Duration = Duration::from_secs(2);
 
-/// A gateway that knows no edge, only the cluster.
+/// A gateway without edges, which follows the cluster.
 struct Gateway {
     process: Process,
     folder: PathBuf,
 }
 
-/// Starts a gateway that looks at the cluster by these rules, and where nobody else needs to reach it.
+/// Starts a gateway that follows the cluster with these rules, at an address that no other process needs.
 pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value) -> Process {
     let config = json!({
         "data_dir": folder.join("data"),
         "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
         "admin": { "listen": format!("127.0.0.1:{admin}") },
         "kubernetes": rules,
-        // No edge comes to it.
+        // No edge connects to it.
         "timeouts": { "edges": "0s" },
         "listeners": [{
             "name": "it", "protocol": "connect",
@@ -179,7 +179,7 @@ pub(crate) fn delete(world: &World, names: &str) {
     world.cluster.kubectl(&line).run().ok();
 }
 
-/// A Node object that goes with its test.
+/// A Node object that is removed with its test.
 pub(crate) struct Passing<'a>(pub(crate) &'a World, pub(crate) &'static str);
 
 impl Drop for Passing<'_> {
@@ -329,7 +329,7 @@ fn asked(port: u16, path: &str) -> String {
     Program::new("curl").words("-sS").args([url]).run().text()
 }
 
-/// An order of `causeway edge` for this data directory.
+/// Runs a command of `causeway edge` for this data directory.
 fn edge(words: &str, data: &Path) -> String {
     let order = Program::new(BINARY).words("edge").words(words);
     order.words("--data-dir").args([data]).run().ok().text()
@@ -385,7 +385,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let pins = edge("pins -o json", &data);
     assert!(pins.contains("edge-2") && pins.contains("10250"), "{pins}");
 
-    // A node that is allowed again at one gateway is so at the others.
+    // A node that is allowed again at one gateway is allowed at the others.
     let (third, _) = begin("state-3", (11263, 11266));
     let is_revoked = || asked(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
     until("the third edge has the state", is_revoked);

@@ -1,7 +1,8 @@
-//! Node ports that a `ConfigMap` lists, with the rights and objects of `examples/egress` and `examples/ports` and no others.
+//! Node ports that a `ConfigMap` lists, with the rights and objects of `examples/egress` and `examples/ports` and no
+//! others.
 //!
-//! A gateway and an edge of the test's own on this machine, apart by loopback addresses: clients come to `127.0.0.2`,
-//! apps listen on `127.0.0.1`. The edge is started once and never touched.
+//! A gateway and an edge of the test's own run on this machine, separated by loopback addresses: clients connect to
+//! `127.0.0.2`, apps listen on `127.0.0.1`. The edge is started once and never changed.
 
 use std::{
     fs,
@@ -49,7 +50,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// Of a node's own address, by a way that carries this to a port of a node.
+/// Test of a listed port at a node's own address, to which the API server's proxy connects in this setup.
 pub(crate) fn proxied(name: &str, way: Way) -> Trial {
     by(
         format!("{name}::a_port_of_the_nodes_own_address_is_listed_and_proxied_to"),
@@ -90,7 +91,7 @@ fn example(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// One of the example's files, with these in place of those.
+/// Returns one of the example's files with these replacements.
 fn text(name: &str, places: &[(&str, &str)]) -> String {
     let text = fs::read_to_string(example(name)).unwrap();
     places.iter().fold(text, |text, (from, to)| {
@@ -114,7 +115,7 @@ impl<'a> Site<'a> {
         fs::create_dir_all(&folder).unwrap();
         let kubeconfig = world.cluster.account("egress");
         let own = format!("kubernetes:\n  kubeconfig: {kubeconfig}\n");
-        // An edge that is not on the gateway's own loopback has dialled from an address of its node.
+        // An edge on another host than the gateway would dial from an address of its node.
         let (tunnel, rules) = match whose {
             Whose::Owners => (format!("127.0.0.1:{TUNNEL}"), ""),
             Whose::Clusters => (format!("{CLOUD}:{TUNNEL}"), "  certificates: {}\n"),
@@ -139,7 +140,7 @@ impl<'a> Site<'a> {
                 let token = token.run().ok().text();
                 format!("{}join: {}\n", text("edge.yaml", &[]), token.trim())
             }
-            // Nothing is said of ports.
+            // Its configuration has no ports.
             Whose::Clusters => {
                 let own = kubelet(world, NODE);
                 format!("kubernetes: {{ kubeconfig: {own} }}\n")
@@ -163,7 +164,7 @@ impl<'a> Site<'a> {
         }
     }
 
-    /// The ports of the Service, by name.
+    /// Returns the ports of the Service, by name.
     fn service(&self) -> Vec<String> {
         let service = self
             .world
@@ -214,7 +215,7 @@ fn status_of(node: &str, port: u16) -> String {
         .text()
 }
 
-/// An app at this address alone.
+/// An app that listens only on this address.
 fn served(address: &str, port: u16, folder: &Path) -> Process {
     let app = Program::new("python3")
         .words("-u -m http.server --bind")
@@ -322,14 +323,15 @@ fn an_unusable_entry_is_reported_on_the_list_and_others_served() {
         site.service().len() == 3
     });
 
-    // Nobody says that it is free now: it is tried again.
+    // The gateway gets no event when the port is free: it retries.
     drop(taken);
     until("all are served", || status(9052) == "502");
     until("no request is refused", || metric("ports_refused") == 0);
     assert_eq!(status(9051), "200");
 }
 
-/// An app on `edge-1` that loopback does not lead to; by names it speaks TLS, and the API server names nobody without.
+/// An app on `edge-1` that does not listen on loopback; by names it speaks TLS, and without TLS the API server names no
+/// node.
 fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, way: Way) {
     let (port, listeners, key) = match way {
         Way::Names(_) => (9443, "{ https: apps }", "https-proxy-ports"),
@@ -349,7 +351,7 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
     put(world, "");
     let ca = world.cluster.pki.path("ca.pem");
     let ports = format!("\nkubernetes:\n  ports: {listeners}\n");
-    // Apps that a gateway asks by TLS itself.
+    // Apps to which a gateway itself speaks TLS.
     let apps = format!("\napps:\n  {REFUSING}: {{ ca: {ca} }}\n");
     world.otherwise(way, |text| {
         let text = text.replace("\nkubernetes:\n", &ports);
@@ -411,7 +413,7 @@ fn app(world: &World, port: u16) -> Process {
     app
 }
 
-/// Of two gateways, each with a list of its own, neither takes away what the other has put there, nor has it put back.
+/// Two gateways with a list each: neither removes the ports of the other, nor adds them again.
 fn two_lists_for_one_service_leave_each_other_alone() {
     let world = world();
     let site = Site::new(&world, "ports-two");
@@ -453,7 +455,7 @@ fn two_lists_for_one_service_leave_each_other_alone() {
     };
     list(&world, "9051, 9052");
     until("the Service has the change", || site.service().len() == 4);
-    // Time is the subject: as long as nobody lists anything else nothing is written.
+    // Time is the subject: while the list does not change, the gateway writes nothing.
     let before = version();
     let written = within(Duration::from_secs(4), || version() != before);
     assert!(!written, "{:?}", site.service());

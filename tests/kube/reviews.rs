@@ -1,7 +1,7 @@
-//! Clients that a real API server authenticates, at a real kubelet: RBAC decides their access there.
+//! Clients that a real API server authenticates, at a real kubelet: RBAC decides their access.
 //!
-//! A gateway in the cloud has the kubelet's client key and shows it for all of them; the edge passes bytes. Its account
-//! has the rights of `examples/egress/rbac.yaml` and `reviews.yaml` and no others.
+//! A gateway in the cloud has the kubelet's client key and shows it for all of them; the edge passes bytes. The gateway's
+//! account has the rights of `examples/egress/rbac.yaml` and `reviews.yaml` and no others.
 
 use std::{fs, net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -26,9 +26,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// How long answers count here.
+/// Lifetime of cached answers here.
 const KEPT: Duration = Duration::from_secs(2);
-/// The name of the namespace, and of what is bound in it.
+/// Name of the namespace, and of the bindings in it.
 const PLACE: &str = "reviews";
 
 /// A gateway, and an edge on the first node.
@@ -38,7 +38,8 @@ struct Site {
     ca: PathBuf,
 }
 
-/// The listeners: of tokens for the API server, in both forms of failures; of tokens for this gateway; of certificates.
+/// The listeners: two for tokens of the API server, in both formats of errors; one for tokens of this gateway; one for
+/// certificates.
 fn listener(name: &str, port: u16, more: &Value) -> Value {
     let mut listener = json!({
         "name": name, "protocol": "https", "listen": format!("127.0.0.1:{port}"), "port": 10250,
@@ -128,7 +129,7 @@ impl Site {
         (status.parse().unwrap(), body.to_owned())
     }
 
-    /// The same, with a token.
+    /// The same with a token.
     fn get(&self, port: u16, token: &str, path: &str) -> (u16, String) {
         self.ask(
             port,
@@ -138,7 +139,7 @@ impl Site {
     }
 }
 
-/// An account that may do this with nodes.
+/// Creates an account with this right for nodes.
 fn account(world: &World, name: &str, resources: &[&str], verbs: &[&str]) {
     let kubectl = |line: &str| world.cluster.kubectl(line);
     world.cluster.apply(&json!({

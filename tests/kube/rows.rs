@@ -28,7 +28,7 @@ use crate::{
     },
 };
 
-/// By the ways whose words differ; by addresses they are those of names.
+/// The ways whose messages differ; those of addresses are the same as those of names.
 pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let mut trials = Vec::new();
     if !matches!(way, Way::Addresses(_)) || full() {
@@ -48,7 +48,7 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     trials
 }
 
-/// Returns the trials for errors that only a gateway returns that asks kubelets itself.
+/// Returns the trials for errors that only a gateway returns which connects to kubelets itself.
 pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
     let of = |row: &str| format!("{name}::{row}");
     vec![
@@ -77,7 +77,7 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
     ]
 }
 
-/// Returns the trial for the error of a gateway that asks the cluster about its clients.
+/// Returns the trial for the error of a gateway that authenticates and authorizes its clients by the cluster.
 pub(crate) fn dependency_unavailable(name: &str, way: Way) -> Trial {
     Trial::test(
         format!("{name}::an_unavailable_review_is_reported"),
@@ -117,12 +117,12 @@ pub(crate) const REQUESTS: [&str; 2] = [
     "get --raw /api/v1/nodes/edge-1/proxy/healthz",
 ];
 
-/// Has all of these fail, at once, and with these words.
+/// Checks that all of these fail, at once, and with this message.
 pub(crate) fn each_says(world: &World, wanted: &str, lines: &[&str]) {
     each_says_one_of(world, &[wanted], lines);
 }
 
-/// The same with any of these.
+/// The same with any of these messages.
 fn each_says_one_of(world: &World, wanted: &[&str], lines: &[&str]) {
     let mut programs: Vec<Program> = lines
         .iter()
@@ -152,7 +152,7 @@ fn exec(world: &World) -> Ran {
 struct Firewall<'a>(&'a World);
 
 impl<'a> Firewall<'a> {
-    /// To what comes to its kubelet.
+    /// For packets to its kubelet.
     fn new(world: &'a World, does: &str) -> Self {
         let table =
             "table inet row { chain in { type filter hook input priority 0; tcp dport 10250";
@@ -175,7 +175,7 @@ impl<'a> Firewall<'a> {
 
 impl Drop for Firewall<'_> {
     fn drop(&mut self) {
-        // A test that fails has more to say than this, and no rule does both.
+        // A failed test has a more important message, and no rule is left twice.
         for family in ["inet", "ip"] {
             let delete = self.0.nodes[0].at("nft").words("delete table");
             delete.args([family, "row"]).run();
@@ -193,7 +193,7 @@ fn a_silent_kubelet_is_reported(world: &mut World) {
     );
     drop(firewall);
     until("the kubelet answers", || exec(world).code == Some(0));
-    // What stands already is none of this.
+    // Existing connections are not affected.
     let firewall = Firewall::new(world, "tcp flags & (syn | ack) == syn drop");
     each_says(
         world,
@@ -215,7 +215,7 @@ fn a_silent_kubelet_is_reported(world: &mut World) {
     until("it is unchanged", || exec(world).code == Some(0));
 }
 
-/// Limits are taken up at a gateway's start.
+/// Limits take effect at a gateway's start.
 fn limits_are_reported(world: &mut World, way: Way) {
     let few = |text: String| text + "\nlimits: { per_client: 1 }\n";
     world.otherwise(way, few);
@@ -251,7 +251,7 @@ fn a_kubelet_of_another_ca_is_reported(world: &mut World) {
     exec(world).ok();
 }
 
-/// Of a command each word is in the request's path.
+/// The request's path contains each word of a command.
 fn a_long_command_works_and_an_oversized_one_is_reported(world: &mut World) {
     let said = |length: usize| {
         let exec = world.cluster.kubectl("exec -n a ticker -- echo");

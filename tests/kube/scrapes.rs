@@ -1,7 +1,7 @@
-//! metrics-server and Prometheus, as they are released, at kubelets behind NAT.
+//! Released metrics-server and Prometheus, at kubelets behind NAT.
 //!
-//! Both run in the cloud and do what `examples/scrapes` says, which gives them the gateway's CA and by what nodes are dialled.
-//! They come to kube-apiserver's own listener, with the tokens of their accounts, and what these may is what RBAC says.
+//! Both run in the cloud with the configuration of `examples/scrapes`, which has the gateway's CA and the kind of address
+//! to dial. They connect to kube-apiserver's own listener, with the tokens of their accounts. RBAC decides their access.
 
 use std::{
     fs,
@@ -30,7 +30,7 @@ const CA: &str = "/etc/causeway/ca.crt";
 /// Address of Prometheus.
 const PROMETHEUS: &str = "127.0.0.1:9090";
 
-/// By this way.
+/// In this setup.
 pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let top = trial(
         &format!("by_{name}_kubectl_top_shows_nodes_and_pods"),
@@ -45,7 +45,7 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     vec![top, scraped]
 }
 
-/// A test with a program that not every folder of the parts of Kubernetes has.
+/// A test with a program that not every folder of Kubernetes programs has.
 fn trial(name: &str, program: &'static str, test: impl FnOnce(&Path) + Send + 'static) -> Trial {
     Trial::test(format!("scrapes::{name}"), move || {
         let file = assets::folder().expect("the outer program has checked");
@@ -64,7 +64,7 @@ fn example(name: &str) -> String {
     fs::read_to_string(folder.join(name)).unwrap()
 }
 
-/// A process beside the API server, which knows of it as long as it runs.
+/// A process beside the API server, which reaches it while it runs.
 struct MetricsServer<'a> {
     cluster: &'a Cluster,
     process: Process,
@@ -73,13 +73,13 @@ struct MetricsServer<'a> {
 impl Drop for MetricsServer<'_> {
     fn drop(&mut self) {
         let delete = "delete apiservice v1beta1.metrics.k8s.io";
-        // A test that fails has more to say than this.
+        // A failed test has a more important message.
         self.cluster.kubectl(delete).run();
     }
 }
 
 impl<'a> MetricsServer<'a> {
-    /// Makes all of the example's objects, and starts what its Deployment would, here.
+    /// Creates all of the example's objects, and starts the program of its Deployment here.
     fn start(world: &'a World, way: Way, program: &Path) -> Self {
         let cluster = &world.cluster;
         let name = "metrics-server.kube-system.svc";
@@ -134,7 +134,7 @@ impl<'a> MetricsServer<'a> {
         Self { cluster, process }
     }
 
-    /// Waits until kubectl says this with these words.
+    /// Waits until kubectl prints this for this command.
     fn says(&self, line: &str, holds: impl Fn(&str) -> bool) {
         let mut said = String::new();
         let there = within(2 * PATIENCE, || {
@@ -154,7 +154,7 @@ fn arguments(cluster: &Cluster) -> Vec<String> {
     serde_json::from_value(container["args"].clone()).unwrap()
 }
 
-/// The type of the addresses of nodes that are dialled.
+/// The type of the nodes' addresses that are dialled.
 fn dialled(way: Way) -> &'static str {
     match way {
         Way::Names(_) => "Hostname",
@@ -165,14 +165,14 @@ fn dialled(way: Way) -> &'static str {
 fn kubectl_top_shows_nodes_and_pods(way: Way, program: &Path) {
     let mut world = world();
     world.lets_in(way, Clients::Scrapers);
-    // Whom the listener was for goes on there, now that the cluster is asked about all of its clients.
+    // The listener's first clients still work, now that the cluster reviews all of its clients.
     steps::logs_and_exec(&mut world);
     let server = MetricsServer::start(&world, way, program);
     server.says("top nodes --no-headers", |said| {
         NODES.iter().all(|(_, node)| has_figures(said, node))
     });
     for (namespace, _) in NODES {
-        // Of what runs on its node, and on no other.
+        // Figures of this node's pods, and of no others.
         let line = format!("top pods -n {namespace} --no-headers");
         server.says(&line, |said| {
             ["ticker", "echo", "silent"]
@@ -194,7 +194,7 @@ fn kubectl_top_shows_nodes_and_pods(way: Way, program: &Path) {
     assert_eq!(figures, wanted, "{said:#}");
 }
 
-/// Whether one of these lines is that of this name, with millicores and mebibytes.
+/// Whether one of these lines has this name, with millicores and mebibytes.
 fn has_figures(said: &str, name: &str) -> bool {
     said.lines().any(|line| {
         let mut words = line.split_whitespace();
@@ -261,7 +261,7 @@ impl Prometheus {
         }
     }
 
-    /// Returns the response of the listener to such a request, body and all.
+    /// Returns the listener's whole response to such a request.
     fn refused(&self, way: Way) -> String {
         let names = format!("edge-1:10250:{CLOUD}");
         let (place, lead) = match way {
@@ -279,7 +279,7 @@ impl Prometheus {
         asked.run().ok().text()
     }
 
-    /// The node that is the instance, its label of this name, and the value, of each series.
+    /// The node in the instance, its label of this name, and the value, of each series.
     fn query(query: &str, label: &str) -> Vec<[String; 3]> {
         let said = asked("query", query);
         let mut found: Vec<_> = items(&said["data"]["result"])
@@ -349,7 +349,7 @@ fn prometheus_scrapes_kubelets_while_it_may(way: Way, program: &Path) {
     world.cluster.kubectl(delete).run().ok();
     prometheus.knows(("up", "job"), &all("0"));
     for target in items(&asked("targets", "")["data"]["activeTargets"]) {
-        // The listener's form of failures is that for kube-apiserver, whose body says the rest.
+        // The listener has kube-apiserver's format of errors, whose body has the rest.
         let wanted = "server returned HTTP status 502 Bad Gateway";
         assert_eq!(target["lastError"], wanted, "{target:#}");
     }

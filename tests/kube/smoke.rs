@@ -1,4 +1,4 @@
-//! One `kubectl logs` and one `kubectl exec` by each of the three ways in.
+//! One `kubectl logs` and one `kubectl exec` in each of the three setups.
 //!
 //! Runs in place of the whole suite when neither a filter nor `CAUSEWAY_TEST_FULL` asks for that.
 

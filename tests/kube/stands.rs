@@ -1,4 +1,4 @@
-//! The cluster stands, and without Causeway nothing in the cloud reaches a node behind NAT.
+//! The cluster runs, and without Causeway no process in the cloud reaches a node behind NAT.
 
 use libtest_mimic::Trial;
 

@@ -1,4 +1,4 @@
-//! Steps that each setup must pass for users of kubectl. They do not know how the API server reaches nodes.
+//! Steps that each setup must pass for users of kubectl. They do not depend on how the API server reaches nodes.
 //!
 //! Each step is a trial of its own for each setup, with today's kubectl, which speaks websocket. The steps about bytes of
 //! sessions also run with the kubectl of Debian 12, which speaks SPDY. A step leaves pods and edges as it found them.
@@ -35,7 +35,7 @@ pub(crate) type Step = (&'static str, fn(&mut World));
 /// A step with either kubectl.
 type Session = (&'static str, fn(&World, Which));
 
-/// Steps other than sessions. The long silence is last, and passes while others work.
+/// Steps other than sessions. The long silence is last, and runs while others work.
 const STEPS: [Step; 6] = [
     ("logs_and_exec", logs_and_exec),
     ("exec_with_a_terminal", exec_with_a_terminal),
@@ -73,7 +73,7 @@ pub(crate) fn all(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS, &SESSIONS), &STEPS)
 }
 
-/// All with kubectl as it is today, and some with that of Debian, by whose words nothing changes on this way; all where all
+/// All with today's kubectl. With Debian's kubectl only some, because its messages are the same in this setup; all if all
 /// variants are wanted.
 pub(crate) fn most(name: &str, way: Way) -> Vec<Trial> {
     let old = if full() {
@@ -86,8 +86,8 @@ pub(crate) fn most(name: &str, way: Way) -> Vec<Trial> {
     trials
 }
 
-/// Returns the trials that depend on whether a kubelet's certificate is checked: it decides which node is meant, not how much
-/// passes.
+/// Returns the trials that depend on the verification of a kubelet's certificate: it decides which node is meant, not how
+/// much data passes.
 pub(crate) fn some(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS[..3], &SESSIONS[..1]), &STEPS[..4])
 }
@@ -100,13 +100,13 @@ pub(crate) fn variant(name: &str, way: Way, (step, run): Step) -> Vec<Trial> {
         .collect()
 }
 
-/// An API server that was restarted reaches nodes as before.
+/// A restarted API server reaches nodes as before.
 const RESTARTED: Step = (
     "the_api_server_comes_back_to_the_same_road",
     the_api_server_comes_back_to_the_same_road,
 );
 
-/// Another pod takes the name of one that is gone, on the other node.
+/// Another pod takes the name of a deleted one, on the other node.
 pub(crate) const MOVED: Step = (
     "a_pod_that_comes_back_elsewhere_is_found_there",
     a_pod_that_comes_back_elsewhere_is_found_there,
@@ -119,7 +119,7 @@ fn trials(
     steps: &[Step],
 ) -> Vec<Trial> {
     let new = new.iter().map(|session| (Which::New, *session));
-    // What sessions have not shown of it.
+    // Parts that sessions have not shown.
     let rest = if full() { &OLD[..] } else { &[] };
     let old = old.iter().chain(rest);
     let old = old.map(|session| (Which::Old, *session));
@@ -137,7 +137,7 @@ fn trials(
     sessions.chain(steps).collect()
 }
 
-/// A test by this way.
+/// A test in this setup.
 pub(crate) fn by(title: String, way: Way, run: impl Fn(&mut World) + Send + 'static) -> Trial {
     Trial::test(title, move || {
         let mut world = world();
@@ -162,7 +162,7 @@ impl Which {
         }
     }
 
-    /// kubectl with these words.
+    /// kubectl with these arguments.
     fn run(self, world: &World, line: &str) -> Program {
         match self {
             Self::New => world.cluster.kubectl(line),
@@ -173,7 +173,7 @@ impl Which {
         }
     }
 
-    /// The same as a shell reads it.
+    /// The same, in the form that the shell reads.
     fn line(self, world: &World, line: &str) -> String {
         let program = match self {
             Self::New => None,
@@ -190,7 +190,7 @@ impl Which {
     }
 }
 
-/// From each node, what only its own pods say, whose names are the same on both.
+/// From each node, the output that only its own pods have; their names are the same on both.
 pub(crate) fn logs_and_exec(world: &mut World) {
     logs_and_exec_of_each(world);
 }
@@ -210,7 +210,7 @@ fn silence() -> Duration {
     Duration::from_secs(if full() { 300 } else { 30 })
 }
 
-/// With an old kubectl besides sessions, where all variants are wanted.
+/// With an old kubectl besides sessions, if all variants are wanted.
 const OLD: [Session; 2] = [
     ("logs", logs),
     ("exec_with_a_terminal", exec_with_a_terminal_of),
@@ -229,9 +229,9 @@ pub(crate) fn the_api_server_comes_back_to_the_same_road(world: &mut World) {
     logs_and_exec(world);
 }
 
-/// A silent log, followed since the API server has come to know this way.
+/// A silent log, followed since the API server uses this setup.
 pub(crate) struct Quiet {
-    /// By kubectl as it is today, and by an old one where all variants are wanted.
+    /// With today's kubectl, and with an old one if all variants are wanted.
     logs: Vec<Process>,
     since: Instant,
 }
@@ -257,7 +257,7 @@ impl Quiet {
 
 fn logs_follow_across_silence(world: &mut World) {
     let mut quiet = world.quiet();
-    // The silence is what is tested, and most of it has passed while others were.
+    // The silence is the subject of the test, and most of it has passed during other tests.
     thread::sleep(silence().saturating_sub(quiet.since.elapsed()));
     let line = format!("after {:?}", quiet.since.elapsed());
     let say = world.cluster.kubectl("exec -n b silent -- sh -c");
@@ -289,7 +289,7 @@ pub(crate) fn spdy(world: &World) {
     }
 }
 
-/// An old kubectl with these words, which speaks SPDY.
+/// An old kubectl with these arguments, which speaks SPDY.
 pub(crate) fn old_kubectl(world: &World, line: &str) -> Option<Program> {
     Which::Old.is_here().then(|| Which::Old.run(world, line))
 }
@@ -314,7 +314,7 @@ fn attach_connects_to_the_running_process(world: &World, which: Which) {
     let mut attached = which
         .run(world, "attach -i -n b echo")
         .start(&world.path("attach.log"));
-    // What is sent before the session stands is kept.
+    // Input that is sent before the session exists is kept.
     attached.send(b"hello from the cloud\n");
     attached.says("hello from the cloud");
 }
@@ -372,7 +372,7 @@ pub(crate) fn nodes_are_proxied_to(world: &mut World) {
     }
 }
 
-/// Bytes to pods and Services go through as they are.
+/// Bytes to pods and Services pass unchanged.
 pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
     for (namespace, node) in NODES {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
@@ -438,7 +438,7 @@ pub(crate) fn cloud_targets_are_dialled_directly(world: &mut World) {
     });
 }
 
-/// All of them asked for at once.
+/// All requested at once.
 fn two_hundred_execs_are_open_at_once(world: &mut World) {
     let pods = ["ticker", "echo", "silent"];
     let mut open = Vec::new();
@@ -504,7 +504,7 @@ fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
         world.cluster.kubectl(gone).run().ok();
         world.cluster.pod("a", "mover", node, &ticker(node));
         world.cluster.wait("a", "pod/mover", "Ready");
-        // The API server has it from the kubelet that the pod runs: nobody may still believe in the old one.
+        // The API server has the pod's node from the kubelet: it must no longer use the old one.
         let first = exec(world).ok().text();
         assert_eq!(first, format!("{node}\n"));
         let logs = world.cluster.kubectl("logs -n a mover").run().ok().text();
@@ -522,7 +522,7 @@ pub(crate) fn failures_tell(world: &World, failures: &[(&str, &str)]) {
     }
 }
 
-/// Bytes that no compression makes smaller.
+/// Bytes that cannot be compressed.
 fn noise(count: usize) -> Vec<u8> {
     let mut bytes = vec![0; count];
     let mut source = fs::File::open("/dev/urandom").unwrap();

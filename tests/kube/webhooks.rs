@@ -1,7 +1,7 @@
-//! A webhook behind a Service whose endpoint is a pod at the edge, by the way of addresses.
+//! A webhook behind a Service whose endpoint is a pod at the edge, in the setup by addresses.
 //!
-//! kube-apiserver dials endpoints (`--enable-aggregator-routing=true`), of which rules lead pods to the gateway. What
-//! answers is a program of this machine in the pod's network: the image has nothing that speaks TLS.
+//! kube-apiserver dials endpoints (`--enable-aggregator-routing=true`), whose addresses rules redirect to the gateway. A
+//! program of this machine answers in the pod's network, because the image has no program that speaks TLS.
 
 use std::fs;
 
@@ -25,10 +25,10 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// A port of pods for which the listener is.
+/// A port of pods for which the listener exists.
 const PORT: u16 = 9443;
 
-/// Refuses all that it is asked for.
+/// Refuses all requests.
 const REFUSES: &str = "
 import http.server, json, ssl, sys
 class Hook(http.server.BaseHTTPRequestHandler):
@@ -50,7 +50,7 @@ print('serving', flush=True)
 server.serve_forever()
 ";
 
-/// It, gone with the test: whoever changes what it is asked about would wait for it.
+/// The webhook, removed with the test: otherwise a change of its objects would wait for it.
 struct Hook<'a> {
     world: &'a World,
     _app: Process,
@@ -63,7 +63,7 @@ impl Drop for Hook<'_> {
             "delete service -n a hook --ignore-not-found",
             "delete pod -n a hook --ignore-not-found --force --grace-period=0",
         ] {
-            // A test that fails has more to say than this.
+            // A failed test has a more important message.
             self.world.cluster.kubectl(line).run();
         }
     }
@@ -89,7 +89,7 @@ impl<'a> Hook<'a> {
         Self { world, _app: app }
     }
 
-    /// A Service whose endpoint is the pod, and that it is asked about `ConfigMaps` which are for it.
+    /// A Service whose endpoint is the pod, and a webhook configuration for `ConfigMaps` with its label.
     fn is_asked(&self) {
         let cluster = &self.world.cluster;
         let pod = cluster.get("pod -n a hook").unwrap();

@@ -1,7 +1,7 @@
 //! A real Kubernetes for the tests: a cluster in the cloud, and two nodes behind NAT.
 //!
-//! Started once, by the first test that asks, and ended with the process namespace that `cage` makes. Tests run one after
-//! the other; each says with which flags it wants the API server.
+//! The first test that needs it starts it, and it ends with the process namespace that `cage` makes. Tests run one after
+//! the other; each states the flags of the API server that it needs.
 
 pub(crate) mod assets;
 pub(crate) mod cage;
@@ -30,24 +30,24 @@ pub(crate) struct World {
     pub(crate) cluster: Cluster,
     pub(crate) nodes: [Node; 2],
     road: Option<Road>,
-    /// With the number of the API server that it goes through.
+    /// The silent log, with the number of the API server that it goes through.
     quiet: Option<(usize, Quiet)>,
 }
 
-/// By which way the API server reaches nodes.
+/// How the API server reaches nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Way {
     /// An egress selector that dials a unix socket.
     Unix,
-    /// One that dials TCP, with certificates on both sides.
+    /// An egress selector that dials TCP, with certificates on both sides.
     Tcp,
-    /// By a unix socket again, for addresses of nodes, pods and Services, as the README recommends it.
+    /// A unix socket again, for addresses of nodes, pods and Services, as the documentation recommends it.
     Address,
-    /// It dials names, which DNS gives the gateway's address.
+    /// The API server dials names, for which DNS returns the gateway's address.
     Names(Checks),
-    /// The same, but `CoreDNS` has the names from the hosts file that the gateway keeps.
+    /// The same, but `CoreDNS` has the names from the hosts file that the gateway writes.
     Hosts(Checks),
-    /// It dials the nodes' own addresses, which are redirected to the gateway.
+    /// The API server dials the nodes' own addresses, which are redirected to the gateway.
     Addresses(Checks),
 }
 
@@ -70,18 +70,18 @@ impl Way {
     }
 }
 
-/// Whether the API server checks who it is that says to be a kubelet.
+/// Whether the API server verifies the certificates of kubelets.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Checks {
     On,
     Off,
 }
 
-/// The world, which is there after the first call, with the pods that tests use.
+/// Returns the world, which the first call makes, with the pods that tests use.
 pub(crate) fn world() -> MutexGuard<'static, World> {
     static WORLD: OnceLock<Mutex<World>> = OnceLock::new();
     let world = WORLD.get_or_init(|| Mutex::new(World::start()));
-    // A test that failed has left it as usable as it was.
+    // A failed test has left it usable.
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -137,7 +137,7 @@ impl World {
             cluster.pod(namespace, "silent", name, &silent);
         }
         for namespace in ["a", "b"] {
-            // Early: what finds its endpoints waits longer after each restart of the API server.
+            // Early: after each restart of the API server, its backoff for endpoints takes longer.
             let expose = format!("expose -n {namespace} pod echo --port=80 --target-port=8080");
             self.cluster.kubectl(&expose).run().ok();
             for pod in ["ticker", "echo", "silent"] {
@@ -146,12 +146,12 @@ impl World {
         }
     }
 
-    /// Lets the API server reach nodes by this way: a gateway in the cloud, and an edge on each node.
+    /// Lets the API server reach nodes in this setup: a gateway in the cloud, and an edge on each node.
     pub(crate) fn by(&mut self, way: Way) {
         self.lets_in(way, Clients::Server);
     }
 
-    /// The same, for whoever is to come there.
+    /// The same, for a test that starts gateway and edges itself.
     pub(crate) fn lets_in(&mut self, way: Way, clients: Clients) {
         let road = if let Some(road) = &mut self.road {
             road.serves(way, clients, &self.cluster);
@@ -192,13 +192,13 @@ impl World {
         }
     }
 
-    /// The gateway of this way, but for this. The next test finds it as it was.
+    /// Changes the gateway of this setup. The next test finds the original.
     pub(crate) fn otherwise(&mut self, way: Way, change: impl Fn(String) -> String) {
         let road = self.road.as_mut().expect("`by` comes first");
         road.otherwise(way, &self.cluster, change);
     }
 
-    /// The log that is followed since the API server was started for this way.
+    /// The log that is followed since the API server was started for this setup.
     pub(crate) fn quiet(&mut self) -> Quiet {
         self.quiet.take().expect("`by` comes first").1
     }
@@ -208,7 +208,7 @@ impl World {
         self.road.as_mut().expect("`by` comes first")
     }
 
-    /// The same, for who changes nothing of it.
+    /// The same, for a test that changes nothing of it.
     pub(crate) fn the_road(&self) -> &Road {
         self.road.as_ref().expect("`by` comes first")
     }

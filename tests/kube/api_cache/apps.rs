@@ -1,4 +1,4 @@
-//! `CoreDNS` and kube-proxy on nodes, as the example has them: both begin while the cloud is away.
+//! `CoreDNS` and kube-proxy on nodes, as in the example: both start while the cloud is unavailable.
 
 use std::{
     fs,
@@ -13,15 +13,15 @@ use super::{
 };
 use crate::world::process::{PATIENCE, Process, within};
 
-/// How soon what was changed while a node was cut off is what its names mean.
+/// Time until names on a node have changes that were made while the node was cut off.
 const NAMES: Duration = Duration::from_secs(2);
-/// And is what its rules lead to, which kube-proxy gathers a while.
+/// Time until the rules have the change, which kube-proxy delays a while.
 const RULES: Duration = Duration::from_secs(5);
 
 /// The Service's own address.
 const ADDRESS: &str = "10.96.77.1";
 
-/// A Service with an address of its own, and one without, both with this endpoint.
+/// A Service with an address of its own, and a Service without, both with this endpoint.
 fn leads_to(scene: &Scene, endpoint: &str) {
     let cluster = &scene.cluster;
     for (name, address) in [("routed", ADDRESS), ("named", "None")] {
@@ -74,7 +74,7 @@ fn meaning(edge: &Edge, name: &str) -> String {
     dig.args([name]).run().text().trim().to_owned()
 }
 
-/// The rules of the node's kernel.
+/// Returns the rules of the node's kernel.
 fn rules(edge: &Edge) -> String {
     edge.site.at("nft").words("list ruleset").run().ok().text()
 }

@@ -1,4 +1,5 @@
-//! Ways that are cut, and processes that end, while the cluster changes: what is seen meanwhile, and that all agree behind it.
+//! Links that are cut, and processes that end, while the cluster changes: readers get answers meanwhile, and all agree
+//! afterwards.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,7 @@ use serde_json::Value;
 use super::scene::{Edge, Scene};
 use crate::world::process::within;
 
-/// How soon a leader that is gone is replaced.
+/// Time until a lost leader is replaced.
 const REPLACED: Duration = Duration::from_secs(10);
 
 pub(super) fn one_edge_of_a_pool_reads_for_all_members(scene: &mut Scene) {
@@ -65,13 +66,13 @@ pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut 
         scene.edges.iter().all(|edge| age(edge).is_some())
     });
     println!("both tell it after {:?}", began.elapsed());
-    // Twice 5 s until the gateway is sure, and at each level 3 s in which another source may be found.
+    // Twice 5 s until the gateway is sure, and at each level 3 s in which the edge may find another source.
     let lasted = began.elapsed();
     assert!(lasted < Duration::from_secs(25), "{lasted:?}");
     for edge in &scene.edges {
         let lasts = began.elapsed().as_secs();
         let told = age(edge).unwrap_or_default();
-        // It may have been silent for 5 s before, and each level tells whole seconds.
+        // It may have been silent for 5 s before, and each level reports whole seconds.
         assert!(
             (lasts - 3..lasts + 10).contains(&told),
             "{told} after {lasts} s"
@@ -86,7 +87,7 @@ pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut 
     });
 }
 
-/// How old what it answers is, as it says, in seconds.
+/// Returns the age in seconds that its answers report.
 fn age(edge: &Edge) -> Option<u64> {
     let said = edge.ask("/api/v1/services").words("-o /dev/null -D -");
     let head = said.run().ok().text().to_ascii_lowercase();
@@ -102,7 +103,7 @@ pub(super) fn a_cut_leader_uplink_moves_leadership_and_both_see_changes(scene: &
     another_leads(scene, leader, began);
     println!("another leads {:?} after the cut", began.elapsed());
     scene.change(40);
-    // The one that is cut off reads at its neighbour.
+    // The edge that is cut off reads from its neighbour.
     scene.agree();
     println!("all agree {:?} after the cut", began.elapsed());
     let reading = scene.edges[leader].reading();
@@ -145,7 +146,7 @@ pub(super) fn all_uplinks_may_be_cut_and_repaired_in_any_order(scene: &mut Scene
     let leader = scene.leader().unwrap_or_default();
     let began = Instant::now();
     scene.edges[1 - leader].site.mend();
-    // By the one that has a way again both have one.
+    // When one edge has a path again, both have one through it.
     scene.agree();
     println!("all agree {:?} after one way was back", began.elapsed());
     scene.change(20);
@@ -153,7 +154,7 @@ pub(super) fn all_uplinks_may_be_cut_and_repaired_in_any_order(scene: &mut Scene
     scene.agree();
 }
 
-/// Both answer with what they knew.
+/// Both answer with their last state.
 fn both_serve(scene: &Scene) {
     for edge in &scene.edges {
         let said = edge.ask("/apis/discovery.k8s.io/v1/endpointslices");

@@ -1,4 +1,4 @@
-//! The files of the examples, as these tests run them.
+//! The files of the examples, in the form in which these tests run them.
 
 use std::{fs, path::Path};
 
@@ -19,7 +19,7 @@ pub(super) fn example_of(example: &str, name: &str, changes: &[(&str, String)]) 
     text
 }
 
-/// A configuration with what stands below this key in another one.
+/// Returns a configuration with the section below this key from another one.
 pub(super) fn with_lines_of(config: &str, other: &str, key: &str) -> String {
     let (_, lines) = other.split_once(key).unwrap();
     assert_eq!(config.matches(key).count(), 1, "{config}");

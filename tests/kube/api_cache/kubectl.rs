@@ -1,4 +1,4 @@
-//! kubectl on a node, with nothing but the address of the edge's endpoint.
+//! kubectl on a node that has only the address of the edge's endpoint.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use serde_json::json;
 use super::scene::{Edge, Scene};
 use crate::world::process::{Ran, until, within};
 
-/// How soon something that was changed is seen on a node.
+/// Time until a change is visible on a node.
 const SEEN: Duration = Duration::from_secs(5);
 
-/// A Service of both namespaces' first.
+/// A Service that is the first of both namespaces.
 fn expose(scene: &Scene, name: &str) {
     let spec = json!({ "ports": [{ "port": 80 }], "selector": { "app": name } });
     scene.cluster.apply(&json!({
@@ -19,7 +19,7 @@ fn expose(scene: &Scene, name: &str) {
     }));
 }
 
-/// The same words in the cloud and at each edge.
+/// Runs the same command in the cloud and at each edge.
 fn same(scene: &Scene, line: &str) -> String {
     let mut said = Vec::new();
     let equal = within(SEEN, || {
@@ -45,7 +45,7 @@ pub(super) fn reads_the_same_as_in_the_cloud(scene: &mut Scene) {
         expose(scene, name);
     }
     scene.change(10);
-    // The first time there is nothing in kubectl's cache of what the server has.
+    // The first time kubectl's cache has nothing about the server.
     for line in [
         "endpointslices -A -o json",
         "svc -A -o yaml",
@@ -64,7 +64,7 @@ pub(super) fn reads_the_same_as_in_the_cloud(scene: &mut Scene) {
         assert!(!said.trim().is_empty(), "get {line}");
     }
     assert!(same(scene, "svc -n a -o name").contains("service/shop-1"));
-    // Without an output format kubectl asks for a table, and prints what plain objects have in common.
+    // Without an output format kubectl requests a table, and prints the fields that plain objects have in common.
     for edge in &scene.edges {
         let said = edge.get("svc -A -l tier=shop --show-labels").ok().text();
         let lines: Vec<Vec<_>> = said

@@ -1,6 +1,6 @@
-//! A reader as Rust's controllers are: a reflector of kube-rs, which says what its store has whenever it hears of an object.
+//! A reader like a controller in Rust: a reflector of kube-rs, which prints the content of its store after each event.
 //!
-//! It is this program once more, on a node's network; its words are those of the informer of client-go (`assets/informer`).
+//! It is this program again, in a node's network; its output has the format of the client-go informer (`assets/informer`).
 
 use std::{
     collections::HashMap,
@@ -29,10 +29,10 @@ use tokio::runtime::Builder;
 use super::views::SERVICES;
 use crate::world::{net::Site, process::Program};
 
-/// Says to this program that it is a reflector.
+/// Variable that makes this program a reflector.
 const REFLECTOR: &str = "CAUSEWAY_KUBE_REFLECTOR";
 
-/// A reflector on a node, or beside the API server: it reads at this URL, or as this kubeconfig says.
+/// A reflector on a node, or beside the API server: it reads from this URL, or with this kubeconfig.
 pub(super) fn program(site: Option<&Site>, at: &str, (resource, streams): (&str, bool)) -> Program {
     let own = env::current_exe().expect("this program has a path");
     let program = site.map_or_else(|| Program::new(&own), |site| site.at(&own));
@@ -40,7 +40,7 @@ pub(super) fn program(site: Option<&Site>, at: &str, (resource, streams): (&str,
     program.env(REFLECTOR, "1").args([at, resource, beginning])
 }
 
-/// Reads on and on, if this program was started for that.
+/// Reads without end, if this program was started for that.
 pub(crate) fn run() -> Option<ExitCode> {
     env::var_os(REFLECTOR)?;
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -105,13 +105,13 @@ async fn follow(api: Api<DynamicObject>, kind: ApiResource, config: watcher::Con
                 known.remove(&key);
                 say(&words("deleted", &object));
             }
-            // It goes on by itself.
+            // The reflector continues by itself.
             Err(error) => eprintln!("reflector: {error}"),
         }
     }
 }
 
-/// Says all that the store has after a list, and what it has no more.
+/// Prints all objects of the store after a list, and those that it no longer has.
 fn listed(store: &Store<DynamicObject>, kind: &ApiResource, known: &mut Known) {
     let mut before = std::mem::take(known);
     for object in store.state() {
@@ -135,7 +135,7 @@ fn say(words: &Value) {
     writeln!(stdout(), "{words}").expect("a process listens there");
 }
 
-/// A line of an object. The hash is over its JSON with sorted keys, without what who reads it never compares.
+/// A line for an object. The hash is over its JSON with sorted keys, without the fields that readers never compare.
 fn words(event: &str, object: &DynamicObject) -> Value {
     let metadata = &object.metadata;
     let mut fields = serde_json::to_value(object).unwrap();

@@ -20,14 +20,15 @@ fn kept(edge: &Edge) -> PathBuf {
     edge.folder.join("data/pool/v1_services.pool")
 }
 
-/// The versions of all Services that the edge serves.
+/// Returns the versions of all Services that the edge serves.
 fn served(edge: &Edge) -> Vec<(String, String)> {
     let said = edge.ask("/api/v1/services").run().ok();
     let list: Value = serde_json::from_slice(&said.stdout).unwrap();
     versions(list["items"].as_array().unwrap().iter())
 }
 
-/// The same of those on its disk: behind a line of a hash is gzip, which is a line of what it is, and a Service a line.
+/// The same for the Services on its disk: after a line with a hash the file is gzip, which has a line with a description,
+/// and a line for each Service.
 fn saved(edge: &Edge) -> Vec<(String, String)> {
     let file = fs::read(kept(edge)).unwrap();
     let end = file.iter().position(|byte| *byte == b'\n').unwrap();
@@ -103,7 +104,7 @@ pub(super) fn a_damaged_file_is_set_aside_and_reported(scene: &mut Scene) {
     scene.agree();
 }
 
-/// Of what is kept at the gateway, Services.
+/// Of the objects that the gateway caches, the Services.
 fn services() -> Value {
     let kept = Scene::kept();
     let resources = kept["resources"].as_array().cloned().unwrap_or_default();
@@ -126,7 +127,7 @@ pub(super) fn a_missing_gateway_permission_is_named(scene: &mut Scene) {
     assert!(!services()["lost"].is_null(), "{}", services());
     let status = scene.causeway("status").run().ok().text();
     assert!(status.contains("v1/services"), "{status}");
-    // What the edges had they still serve, and the rest goes on.
+    // The edges still serve their last state, and all else continues.
     for edge in &scene.edges {
         edge.get("svc -n default kubernetes").ok();
     }

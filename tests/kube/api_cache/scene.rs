@@ -1,4 +1,4 @@
-//! A cluster without kubelets, a gateway, and two edges in one pool, behind a NAT each and in a network that they share.
+//! A cluster without kubelets, a gateway, and two edges in one pool. Each edge is behind a NAT, and both share a network.
 
 use std::{
     fs,
@@ -30,10 +30,10 @@ pub(super) const BY_TLS: &str = "https://127.0.0.1:10270";
 const GATEWAY: &str = "http://127.0.0.1:10265";
 const EDGE: &str = "http://127.0.0.1:10266";
 
-/// The pool that the nodes' tokens name, and that the example lets read.
+/// The pool that the nodes' tokens name, and that the example admits to the API cache.
 pub(super) const POOL: &str = "north-1";
 
-/// All of it.
+/// The whole setup.
 pub(super) struct Scene {
     folder: PathBuf,
     pub(super) cluster: Cluster,
@@ -53,11 +53,11 @@ pub(super) struct Edge {
     ca: Option<String>,
 }
 
-/// The scene, which is there after the first call.
+/// Returns the scene, which the first call makes.
 pub(super) fn scene() -> MutexGuard<'static, Scene> {
     static SCENE: OnceLock<Mutex<Scene>> = OnceLock::new();
     let scene = SCENE.get_or_init(|| Mutex::new(Scene::start()));
-    // What a test that failed has left cut or ended is whole again before the next.
+    // Before the next test, links and processes are restored that a failed test has cut or ended.
     scene.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -80,7 +80,7 @@ impl Scene {
                 ),
             ],
         );
-        // Beside it hubs read as their own example says.
+        // YurtHubs read as well, as configured in their own example.
         let hubs = example_of("yurthub", "gateway.yaml", &[]);
         cluster.apply_example("yurthub/rbac.yaml");
         let config = with_lines_of(&config, &hubs, "kubernetes:\n");
@@ -115,7 +115,7 @@ impl Scene {
         causeway.env("CAUSEWAY_DATA_DIR", self.folder.join("gateway"))
     }
 
-    /// Everything runs, nothing is cut, and one edge leads.
+    /// Checks that everything runs, no link is cut, and one edge leads.
     pub(super) fn whole(&mut self) {
         if self.gateway.is_none() {
             self.gateway_starts();
@@ -149,14 +149,14 @@ impl Scene {
         );
     }
 
-    /// Waits until it holds; whoever waits in vain is told what everybody thinks.
+    /// Waits until the condition holds; a failure prints the state of all processes.
     pub(super) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
         if !within(PATIENCE, || holds(self)) {
             self.fail(what);
         }
     }
 
-    /// Fails, with what everybody thinks.
+    /// Fails, and prints the state of all processes.
     pub(super) fn fail(&self, what: &str) -> ! {
         let edges: Vec<Value> = self.edges.iter().map(Edge::reading).collect();
         let (kept, said) = (Self::kept(), self.edges.each_ref().map(Edge::last_words));
@@ -195,30 +195,30 @@ impl Scene {
         serde_json::from_slice(&asked.run().stdout).unwrap_or_default()
     }
 
-    /// The number of the edge that the gateway says to lead.
+    /// Returns the number of the leader in the gateway's view.
     pub(super) fn leader(&self) -> Option<usize> {
         let kept = Self::kept();
         let led = kept["leaders"][POOL].as_str()?;
         self.edges.iter().position(|edge| edge.name == led)
     }
 
-    /// The number that one of the gateway's metrics has.
+    /// Returns the value of one of the gateway's metrics.
     pub(super) fn metric(name: &str) -> u64 {
         let asked = Program::new("curl").words(&format!("-q -sS {GATEWAY}/metrics"));
         crate::nodes::number(&asked.run().ok().text(), name)
     }
 
-    /// Makes this many changes in the cloud, others each time.
+    /// Makes this many changes in the cloud, different ones each time.
     pub(super) fn change(&mut self, count: usize) {
         self.readers.change(&self.cluster, count);
     }
 
-    /// Makes as few as are made in no time.
+    /// Makes a number of changes that takes almost no time.
     pub(super) fn change_a_few(&mut self) {
         self.readers.change_a_few(&self.cluster, 10);
     }
 
-    /// All readers see what the API server has.
+    /// Checks that all readers see the state of the API server.
     pub(super) fn agree(&mut self) {
         let all = |_: &str| true;
         if let Err(why) = self.readers.agree(&self.cluster, all) {
@@ -226,7 +226,7 @@ impl Scene {
         }
     }
 
-    /// The same of those at this edge.
+    /// The same for the readers at this edge.
     pub(super) fn agree_at(&mut self, number: usize) {
         let name = self.edges[number].name.clone();
         if let Err(why) = self.readers.agree(&self.cluster, |place| place == name) {
@@ -234,7 +234,7 @@ impl Scene {
         }
     }
 
-    /// Cuts all nodes off, and waits until they know it.
+    /// Cuts all nodes off, and waits until they have noticed.
     pub(super) fn cut_all(&self) {
         for edge in &self.edges {
             edge.site.cut();
@@ -246,7 +246,7 @@ impl Scene {
     }
 }
 
-/// A node's address in the network that all share.
+/// A node's address in the shared network.
 fn at_field(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 2, 0, number)
 }
@@ -317,7 +317,7 @@ impl Edge {
         self.ca = shown.map(|(pki, _)| pki.path("ca.pem"));
     }
 
-    /// Starts it, and waits until programs can read there. What it said before is kept beside.
+    /// Starts it, and waits until programs can read from it. Its earlier output is kept in another file.
     pub(super) fn starts(&mut self, token: Option<&str>) {
         let config = self.folder.join("edge.yaml");
         let mut edge = self.site.at(BINARY).words("edge --config").args([config]);
@@ -325,7 +325,7 @@ impl Edge {
             edge = edge.env("CAUSEWAY_JOIN", token);
         }
         let log = self.folder.join("edge.log");
-        // There is none before the first time.
+        // Before the first start there is none.
         let _ = fs::rename(&log, self.folder.join("edge-before.log"));
         self.process = Some(edge.start(&log));
         until("the edge has its endpoint", || {
@@ -348,7 +348,7 @@ impl Edge {
         tail(&self.said())
     }
 
-    /// How its reading goes, as it says itself.
+    /// Returns the edge's own status of its API cache.
     pub(super) fn reading(&self) -> Value {
         let asked = self.site.at("curl").words("-q -sS");
         let asked = asked.args([format!("{EDGE}/status")]).run();
@@ -356,7 +356,7 @@ impl Edge {
         status["api_cache"].clone()
     }
 
-    /// A request at its endpoint.
+    /// Sends a request to its endpoint.
     pub(super) fn ask(&self, path: &str) -> Program {
         let curl = self
             .site
@@ -368,14 +368,14 @@ impl Edge {
         }
     }
 
-    /// A part of Kubernetes on its node.
+    /// Runs a part of Kubernetes on its node.
     pub(super) fn part(&self, name: &str) -> Program {
         self.site
             .at(self.assets.join(name))
             .env("HOME", &self.folder)
     }
 
-    /// kubectl on its node, which is told where to read and nothing else.
+    /// kubectl on its node, with only the address of the endpoint.
     pub(super) fn kubectl(&self, line: &str) -> Program {
         let server = ["--server", ENDPOINT];
         self.part("kubectl").args(server).words(line)

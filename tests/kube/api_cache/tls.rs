@@ -1,5 +1,5 @@
-//! Programs that want TLS where they read, as what runs in a cluster does: a certificate of the cluster's CA for their own node,
-//! under the name that programs know the API by.
+//! Programs that read over TLS, as programs in a cluster do: a certificate of the cluster's CA for their own node, under
+//! the API's name.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use crate::world::{
     process::{Ran, until},
 };
 
-/// By which programs in a cluster know its API.
+/// Name by which programs in a cluster know its API.
 const NAME: &str = "kubernetes.default.svc";
 /// The certificate's file.
 const SHOWN: &str = "endpoint";
@@ -25,8 +25,8 @@ fn make(pki: &Pki) {
     pki.server(SHOWN, &[NAME], &[IpAddr::V4(Ipv4Addr::LOCALHOST)]);
 }
 
-/// Writes the configuration of a program: the CA, and credentials for the API, none of which is checked here. kubectl prompts
-/// for credentials if there are none.
+/// Writes the configuration of a program: the CA, and credentials for the API, which the edge does not check. kubectl
+/// prompts for credentials if there are none.
 fn kubeconfig(edge: &Edge, pki: &Pki) -> PathBuf {
     let path = edge.folder.join("tls.kubeconfig");
     let ca = pki.path("ca.pem");
@@ -40,7 +40,7 @@ fn kubeconfig(edge: &Edge, pki: &Pki) -> PathBuf {
     path
 }
 
-/// curl by a name, which leads to the node itself.
+/// curl by a name that leads to the node itself.
 fn by_name(edge: &Edge, pki: &Pki, (name, options): (&str, &str)) -> Ran {
     let curl = edge.site.at("curl").words("-q -sS --max-time 5");
     let to = format!("{name}:10270:127.0.0.1");
@@ -50,7 +50,7 @@ fn by_name(edge: &Edge, pki: &Pki, (name, options): (&str, &str)) -> Ran {
         .run()
 }
 
-/// The number of the certificate that is shown now.
+/// Returns the serial number of the certificate that the edge shows now.
 fn serial(edge: &Edge) -> String {
     let asked = edge.site.at("openssl");
     let asked = asked.words("s_client -connect 127.0.0.1:10270 -showcerts");
@@ -82,7 +82,7 @@ pub(super) fn programs_can_read_over_tls(scene: &mut Scene) {
         let said = by_name(edge, &cluster.pki, (NAME, version)).ok().text();
         assert!(said.contains("gitVersion"), "{said}");
     }
-    // A name that the certificate does not have, with a client that does not mind.
+    // A name that the certificate does not have, with a client that does not verify it.
     let refused = by_name(edge, &cluster.pki, ("page.example", "--insecure")).text();
     assert!(refused.contains("the Host header must be"), "{refused}");
     let plain = edge.site.at("curl").words("-q -sS --max-time 5");

@@ -1,6 +1,6 @@
-//! Informers and reflectors at the cloud and at each edge, whose views are compared with what the API server has.
+//! Informers and reflectors at the cloud and at each edge. The tests compare their views with the state of the API server.
 //!
-//! Each tells its events in lines; what it knows is their sum. No object may ever be seen older than it was seen before.
+//! Each prints its events as lines; its state is their sum. An object must never appear in an older version than before.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ use crate::{
 const SLICES: &str = "discovery.k8s.io/v1/endpointslices";
 pub(super) const SERVICES: &str = "v1/services";
 
-/// Changes in the cloud are of this many; with all of the tests, of more.
+/// Number of changes in the cloud; with all tests, a larger number.
 fn times() -> usize {
     if full() { 25 } else { 1 }
 }
@@ -37,23 +37,23 @@ fn times() -> usize {
 enum By {
     /// An informer of client-go.
     Json,
-    /// The same by protobuf.
+    /// The same with protobuf.
     Protobuf,
     /// A reflector of kube-rs.
     KubeRs,
 }
 use By::{Json, KubeRs, Protobuf};
 
-/// How it reads.
+/// How a client begins to read.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     resource: &'static str,
     by: By,
-    /// By a watch that begins with all there is, or by a list before it.
+    /// With a watch that begins with all objects, or with a list before the watch.
     watch_list: bool,
 }
 
-/// All ways for slices, and some for Services.
+/// All combinations for slices, and some for Services.
 const WAYS: [Way; 9] = [
     way(SLICES, Json, false),
     way(SLICES, Json, true),
@@ -65,13 +65,13 @@ const WAYS: [Way; 9] = [
     way(SERVICES, Protobuf, false),
     way(SERVICES, KubeRs, false),
 ];
-/// Those in the cloud.
+/// The clients in the cloud.
 const CLOUD: [Way; 3] = [
     way(SLICES, Protobuf, true),
     way(SLICES, KubeRs, true),
     way(SERVICES, Protobuf, false),
 ];
-/// Those that read somewhere else for a while.
+/// The clients that read from another place for a while.
 const SOME: [Way; 4] = [
     way(SLICES, Json, false),
     way(SLICES, Protobuf, false),
@@ -106,21 +106,21 @@ struct Said {
     hash: String,
 }
 
-/// An informer that runs.
+/// A running informer.
 struct Reader {
     place: String,
     way: Way,
     process: Process,
-    /// So much of what it said is in the view.
+    /// Number of its output lines that are in the view.
     heard: u64,
     view: View,
-    /// At which version objects have gone.
+    /// Versions at which objects were deleted.
     gone: BTreeMap<Key, u64>,
-    /// An object that was older than before.
+    /// An object in an older version than before.
     fault: Option<String>,
 }
 
-/// All of them, and how often something was changed.
+/// All of them, and the number of changes so far.
 #[derive(Default)]
 pub(super) struct Readers {
     all: Vec<Reader>,
@@ -128,7 +128,7 @@ pub(super) struct Readers {
 }
 
 impl Readers {
-    /// Starts them: in the cloud some, on each node all ways.
+    /// Starts them: some in the cloud, all combinations on each node.
     pub(super) fn start(&mut self, folder: &Path, cluster: &Cluster, edges: &[Edge]) {
         for way in CLOUD {
             let admin = cluster.pki.path("admin.kubeconfig");
@@ -145,7 +145,8 @@ impl Readers {
         }
     }
 
-    /// Starts some on each node, for slices in all ways and for Services, that read there at this URL, or by this kubeconfig.
+    /// Starts some on each node, all combinations for slices and some for Services, which read from this URL, or with this
+    /// kubeconfig.
     pub(super) fn start_at(&mut self, edges: &[Edge], at: &str) {
         for edge in edges {
             for way in SOME {
@@ -173,7 +174,7 @@ impl Readers {
         self.change_a_few(cluster, count * times());
     }
 
-    /// Makes as many, however many are made elsewhere.
+    /// Makes as many changes, independent of changes made elsewhere.
     pub(super) fn change_a_few(&mut self, cluster: &Cluster, count: usize) {
         self.seed += 1;
         in_the_cloud(cluster)
@@ -184,7 +185,8 @@ impl Readers {
             .ok();
     }
 
-    /// Those at these places see what the API server has; who does not, and what is wrong.
+    /// Checks that the clients at these places see the state of the API server; returns those that do not, and the
+    /// differences.
     pub(super) fn agree(
         &mut self,
         cluster: &Cluster,
@@ -224,7 +226,7 @@ fn truth(cluster: &Cluster, resource: &str) -> View {
     view
 }
 
-/// Adds what was said to a view; what cannot be.
+/// Adds output lines to a view; returns impossible events.
 fn take((view, gone): (&mut View, &mut BTreeMap<Key, u64>), said: Said) -> Option<String> {
     let key = (said.namespace, said.name);
     let version: u64 = said.version.parse().unwrap_or_default();
@@ -272,7 +274,7 @@ impl Way {
 }
 
 impl Reader {
-    /// Takes what it has said since.
+    /// Reads its new output.
     fn hear(&mut self) {
         let mut log = File::open(self.process.log()).unwrap();
         log.seek(SeekFrom::Start(self.heard)).unwrap();
@@ -282,7 +284,7 @@ impl Reader {
         let said = &said[..whole.map_or(0, |end| end + 1)];
         self.heard += said.len() as u64;
         for line in said.split(|byte| *byte == b'\n') {
-            // The clients' own words are in between.
+            // The client library prints lines of its own in between.
             let Ok(said) = serde_json::from_slice::<Said>(line) else {
                 continue;
             };
@@ -292,7 +294,7 @@ impl Reader {
         }
     }
 
-    /// Returns the differences between the view and the truth.
+    /// Returns the differences between the view and the API server's state.
     fn compared(&mut self, truth: &View) -> String {
         self.hear();
         let mut wrong = self.fault.clone().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! `YurtHub`s of `OpenYurt`, on the nodes of both edges: what their clients see is what the API server has, by way of the pool's edges.
+//! `YurtHub`s of `OpenYurt`, on the nodes of both edges: their clients see the state of the API server, which the hubs read
+//! from the pool's edges.
 
 use std::{fs, time::Duration};
 
@@ -19,7 +20,7 @@ const PROXY: &str = "http://127.0.0.1:10261";
 const HEALTH: &str = "http://127.0.0.1:10267/v1/healthz";
 /// Maximum time that a YurtHub takes to start: it waits for two certificates and asks for each every few seconds.
 const STARTS: Duration = Duration::from_secs(90);
-/// How often gateways look, and a while.
+/// Interval at which gateways check, and an allowance.
 const LOOKS: Duration = Duration::from_secs(30);
 
 /// Creates the objects that `OpenYurt`'s chart gives to YurtHubs.
@@ -66,7 +67,7 @@ fn told(scene: &Scene) -> Value {
 /// A YurtHub on an edge's node, which asks the cluster for its certificates.
 fn hub(edge: &Edge, bootstrap: &str) -> Process {
     let folder = edge.folder.join("hub");
-    // Those of a test that failed are of another run.
+    // Certificates that a failed test left are of another run.
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).unwrap();
     let path = |name: &str| folder.join(name).display().to_string();
@@ -109,7 +110,7 @@ fn both_edges_are_listed(scene: &Scene) -> bool {
     edges.all(|edge| leaders.contains(&format!("causeway:{}/", edge.name)))
 }
 
-/// YurtHubs on all nodes, once they have their certificates.
+/// YurtHubs on all nodes, when they have their certificates.
 fn start(scene: &Scene) -> Vec<Process> {
     furnish(scene);
     if !within(LOOKS, || both_edges_are_listed(scene)) {
@@ -126,7 +127,7 @@ fn start(scene: &Scene) -> Vec<Process> {
     hubs
 }
 
-/// By what YurtHubs ask for their certificates: a file that has the CA in it, and does not name one.
+/// File with which YurtHubs request their certificates: it contains the CA instead of naming a file.
 fn bootstrap(scene: &Scene) -> String {
     let cluster = &scene.cluster;
     let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
@@ -156,12 +157,12 @@ pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
     };
     scene.change(40);
     agree(scene, "at first");
-    // Also the hub on the node whose edge leads reads at an edge.
+    // The hub on the leader's node reads from an edge as well.
     scene.until("both hubs watch both resources at edges", |scene| {
         scene.edges.iter().map(connections_of_hubs).sum::<usize>() >= 4
     });
 
-    // A hub without a way to the cloud sees what changes there, by the other edge's.
+    // A hub without a path to the cloud sees its changes through the other edge.
     let leader = scene.leader().expect("one leads");
     scene.edges[leader].site.cut();
     scene.change(40);
@@ -170,7 +171,7 @@ pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
     scene.change(40);
     agree(scene, "with it mended");
 
-    // With all cut hubs go on with what was last known, and are right again.
+    // If all links are cut, hubs continue with the last known state, and are up to date afterwards.
     scene.cut_all();
     scene.change(40);
     for edge in &scene.edges {
@@ -188,7 +189,7 @@ pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
     names_another_writer(scene);
 }
 
-/// `OpenYurt`'s own controller, if it writes, is named, and does not win.
+/// If `OpenYurt`'s own controller writes, the gateway logs it and corrects the object.
 fn names_another_writer(scene: &Scene) {
     let change = json!({ "data": { "leaders": "edge-9/10.9.9.9" } }).to_string();
     let line = format!(

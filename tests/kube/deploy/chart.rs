@@ -1,4 +1,4 @@
-//! The chart: objects that it makes of its values, and values that it refuses.
+//! The chart: the objects that it makes from its values, and the values that it refuses.
 
 use std::fs;
 
@@ -63,7 +63,7 @@ fn rendered_manifests_are_current() {
     }
 }
 
-/// The scheduler is told to spread pods over those nodes only that may have one.
+/// The scheduler spreads pods only over nodes on which they may run.
 fn a_drained_node_keeps_no_gateway_from_the_other() {
     let world = world();
     for (way, _) in WAYS {
@@ -144,7 +144,7 @@ fn release_objects_have_their_labels_and_include_no_namespace() {
                 assert_eq!(labels[label], is, "{way}: {}", object["metadata"]);
             }
         }
-        // That of edges is made where it is not there, and stays.
+        // The namespace of edges is made if it does not exist, and stays.
         let spaces: Vec<_> = all.iter().filter(|it| it["kind"] == "Namespace").collect();
         assert_eq!(spaces.len(), 1, "{way}");
         for kept in [spaces[0], named(&all, "Secret", "causeway-state")] {
@@ -158,7 +158,7 @@ fn release_objects_have_their_labels_and_include_no_namespace() {
             ("Deployment", "causeway-gateway"),
             ("DaemonSet", "causeway-edge"),
         ] {
-            // Neither is part of what selects pods, which cannot be changed.
+            // Neither is part of the selector of pods, which cannot be changed.
             let spec = &named(&all, kind, name)["spec"];
             assert_eq!(
                 spec["selector"]["matchLabels"].as_object().unwrap().len(),
@@ -226,7 +226,7 @@ fn each_value_changes_its_named_setting() {
     assert_eq!(service["metadata"]["annotations"]["a"], "b");
     assert_eq!(service["spec"]["type"], "NodePort");
     assert_eq!(service["spec"]["ports"][0]["nodePort"], 30262);
-    // The namespace of the release is in what gateways are told.
+    // The addresses that gateways get contain the release's namespace.
     let config = &named(&all, "ConfigMap", "causeway-gateway")["data"]["gateway.yaml"];
     let config = config.as_str().unwrap();
     for part in ["gateways/causeway-state", "gateways/causeway-tunnels"] {
@@ -247,7 +247,7 @@ fn metrics_are_served_apart_from_the_admin_listener() {
     let Some(made) = templated(&world, "clients", &["--no-hooks", "--set", on]) else {
         return;
     };
-    // kubectl knows no PodMonitor.
+    // kubectl does not know the kind PodMonitor.
     let (monitor, rest): (Vec<_>, Vec<_>) = made
         .split("\n---\n")
         .partition(|text| text.contains("kind: PodMonitor"));

@@ -1,7 +1,7 @@
-//! The commands of `deploy/README.md`, as they stand there: at pods, and by helm.
+//! The commands of `deploy/README.md`, unchanged: with pods, and with helm.
 //!
-//! Programs that are called as the README has them are small scripts in a folder of the path. `kubectl` finds the cluster, and a
-//! pod where a Deployment is named; what Deployments do is done by hand, as in `pods`.
+//! The programs of these commands are small scripts in a folder of the path. `kubectl` finds the cluster, and a pod in
+//! place of a Deployment. The test does the work of Deployments by hand, as in `pods`.
 
 use std::{
     fs::{self, Permissions},
@@ -52,7 +52,7 @@ pub(super) fn trials() -> [Trial; 4] {
     ]
 }
 
-/// The blocks of the README in a language, each with its number.
+/// Returns the README's blocks in a language, in order.
 fn blocks(language: &str) -> Vec<String> {
     let text = fs::read_to_string(file("deploy/README.md")).unwrap();
     let start = format!("```{language}\n");
@@ -61,7 +61,7 @@ fn blocks(language: &str) -> Vec<String> {
     blocks.collect()
 }
 
-/// The block that has this in it.
+/// Returns the block that contains this text.
 fn block(part: &str) -> String {
     let mut found = blocks("sh").into_iter().filter(|it| it.contains(part));
     let one = found.next().unwrap_or_else(|| panic!("no block: {part}"));
@@ -69,12 +69,12 @@ fn block(part: &str) -> String {
     one
 }
 
-/// A text of each block, and the tests that run the block.
+/// A part of each block, and the tests that run the block.
 const BLOCKS: [(&str, &str); 11] = [
     ("apply -k overlays/clients", "commands"),
     ("openssl req", "commands"),
     ("docker run", "commands"),
-    // By its effect: the folders are made so, and the gateway serves.
+    // By its effect: the test makes the folders in the same way, and the gateway serves.
     ("systemd-tmpfiles", "pods"),
     ("ca rotate", "commands"),
     ("in_pod ca csr", "commands"),
@@ -94,13 +94,14 @@ fn each_block_of_commands_is_known() {
     }
 }
 
-/// A folder in which the README's commands are run, as somebody has it who has copied `deploy`.
+/// A folder in which the README's commands run, like a user's copy of `deploy`.
 struct Shell<'a> {
     world: &'a World,
     folder: PathBuf,
 }
 
-/// Finds the cluster. The newest gateway's pod stands for its Deployment; to wait for that is to wait for its pods.
+/// Finds the cluster. The newest gateway's pod takes the part of its Deployment; a wait for the Deployment is a wait for
+/// its pods.
 const KUBECTL: &str = r#"#!/bin/sh
 gateway() { "$REAL" "$CONFIG" -n causeway "$@" -l app.kubernetes.io/component=gateway; }
 case " $* " in
@@ -219,7 +220,7 @@ fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
     node.at("rm").words(KEPT).run().ok();
 }
 
-/// Makes a step of the rotation, once the one before is through, and has another pod take the gateway's place.
+/// Runs a step of the rotation after the previous one has finished, and replaces the gateway's pod.
 fn step(made: &Made<'_>, shell: &Shell<'_>, (old, new): (&str, &str), line: &str) {
     let text = block("ca rotate");
     let (function, _) = text.split_once("\n}\n").unwrap();
@@ -257,7 +258,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
         .kubectl("label node edge-1 causeway.io/edge-")
         .run()
         .ok();
-    // It waits until somebody has made the Secret.
+    // It waits until the Secret exists.
     made.begin("Deployment", "causeway-gateway", "first", gateway);
     shell.run(&making).ok();
     // The node has the label now.
@@ -293,7 +294,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     node.at("rm").words(KEPT).run().ok();
 }
 
-/// The chart, with names of its own for what has no namespace: the tests' gateway has those.
+/// The chart, with other names for objects without a namespace, because the tests' gateway has the usual names.
 fn own_names(world: &World, chart: &Path) {
     let manifest = chart.join("manifests/clients.yaml");
     let mut all = objects(world, &fs::read_to_string(&manifest).unwrap());
@@ -310,7 +311,7 @@ fn own_names(world: &World, chart: &Path) {
     fs::write(manifest, texts.join("\n---\n")).unwrap();
 }
 
-/// The controller of Jobs, which the tests' cluster has not.
+/// The controller of Jobs, which does not run in the tests' cluster.
 fn jobs(world: &World) -> Process {
     let config = world.cluster.pki.path("admin.kubeconfig");
     Program::new(world.cluster.assets.join("kube-controller-manager"))
@@ -349,14 +350,14 @@ fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
     })
 }
 
-/// The folder with the chart, the README's values, and the namespace of edges as the README makes it.
+/// The folder with the chart, the README's values, and the namespace of edges as in the README.
 fn furnished(world: &World) -> Shell<'_> {
     import(world);
     let shell = Shell::new(world, "deploy-helm");
     own_names(world, &shell.folder.join("chart"));
     let values = blocks("yaml").concat();
     let values = values.replace("registry.example/causeway", "causeway");
-    // The only node says to be at the edge.
+    // The only node has the label of edge nodes.
     let values = values.replace(
         "gateway:\n",
         "gateway:\n  affinity: { podAntiAffinity: {} }\n",
@@ -410,7 +411,7 @@ fn user_objects_outlive_the_release(shell: &Shell<'_>) {
     cluster.kubectl(secret).run().ok();
     let ca = Program::new(BINARY).words("k8s ca-secret").run().ok();
     cluster.kubectl("apply -f -").input(ca.stdout).run().ok();
-    // No gateway runs here that would have published it.
+    // No gateway runs here, which would publish it.
     cluster.apply(&json!({
         "apiVersion": "v1", "kind": "ConfigMap",
         "metadata": { "name": "causeway-ca", "namespace": "kube-system" },

@@ -28,7 +28,7 @@ pub(super) fn trials() -> [Trial; 1] {
     )]
 }
 
-/// The tests' own edge has the usual port for its health.
+/// Port for the health of the edge's pod, because the tests' own edge has the usual port.
 const ADMIN: (&str, &str) = ("10266", "10276");
 
 /// Workload kinds, whose controllers do not run here.
@@ -37,15 +37,15 @@ const BY_HAND: [&str; 2] = ["Deployment", "DaemonSet"];
 /// Placeholder in the manifests for the address of the gateways.
 const ANYWHERE: &str = "gw.example.com";
 
-/// All that was made, which goes with it, but for the namespaces.
+/// All created objects, which are removed with it, except the namespaces.
 pub(super) struct Made<'a> {
     world: &'a World,
     all: Vec<Value>,
 }
 
 impl<'a> Made<'a> {
-    /// Everything of the way but what runs, with names of its own for what has no namespace: the tests' gateway has those.
-    /// The image is there too. Gateways are where `name` leads.
+    /// Creates all objects of the way except workloads, with other names for objects without a namespace, because the
+    /// tests' gateway has the usual names. The image is imported too. `name` is the gateways' address.
     pub(super) fn new(world: &'a World, way: &str, name: &str) -> Self {
         let text = kustomized(world, way).replace(ADMIN.0, ADMIN.1);
         let text = text.replace(ANYWHERE, name);
@@ -76,7 +76,7 @@ impl<'a> Made<'a> {
         made
     }
 
-    /// The way's gateway as a pod, which is ready, and its address; the CA is a new one.
+    /// Starts the way's gateway as a pod, waits until it is ready, and returns its address; the CA is a new one.
     pub(super) fn gateway(&self) -> String {
         let made = Program::new(BINARY).words("k8s ca-secret").run().ok();
         self.world
@@ -101,7 +101,7 @@ impl<'a> Made<'a> {
         self.world
     }
 
-    /// A pod of this workload on the first node, by this name and changed by `change`.
+    /// Starts a pod of this workload on the first node, with this name and changed by `change`.
     pub(super) fn begin(&self, kind: &str, of: &str, name: &str, change: impl FnOnce(&mut Value)) {
         let mut pod = pod(named(&self.all, kind, of));
         pod["metadata"]["name"] = json!(name);
@@ -110,7 +110,7 @@ impl<'a> Made<'a> {
         self.world.cluster.apply(&pod);
     }
 
-    /// Says this in place of that in the configuration of a side.
+    /// Replaces this text in the configuration of a side.
     pub(super) fn configure(&self, side: &str, from: &str, to: &str) {
         let mut map = named(&self.all, "ConfigMap", &format!("causeway-{side}")).clone();
         let text = &mut map["data"][format!("{side}.yaml")];
@@ -144,7 +144,7 @@ impl Drop for Made<'_> {
             let pods = format!("delete pods -n {namespace} --all --now");
             self.world.cluster.kubectl(&pods).run();
         }
-        // By which CA it was, what the gateways have published, and what edges have asked for.
+        // Removes the CA, the data that gateways have published, and the requests of edges.
         let left = [
             "-n causeway secret causeway-ca",
             "-n kube-system configmap causeway-ca",
@@ -168,7 +168,7 @@ pub(super) fn own(name: &Value) -> Value {
     json!(format!("deploy-{}", name.as_str().unwrap()))
 }
 
-/// Gives the first node's runtime the image, once.
+/// Imports the image into the first node's runtime, once.
 pub(super) fn import(world: &World) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -203,7 +203,7 @@ pub(super) fn status(world: &World, namespace: &str, name: &str) -> Value {
 fn gateway_pods_of_each_kind_run_as_their_manifests_say() {
     let world = world();
     let node = &world.nodes[0];
-    // As deploy/README.md has it for `egress`, by systemd-tmpfiles there.
+    // As deploy/README.md does for `egress`, there with systemd-tmpfiles.
     let folders = node.at("install").words("-d -m 700 -o 65532 -g 65532");
     let folders = folders.args(["/var/lib/causeway", "/run/causeway"]);
     folders.run().ok();

@@ -1,7 +1,8 @@
-//! The gateway of `overlays/ports` and an edge as pods: who reaches which node port at which address of theirs.
+//! The gateway of `overlays/ports` and an edge as pods: tests which clients reach which node port at which of their
+//! addresses.
 //!
-//! The list is edited as its user would, and nothing else is touched. What no test here has is a network that keeps
-//! `NetworkPolicies`: whom the gateway itself refuses is all that is shown.
+//! The list is edited as its user would do, and nothing else is changed. The tests have no network that enforces
+//! `NetworkPolicies`: they only show which clients the gateway itself refuses.
 
 use std::fs;
 
@@ -84,7 +85,7 @@ impl<'a> Gateway<'a> {
     }
 }
 
-/// An app at this address of the node alone.
+/// An app that listens only on this address of the node.
 fn app(world: &World, address: &str, port: u16) -> Process {
     let (node, www) = (&world.nodes[0], world.path("deploy-ports"));
     fs::create_dir_all(&www).unwrap();
@@ -101,7 +102,7 @@ fn list(world: &World, ports: &str) {
     world.cluster.kubectl(line).args([patch]).run().ok();
 }
 
-/// The ports of the Service to which clients come.
+/// The ports of the Service to which clients connect.
 fn service(world: &World) -> Vec<Value> {
     let service = world.cluster.get("-n causeway service causeway-clients");
     let service = service.unwrap();
@@ -158,7 +159,7 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
     ]);
     assert_eq!(dig.run().ok().text(), "10.96.0.21\n");
 
-    // From a node, which is no pod; the way back to it is the test's own.
+    // From a node, which is no pod; the test adds the route back to it.
     let back = gateway.inside("ip").args(["route", "add", &own, "via"]);
     let bridge = "ip -4 -o addr show cni0 | sed 's|.* inet \\([0-9.]*\\)/.*|\\1|'";
     let bridge = node.at("sh").args(["-c", bridge]).run().ok().text();

@@ -1,6 +1,6 @@
-//! Two gateways as pods, the edge of their node, and a client in the cluster that reaches whichever gateway is ready.
+//! Two gateways as pods, the edge of their node, and a client in the cluster that connects to any ready gateway.
 //!
-//! The test does the work of a Service by hand: the client takes one of the addresses that the `EndpointSlices` list as
+//! The test does the work of a Service by hand: the client uses one of the addresses that the `EndpointSlices` list as
 //! ready. The cluster itself provides these and the addresses of the gateways' name: its controllers and a real `CoreDNS`.
 
 use std::{
@@ -77,7 +77,7 @@ fn ca_secret(world: &World) {
     create.input(secret.stdout).run().ok();
 }
 
-/// Puts what this gateway has into the Secret, as after a step of a rotation.
+/// Stores this gateway's CA in the Secret, as after a step of a rotation.
 fn keep_ca(world: &World, pod: &str) {
     let show = format!("exec -n causeway {pod} -c gateway -- /causeway k8s ca-secret --data-dir");
     let show = world
@@ -89,7 +89,7 @@ fn keep_ca(world: &World, pod: &str) {
     replace.input(secret.stdout).run().ok();
 }
 
-/// How many roots edges are to believe.
+/// Returns the number of roots that edges trust.
 fn published(world: &World) -> usize {
     let map = world.cluster.get("-n kube-system configmap causeway-ca");
     let text = map.map(|map| map["data"]["ca.crt"].as_str().unwrap().to_owned());
@@ -121,7 +121,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// The answer's code and its body, or curl's complaint.
+    /// Returns the answer's code and its body, or curl's error message.
     fn ask(&self, at: &str, path: &str) -> (String, String) {
         let ran = self.world.nodes[0]
             .at("curl")
@@ -136,8 +136,8 @@ impl<'a> Client<'a> {
         (code.to_owned(), format!("{body}{}", ran.stderr))
     }
 
-    /// Asks one after the other of those that are ready, until it is to stop. What was not answered as it should be, and how
-    /// many were.
+    /// Sends requests to the ready gateways in turn, until it is stopped. Returns the failed requests, and the number of
+    /// the others.
     fn asks_on(&self, stop: &AtomicBool) -> (Vec<String>, usize) {
         let (mut failed, mut answered) = (Vec::new(), 0);
         while !stop.load(Ordering::Relaxed) {
@@ -192,7 +192,7 @@ fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, client: &Client<'_>) {
         assert_eq!(client.ask(&at, "/metrics").0, "200");
     }
     made.configure("gateway", "tunnel:\n", "tunnel:\n  revoked: [edge-1]\n");
-    // Which kubelet gives them when it looks at them next.
+    // kubelet gives it to them when it checks them next.
     let stir = "annotate pods -n causeway -l app.kubernetes.io/component=gateway stirred=now";
     world.cluster.kubectl(stir).run().ok();
     for at in ready(world) {
@@ -240,11 +240,11 @@ fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
     let stop = AtomicBool::new(false);
     let (failed, answered) = thread::scope(|scope| {
         let asking = scope.spawn(|| prometheus.asks_on(&stop));
-        // A step of a rotation, which those that come have as well.
+        // Runs a step of a rotation, which later pods have as well.
         let rotate = "exec -n causeway second -c gateway -- /causeway ca rotate prepare";
         world.cluster.kubectl(rotate).run().ok();
         keep_ca(world, "second");
-        // One is drained and another takes its place; then all is up to that one.
+        // One is drained and another takes its place; then only that one is left.
         let delete = "delete -n causeway pod first --wait=false";
         world.cluster.kubectl(delete).run().ok();
         begin("third");
@@ -262,7 +262,7 @@ fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
     );
     assert!(answered > 50, "{answered}");
     assert_eq!(published(world), 2);
-    // The edge comes back as who it is, and has asked the cluster once.
+    // The edge returns with its identity, and has sent the cluster one request.
     made.end("causeway-edge", "edge");
     made.begin("DaemonSet", "causeway-edge", "edge", edge);
     made.ready("causeway-edge", "edge");

@@ -1,7 +1,7 @@
-//! Apps on a node that take a connection and do not behave: what is at their port is led to another one meanwhile.
+//! Apps on a node that accept a connection and misbehave. Connections to the port are redirected to such an app.
 //!
-//! A gateway that speaks TLS to kubelets says what they did. Where the API server speaks it itself, through the gateway, the
-//! words are its own.
+//! A gateway that speaks TLS to kubelets reports their fault. If the API server itself speaks TLS, through the gateway, the
+//! message is its own.
 
 use libtest_mimic::Trial;
 
@@ -20,13 +20,13 @@ use crate::{
 const PLAIN: u16 = 9970;
 const SECURE: u16 = 9980;
 
-/// Behaviours of an upstream once it has received something, as offsets that are added to these ports.
+/// Behaviours of an upstream once it has received bytes, as offsets that are added to these ports.
 const RESTS: u16 = 0;
 const CLOSES: u16 = 1;
 const RESETS: u16 = 2;
 const RAVES: u16 = 3;
 
-/// By the ways whose words differ; by addresses they are those of names.
+/// The ways whose messages differ; those of addresses are the same as those of names.
 pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let title = format!("{name}::apps_that_do_not_behave_are_told");
     match way {
@@ -50,7 +50,7 @@ pub(super) fn ill(world: &World) -> Process {
     apps
 }
 
-/// One that takes a request and never answers it, in place of the one at `REFUSING`.
+/// An app that reads a request and never answers it, in place of the one at `REFUSING`.
 pub(super) fn resting(world: &World) -> Firewall<'_> {
     Firewall::leading(world, &REFUSING.to_string(), PLAIN + RESTS)
 }
@@ -87,7 +87,7 @@ print('all listen', flush=True)
 
 fn gateway_tells(world: &mut World, way: Way) {
     let _apps = ill(world);
-    // Nothing rests at the kubelet's port either, that would be asked first.
+    // No idle connection to the kubelet is left, which would be used first.
     let soon = "\ntimeouts: { connect: 1s, upgrade_first_byte: 1s }\n";
     world.otherwise(way, |text| text + soon);
     let all = [UPGRADES, REQUESTS].concat();
@@ -115,7 +115,7 @@ fn gateway_tells(world: &mut World, way: Way) {
         let _led = Firewall::leading(world, "10250", port);
         each_says(world, &format!("port 10250 of edge-1 {says}"), &all);
     }
-    // A log may be silent for ever, so that a request has no bound.
+    // A log may be silent without limit, so that a request has no time limit.
     let led = Firewall::leading(world, "10250", SECURE + RESTS);
     let says = "port 10250 of edge-1 did not answer the upgrade within 1s";
     each_says(world, says, &UPGRADES);
@@ -140,10 +140,10 @@ fn gateway_tells(world: &mut World, way: Way) {
     }
 }
 
-/// By a unix socket, which knows no reset.
+/// Over a unix socket, which has no reset.
 fn api_server_tells(world: &mut World) {
     let _apps = ill(world);
-    // The kubelet's port has connections that stand, which requests would take.
+    // The kubelet's port has open connections, which requests would use.
     let raw = format!("get --raw /api/v1/nodes/https:edge-1:{CLOSED}/proxy/");
     let all = [&UPGRADES[..], &[&raw]].concat();
     for (port, says) in [

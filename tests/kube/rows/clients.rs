@@ -1,7 +1,8 @@
-//! Errors for kube-apiserver as a client: an unknown one, and one that asks a listener for something that it does not serve.
+//! Errors for kube-apiserver as a client: an unknown one, and one that requests a thing from a listener which it does not
+//! serve.
 //!
-//! The error message is what kubectl's user reads. If TLS already ends by an alert, kube-apiserver's own words are all there
-//! is, and the gateway's log gives the reason.
+//! kubectl's user reads the error message. If TLS already ends with an alert, the user sees only kube-apiserver's own
+//! message, and the gateway's log has the reason.
 
 use std::path::Path;
 
@@ -27,9 +28,9 @@ pub(crate) fn over_tcp() -> Trial {
 /// alert.
 const ENDED: &str = "http2: client conn could not be established";
 
-/// Once this is what all commands are told, or requests instead something of the rest.
+/// Checks that all commands get this message, or that requests get one of the others.
 fn told(world: &World, wanted: &str, rest: &[&str]) {
-    // What a connection that stands has begun is not taken back.
+    // Streams of an open connection are not ended.
     for line in [UPGRADES[0], REQUESTS[0], REQUESTS[1]] {
         until(wanted, || {
             let ran = world.cluster.kubectl(line).run();
@@ -66,7 +67,7 @@ pub(super) fn an_unauthenticated_api_server_gets_the_reason(world: &mut World) {
     until("the client is known again", || exec(world).code == Some(0));
 }
 
-/// The way of names, but for the kind of the listener at which they lead to.
+/// Setup by names, except for the kind of the listener to which the names lead.
 pub(super) fn a_connect_listener_reports_that_it_serves_connect_only(world: &mut World, way: Way) {
     let kubelets = "    protocol: https\n    listen: 0.0.0.0:10250\n";
     let connect = kubelets.replace("https", "connect");
@@ -75,7 +76,7 @@ pub(super) fn a_connect_listener_reports_that_it_serves_connect_only(world: &mut
     each_says(world, "this listener serves CONNECT only", &all);
 }
 
-/// The listener that this way comes by, otherwise.
+/// The listener that this way uses, with a change.
 fn listener(text: &str, change: impl Fn(&str) -> String) -> String {
     let line = |line: &str| {
         let ours = line.contains("\"name\":\"tcp\"");
@@ -88,12 +89,12 @@ fn listener(text: &str, change: impl Fn(&str) -> String) -> String {
 fn an_unauthenticated_egress_selector_gets_the_reason(world: &mut World) {
     let (cluster, other) = (world.cluster.pki.path("ca.pem"), world.the_road().ca());
     let other = other.display().to_string();
-    // A gateway that begins with it: through one that took it up while it ran, a connection to the kubelet from before would
-    // still stand, and the API server would go on asking by it.
+    // The gateway starts with it. After a reload an open connection to the kubelet would stay, and the API server would
+    // continue to use it.
     world.otherwise(Way::Tcp, |text| {
         listener(&text, |line| line.replace(&cluster, &other))
     });
-    // Of a CA that is not asked for it shows nothing.
+    // The API server shows no certificate to a listener that does not request one of its CA.
     each_says(
         world,
         "code 502: 502 no credentials were presented; this listener requires a client certificate (a client does not send a certificate",

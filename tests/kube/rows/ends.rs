@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// By the ways whose words differ; what an edge says is the same on all.
+/// The ways whose messages differ; an edge's own messages are the same on all.
 pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let of = |row: &str| format!("{name}::{row}");
     let mut trials = Vec::new();
@@ -36,7 +36,7 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     }
     let wanted = match way {
         Way::Unix => "connect.sock: connect: connection refused".to_owned(),
-        // Who asks for names is answered to the end.
+        // Queries for names are answered until the end.
         Way::Names(_) => format!("dial tcp {CLOUD}:10250: connect: connection refused"),
         _ => return trials,
     };
@@ -50,7 +50,7 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     trials
 }
 
-/// A session on edge-1 that says what it hears.
+/// A session on edge-1 that prints its input.
 fn session(world: &World, log: &str) -> Process {
     let exec = "exec -i -n a echo -- cat /tmp/node -";
     let mut session = world.cluster.kubectl(exec).start(&world.path(log));

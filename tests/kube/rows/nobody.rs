@@ -1,6 +1,6 @@
 //! Nodes that do not answer: nodes of the cloud, with an unused address, or with the address of another node.
 //!
-//! The API server looks at Node objects first, so that there is one for each, and a pod that is said to be there.
+//! The API server reads Node objects first, so that each has one, and a pod whose status claims to run there.
 
 use libtest_mimic::Trial;
 use serde_json::json;
@@ -13,7 +13,7 @@ use crate::{
     world::{Way, World, net::CLOUD, process::until},
 };
 
-/// Address that no rule of this machine leads to, and at which nothing answers.
+/// Address without a redirection on this machine, at which nothing answers.
 const NOBODYS: &str = "10.97.0.77";
 
 pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
@@ -27,7 +27,7 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
     vec![by(title, way, run)]
 }
 
-/// By an egress selector that has addresses.
+/// With an egress selector for addresses.
 pub(crate) fn by_address() -> [Trial; 2] {
     let nobody = "egress::by_address_that_nobody_is_at_a_node_is_told";
     let two = "egress::by_address_that_two_nodes_have_one_is_told";
@@ -43,7 +43,7 @@ const COMMANDS: [&str; 3] = [
     "get --raw /api/v1/nodes/lost-1/proxy/healthz",
 ];
 
-/// A Node, and a pod of it that never runs. Both go with the test.
+/// A Node, and a pod of it that never runs. Both are removed with the test.
 struct Lost<'a>(Passing<'a>);
 
 impl<'a> Lost<'a> {
@@ -78,7 +78,7 @@ fn no_address_of_that_name(world: &mut World) {
     each_says(world, &wanted, &COMMANDS);
 }
 
-/// A listener that dials nothing itself. What proxies to nodes resolves their names before it asks.
+/// A listener that dials nothing itself. kube-apiserver's proxy to nodes resolves their names before it connects.
 fn no_node_of_that_name(world: &mut World) {
     let _lost = Lost::new(world, false, None);
     each_says(
@@ -123,7 +123,7 @@ fn two_nodes_of_one_address(world: &mut World) {
     until("the answer names no node", || {
         exec(world).stderr.contains(&wanted)
     });
-    // What stands already is asked on.
+    // Existing connections are still used.
     each_says(world, &wanted, &UPGRADES);
     drop(twin);
     until("edge-1 has the address again", || {

@@ -52,7 +52,7 @@ fn is_here(program: &str) -> bool {
     env::split_paths(&path).any(|folder| folder.join(program).exists())
 }
 
-/// kubectl as Debian 12 has it, which speaks SPDY only. `.ci/setup` unpacks it into the cache.
+/// kubectl of Debian 12, which speaks SPDY only. `.ci/setup` unpacks it into the cache.
 pub(crate) fn old_kubectl() -> Option<PathBuf> {
     let folder = |name| env::var_os(name).filter(|value| !value.is_empty());
     let cache = folder("CAUSEWAY_CACHE")

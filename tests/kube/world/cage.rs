@@ -1,8 +1,8 @@
-//! Namespaces of the tests: network, mounts and processes of their own, which end together with them.
+//! Namespaces of the tests: separate network, mounts and processes, which end together.
 //!
-//! The program starts itself once more as the first process of new namespaces. When that process ends, everything that was
-//! started in the namespaces ends, however it ended. The outer program removes what the kernel leaves then: the cgroups and a
-//! folder. Nothing inside may rely on being stopped in order.
+//! The program starts itself again as the first process of new namespaces. When that process ends for any reason, the
+//! kernel ends all processes in the namespaces. The outer program removes the remains: the cgroups and a folder. Nothing
+//! inside may rely on being stopped in order.
 
 use std::{
     env,
@@ -16,7 +16,7 @@ use std::{
 use super::process::must;
 use crate::skips;
 
-/// Says to the inner program that it is that, and where its folder is.
+/// Variable that marks the inner program, and has the path of its folder.
 const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
 /// Variable with the group of the tests to run.
 const GROUP: &str = "CAUSEWAY_KUBE_GROUP";
@@ -55,7 +55,7 @@ pub(crate) fn hierarchies() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Whether such namespaces can be made here.
+/// Whether this process can make such namespaces.
 pub(crate) fn possible() -> bool {
     let tried = unshare().args(["--", "ip", "link", "show", "lo"]).output();
     tried.is_ok_and(|output| output.status.success())
@@ -70,8 +70,8 @@ fn unshare() -> Command {
     command
 }
 
-/// Runs these groups of tests to their end beside each other, and removes what is left of them. What the first one says
-/// comes at once, and what others say behind it.
+/// Runs these groups of tests to their end beside each other, and removes their remains. Prints the output of the first at
+/// once, and that of the others afterwards.
 pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
     let Some((first, others)) = groups.split_first() else {
         return ExitCode::SUCCESS;
@@ -100,7 +100,7 @@ pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
     ExitCode::from(worst)
 }
 
-/// Runs a group in the inner program, which may be made to speak into a file. Its exit code.
+/// Runs a group in the inner program, with its output in a file if given. Returns its exit code.
 fn run_to_end(assets: &Path, group: usize, said: Option<File>) -> u8 {
     let folder = tempfile::Builder::new()
         .prefix("causeway-kube-")
@@ -141,8 +141,8 @@ fn remove(cgroup: &Path) {
     let _ = fs::remove_dir(cgroup);
 }
 
-/// Makes the inner program's surroundings its own: names of namespaces, names of hosts, and kernel settings that a
-/// kubelet would change for the whole machine.
+/// Gives the inner program its own environment: names of namespaces, names of hosts, and kernel settings that a kubelet
+/// would change for the whole machine.
 pub(crate) fn furnish(folder: &Path) {
     must("ip link set lo up");
     must("mount -t tmpfs tmpfs /run");
@@ -160,7 +160,7 @@ pub(crate) fn furnish(folder: &Path) {
     lay(folder, "/etc/hosts", super::net::HOSTS);
 }
 
-/// Lays a file with this text over another.
+/// Mounts a file with this text over another.
 pub(crate) fn lay(folder: &Path, over: &str, text: &str) {
     let name = over.trim_start_matches('/').replace('/', "-");
     let file = folder.join(name);

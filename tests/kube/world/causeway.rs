@@ -1,8 +1,8 @@
 //! Causeway in the cluster: a gateway in the cloud, and an edge on each node, as processes of the built binary.
 //!
-//! The gateway has the configuration of the way's example, with this cloud's addresses and files in it, and listeners that
-//! tests want besides. Edges join once, with tokens, through the NAT, and serve the kubelet's port as bytes: TLS of
-//! kube-apiserver, or of the gateway, goes through to the kubelet.
+//! The gateway has the configuration of the setup's example, with this cloud's addresses and files, and further listeners
+//! that tests need. Edges join once, with tokens, through the NAT, and serve the kubelet's port as bytes: the TLS of
+//! kube-apiserver, or of the gateway, passes through to the kubelet.
 
 use std::{
     fmt::Write,
@@ -23,13 +23,13 @@ use super::{
 /// A node port that edges allow, at which nothing listens.
 pub(crate) const CLOSED: u16 = 9998;
 
-/// Another, for requests, which anybody may make.
+/// Another, for requests, which every client may use.
 pub(crate) const REFUSING: u16 = 9996;
 
 /// DNS zone of the nodes' names.
 const ZONE: &str = "nodes.example.internal";
 
-/// The binary that is tested.
+/// The tested binary.
 pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 
 /// Folder of the examples.
@@ -38,9 +38,9 @@ const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
 /// Clients that a gateway serves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Clients {
-    /// kube-apiserver alone.
+    /// Only kube-apiserver.
     Server,
-    /// Scrapers of kubelets as well: the part that the example has as a comment is in force.
+    /// Scrapers of kubelets as well: the commented part of the example is active.
     Scrapers,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Road {
 }
 
 impl Road {
-    /// Makes the gateway's CA, starts it for this way, and lets an edge of each node join.
+    /// Makes the gateway's CA, starts it for this setup, and lets an edge of each node join.
     pub(crate) fn start(
         folder: &Path,
         cluster: &Cluster,
@@ -86,20 +86,20 @@ impl Road {
         road
     }
 
-    /// The gateway as this way's example has it, with the tunnels that there were.
+    /// Starts the gateway of this setup's example, and waits for the previous tunnels.
     pub(crate) fn serves(&mut self, way: Way, clients: Clients, cluster: &Cluster) {
         let (example, name) = (way.example(), way.gateway());
         let is = self.gateway.as_ref();
         if is.is_some_and(|(of, whom, _)| (*of, *whom) == (name, clients)) {
             return;
         }
-        // With it goes what it holds: sockets and the kernel's rules.
+        // Its sockets and kernel rules are removed with it.
         self.gateway = None;
         if example == "addresses" {
             net::leads_on();
         }
         let text = self.config(way, clients, cluster);
-        // Edges stay as they are on all ways; they could be as this example has them.
+        // Edges stay the same in all setups, though each example has a file for them.
         let edges = format!("{EXAMPLES}/{example}/edge.yaml");
         let check = Program::new(BINARY).words("edge --check-config --config");
         check.args([edges]).run().ok();
@@ -125,7 +125,7 @@ impl Road {
         });
     }
 
-    /// The gateway of this way, but for this.
+    /// Changes the gateway of this setup.
     pub(crate) fn otherwise(
         &mut self,
         way: Way,
@@ -137,13 +137,13 @@ impl Road {
         self.runs("another", Clients::Server, change(text));
     }
 
-    /// Puts the gateway's configuration, but for this, into force while it runs.
+    /// Changes the gateway's configuration, and reloads it.
     pub(crate) fn gateway_anew(&self, change: impl Fn(String) -> String) {
         rewrite(&self.folder.join("gateway.yaml"), change);
         causeway(&self.folder).words("reload").run().ok();
     }
 
-    /// The example's configuration, here.
+    /// Returns the example's configuration for this machine.
     fn config(&self, way: Way, clients: Clients, cluster: &Cluster) -> String {
         let example = way.example();
         let read = |name: &str| fs::read_to_string(format!("{EXAMPLES}/{example}/{name}"));
@@ -203,7 +203,7 @@ impl Road {
         text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{more}"))
     }
 
-    /// The policy of this way's example, with this line before its rules.
+    /// Returns the policy of this setup's example, with this line before its rules.
     fn rules(&self, way: Way, clients: Clients, first: &str) {
         let file = format!("{EXAMPLES}/{}/policy.yaml", way.example());
         let policy = clients.read(&fs::read_to_string(file).unwrap());
@@ -211,13 +211,13 @@ impl Road {
         fs::write(self.folder.join("policy.yaml"), policy + ANYBODY).unwrap();
     }
 
-    /// Puts that policy into force.
+    /// Writes that policy, and reloads it.
     pub(crate) fn rules_anew(&self, way: Way, first: &str) {
         self.rules(way, Clients::Server, first);
         causeway(&self.folder).words("reload").run().ok();
     }
 
-    /// Has the gateway of the way of names know kubelets by their keys, or by the cluster's CA as its example does.
+    /// Lets the gateway of the setup by names trust kubelets by pinned keys, or by the cluster's CA as in its example.
     pub(crate) fn pins(&self, pins: bool, cluster: &Cluster) {
         let mut text = self.config(crate::names::CHECKED, Clients::Server, cluster);
         if pins {
@@ -264,21 +264,21 @@ impl Road {
         drop(self.edges[number].take());
     }
 
-    /// Asks the edge of a node to end, and hands it over.
+    /// Requests the end of a node's edge, and returns its process.
     pub(crate) fn leaves(&mut self, number: usize) -> Process {
         let edge = self.edges[number].take().expect("it has joined");
         edge.is_to_end();
         edge
     }
 
-    /// Asks the gateway to end, and hands it over. The next way begins with another.
+    /// Requests the gateway's end, and returns its process. The next setup starts another gateway.
     pub(crate) fn drains(&mut self) -> Process {
         let (_, _, gateway) = self.gateway.take().expect("it was started");
         gateway.is_to_end();
         gateway
     }
 
-    /// The CAs by which kube-apiserver checks who says to be a kubelet: the cluster's, and this gateway's.
+    /// The CAs by which kube-apiserver verifies kubelets: the cluster's, and this gateway's.
     pub(crate) fn authority(&self, checks: Checks, cluster: &Cluster) -> Option<PathBuf> {
         let file = self.folder.join("kubelets-ca.pem");
         let bundle = causeway(&self.folder).words("k8s ca-bundle --kubelet-ca");
@@ -293,12 +293,12 @@ impl Road {
         gateway.said()
     }
 
-    /// The gateway's CA, by which its clients know it.
+    /// The gateway's CA, with which clients verify it.
     pub(crate) fn ca(&self) -> PathBuf {
         self.folder.join("gateway/ca.pem")
     }
 
-    /// A program of the cloud that finds nodes by this way.
+    /// A program of the cloud that finds nodes in this setup.
     pub(crate) fn finding(&self, way: Way, program: &Path) -> Program {
         match way {
             Way::Names(_) | Way::Hosts(_) => net::asking(&self.resolver(way), program),
@@ -306,7 +306,7 @@ impl Road {
         }
     }
 
-    /// The `resolv.conf` of who finds nodes by their names.
+    /// The `resolv.conf` of programs that find nodes by their names.
     pub(crate) fn resolver(&self, way: Way) -> PathBuf {
         self.folder.join(match way {
             Way::Hosts(_) => "hosted/resolv.conf",
@@ -314,7 +314,7 @@ impl Road {
         })
     }
 
-    /// The configuration by which kube-apiserver comes this way, as the binary prints it; nothing for other ways.
+    /// The configuration with which kube-apiserver uses this setup, as printed by the binary; nothing for other setups.
     pub(crate) fn egress(&self, way: Way) -> Option<PathBuf> {
         let listener = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| self.folder.with_file_name("pki").join(name);
@@ -344,11 +344,11 @@ impl Road {
 /// Configuration of the networks in which addresses of pods are accepted.
 const PODS: &str = "  pod_networks: [10.244.0.0/16]\n";
 
-/// For a moment only: who may not any more is to be refused while a test waits.
+/// For a short time only: a test waits until a client without the right is refused.
 const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n  token_allowed_for: 2s\n  token_refused_for: 1s\n";
 
 impl Clients {
-    /// A file of an example, whose indented remarks say what scrapers need.
+    /// Returns a file of an example with its indented comments, which scrapers need, as text.
     fn read(self, text: &str) -> String {
         let line = |line: &str| {
             let told = line.trim_start();
@@ -364,9 +364,9 @@ impl Clients {
     }
 }
 
-/// Has an edge read its configuration, but for this, while it runs. What it was before.
+/// Changes an edge's configuration while it runs. Returns the previous one.
 pub(crate) fn edge_anew(node: &Node, change: impl Fn(String) -> String) -> String {
-    // It sees by itself that it has changed.
+    // The edge notices the change by itself.
     rewrite(&node.path("edge.yaml"), change)
 }
 
@@ -386,7 +386,7 @@ fn causeway(folder: &Path) -> Program {
 /// listed.
 const ANYBODY: &str = "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996, 8080, 9100, 9443] }, then: allow }\n";
 
-/// Listeners that stand beside those of an example.
+/// Further listeners besides those of an example.
 fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
     let anybody = |name: &str, protocol: &str, listen: String, original: bool| {
         json!({
@@ -422,7 +422,7 @@ fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
     }
 }
 
-/// `CoreDNS` as a cluster has it: of names of nodes it asks the gateway, and nobody else has one.
+/// `CoreDNS` as in a cluster: it forwards queries for names of nodes to the gateway, and has no other source for them.
 fn names(folder: &Path, assets: &Path) -> Process {
     let file = folder.join("Corefile");
     let text = format!(
@@ -454,7 +454,7 @@ fn hosted(folder: &Path, cluster: &Cluster) -> Process {
     let (mounted, file) = (folder.join("hosts"), folder.join("Corefile"));
     fs::write(&mounted, text).unwrap();
     let example = fs::read_to_string(format!("{EXAMPLES}/hosts/Corefile")).unwrap();
-    // Nobody is asked for what is not in the file.
+    // `CoreDNS` forwards no query for names that are not in the file.
     let example = example
         .replace(".:53 {", &format!(".:53 {{\n    bind {HOSTED}"))
         .replace("/etc/causeway/hosts", &mounted.display().to_string())

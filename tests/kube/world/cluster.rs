@@ -1,8 +1,8 @@
-//! The control plane: etcd, kube-apiserver and kube-controller-manager, and kubectl to talk to it.
+//! The control plane: etcd, kube-apiserver and kube-controller-manager, and kubectl to use it.
 //!
-//! etcd and the certificates stay for all tests; the API server is stopped and started again where a test wants it with
-//! other flags, and keeps its address. RBAC is on, and kubelets know the API server as `system:kubelet-api-admin`, no
-//! more. There is no scheduler: pods name their node.
+//! etcd and the certificates stay for all tests; the API server is restarted if a test needs it with other flags, and keeps
+//! its address. RBAC is on, and kubelets know the API server as `system:kubelet-api-admin`, no more. There is no scheduler:
+//! pods name their node.
 
 use std::{
     fs,
@@ -19,10 +19,10 @@ use super::{
     process::{PATIENCE, Process, Program, Ran, must, until, within},
 };
 
-/// As whom the API server comes to API servers of others.
+/// User as which the API server connects to API servers of others.
 const AGGREGATOR: &str = "listener-proxy-client";
 
-/// How it comes to them: nothing of this cloud leads to Services.
+/// How it connects to them: nothing of this cloud leads to Services.
 const AGGREGATION: &str = "--enable-aggregator-routing=true --requestheader-username-headers=X-Remote-User \
      --requestheader-group-headers=X-Remote-Group --requestheader-extra-headers-prefix=X-Remote-Extra-";
 
@@ -31,22 +31,22 @@ const AGGREGATION: &str = "--enable-aggregator-routing=true --requestheader-user
 pub(crate) struct Flags {
     /// The egress selector's configuration.
     pub(crate) egress: Option<PathBuf>,
-    /// By which CAs kubelets' certificates are checked; nothing, and they are not.
+    /// The CAs by which kubelets' certificates are verified; without them they are not verified.
     pub(crate) authority: Option<PathBuf>,
-    /// In which order a node's addresses are tried.
+    /// The order in which a node's addresses are tried.
     pub(crate) addresses: &'static str,
     /// A `resolv.conf` of its own, and no names of nodes in its `hosts`.
     pub(crate) resolver: Option<PathBuf>,
 }
 
-/// A control plane that runs.
+/// A running control plane.
 pub(crate) struct Cluster {
     folder: PathBuf,
     pub(crate) assets: PathBuf,
     pub(crate) pki: Pki,
     flags: Flags,
     api: Option<Process>,
-    /// How often the API server was.
+    /// Number of starts of the API server.
     pub(crate) started: usize,
     _etcd: Process,
     _controllers: Process,
@@ -119,7 +119,7 @@ impl Cluster {
         }
     }
 
-    /// The API server as it is, or as these flags want it.
+    /// Returns the API server unchanged, or restarts it with these flags.
     pub(crate) fn with(&mut self, flags: Flags) {
         if self.flags != flags {
             self.flags = flags;
@@ -146,7 +146,7 @@ impl Cluster {
         self.apply_example(&format!("{example}/rbac.yaml"));
     }
 
-    /// Makes what a file of the examples says.
+    /// Creates the objects of a file of the examples.
     pub(crate) fn apply_example(&self, file: &str) {
         let file = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("examples")
@@ -154,7 +154,7 @@ impl Cluster {
         self.kubectl("apply -f").args([file]).run().ok();
     }
 
-    /// The gateways' account, with the rights of an example, as a kubeconfig.
+    /// Returns a kubeconfig for the gateways' account with the rights of an example.
     pub(crate) fn account(&self, example: &str) -> String {
         self.grant(example);
         let secret = "get -n kube-system secret causeway-gateway -o jsonpath={.data.token}";
@@ -183,17 +183,17 @@ impl Cluster {
         file.display().to_string()
     }
 
-    /// A token of a service account, as its pods have one.
+    /// A token of a service account, like the token of its pods.
     pub(crate) fn token(&self, namespace: &str, account: &str) -> String {
         let line = format!("create token -n {namespace} {account}");
         let made = self.kubectl(&line).run().ok();
         made.text().trim().to_owned()
     }
 
-    /// A client's certificate, `FILE.pem`, which the cluster has signed since an administrator has said so.
+    /// A client's certificate, `FILE.pem`, which the cluster has signed after an administrator's approval.
     pub(crate) fn signs(&self, file: &str, user: &str) {
         let request = self.pki.request(file, user);
-        // One of a test that failed is for another key.
+        // A certificate left by a failed test has another key.
         let left = format!("delete csr {user} --ignore-not-found");
         self.kubectl(&left).run().ok();
         self.apply(&json!({
@@ -206,7 +206,7 @@ impl Cluster {
         }));
         let approve = format!("certificate approve {user}");
         self.kubectl(&approve).run().ok();
-        // A controller manager that has lost its API server in a test before looks again after up to a minute.
+        // A controller manager that has lost its API server in an earlier test retries after up to a minute.
         let wait = "--for=jsonpath={.status.certificate} --timeout=110s";
         let wait = self.kubectl(&format!("wait csr/{user} {wait}"));
         wait.within(2 * PATIENCE).run().ok();
@@ -216,7 +216,7 @@ impl Cluster {
         fs::write(self.pki.path(&format!("{file}.pem")), signed).unwrap();
     }
 
-    /// Starts the API server anew.
+    /// Restarts the API server.
     pub(crate) fn restart(&mut self) {
         self.stop();
         self.started += 1;
@@ -234,14 +234,14 @@ impl Cluster {
         assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
     }
 
-    /// The API server does nothing, and its connections stand, until this is gone.
+    /// Stops the API server's process, with its connections open, until the value is dropped.
     pub(crate) fn hangs(&self) -> Hung {
         let api = self.api.as_ref().expect("it runs").id();
         must(&format!("kill -STOP {api}"));
         Hung(api)
     }
 
-    /// The API server, which sees its own files of names where the flags say so.
+    /// The API server, which sees its own files of names if the flags require it.
     fn program(&self) -> Program {
         let api = self.assets.join("kube-apiserver");
         let Some(resolver) = &self.flags.resolver else {
@@ -278,19 +278,19 @@ impl Cluster {
         arguments
     }
 
-    /// Says where a node's pods are, as the cluster's allocator of networks would.
+    /// Sets the network of a node's pods, as the cluster's allocator of networks would.
     pub(crate) fn gives_pods(&self, node: &str, network: &str) {
         let spec = json!({ "spec": { "podCIDR": network, "podCIDRs": [network] } });
         let patch = self.kubectl(&format!("patch node {node} --type=merge -p"));
         patch.args([spec.to_string()]).run().ok();
     }
 
-    /// kubectl with these words, as an administrator.
+    /// kubectl with these arguments, as an administrator.
     pub(crate) fn kubectl(&self, line: &str) -> Program {
         self.kubectl_of(&self.assets.join("kubectl"), line)
     }
 
-    /// Another kubectl.
+    /// Another program of kubectl.
     pub(crate) fn kubectl_of(&self, program: &Path, line: &str) -> Program {
         Program::new(program)
             .args(self.access())
@@ -298,7 +298,7 @@ impl Cluster {
             .env("HOME", &self.folder)
     }
 
-    /// A line for `script`, which gives kubectl a terminal: this one, or the one of the cluster's version.
+    /// A command line for `script`, which gives kubectl a terminal: this kubectl, or the one of the cluster's version.
     pub(crate) fn kubectl_line(&self, program: Option<PathBuf>, line: &str) -> String {
         let program = program.unwrap_or_else(|| self.assets.join("kubectl"));
         let [config] = self.access();
@@ -312,7 +312,7 @@ impl Cluster {
         )]
     }
 
-    /// Makes an object.
+    /// Creates an object.
     pub(crate) fn apply(&self, object: &Value) {
         self.kubectl("apply -f -")
             .input(object.to_string())
@@ -320,7 +320,7 @@ impl Cluster {
             .ok();
     }
 
-    /// An object, if it is there.
+    /// Returns an object, if it exists.
     pub(crate) fn get(&self, line: &str) -> Option<Value> {
         let ran: Ran = self.kubectl("get -o json").words(line).run();
         (ran.code == Some(0)).then(|| serde_json::from_slice(&ran.stdout).unwrap())
@@ -336,7 +336,7 @@ impl Cluster {
         }
     }
 
-    /// A pod on a node, of our image, which runs this script. Its service account is awaited.
+    /// A pod on a node, of our image, which runs this script. Waits for its service account.
     pub(crate) fn pod(&self, namespace: &str, name: &str, node: &str, script: &str) {
         until("the service account is there", || {
             self.get(&format!("serviceaccount -n {namespace} default"))
@@ -357,7 +357,7 @@ impl Cluster {
     }
 }
 
-/// A process that does nothing until this is gone.
+/// A stopped process, which continues when the value is dropped.
 pub(crate) struct Hung(u32);
 
 impl Drop for Hung {

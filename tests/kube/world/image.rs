@@ -1,7 +1,6 @@
 //! The images that containers run, packed here: Debian's static busybox, and for pods of Causeway's own the tested binary.
 //!
-//! The first serves as the pause image as well: what it runs where nothing else is said is a sleep without end. Nothing is
-//! ever fetched from a registry.
+//! The first is the pause image as well: its default command is an endless sleep. Nothing is ever fetched from a registry.
 
 use std::{
     fs,
@@ -19,7 +18,7 @@ pub(crate) const NAME: &str = "causeway.test/busybox:1";
 /// Path of busybox in Debian's package.
 pub(crate) const BUSYBOX: &str = "/bin/busybox";
 
-/// Causeway's, as `deploy/` names it.
+/// Name of Causeway's image, as in `deploy/`.
 pub(crate) const OURS: &str = "docker.io/library/causeway:0.1.0";
 
 /// Packs the image of busybox into an archive that `ctr image import` takes.
@@ -38,7 +37,7 @@ pub(crate) fn pack(folder: &Path) -> PathBuf {
     seal(&folder, NAME, &run)
 }
 
-/// Packs the tested binary likewise, as the Dockerfile does, and with the libraries that it is linked to.
+/// Packs the tested binary in the same way as the Dockerfile does, with the libraries that it is linked to.
 pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
     let folder = folder.join("image-ours");
     let root = folder.join("root");

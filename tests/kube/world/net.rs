@@ -1,7 +1,7 @@
 //! The cloud's network and the edge's: sites behind routers that admit no connections from outside.
 //!
-//! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
-//! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
+//! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which reaches the
+//! outside through the router's NAT. The cloud has no route to a node, and the routers forward only answers.
 
 use std::{
     ffi::OsStr,
@@ -33,13 +33,13 @@ pub(crate) fn cloud() {
     must("ip link set cloud up");
 }
 
-/// Gives the cloud a way to everywhere else, as any machine has one, at whose end nobody is: the kernel asks for a way
-/// before it looks at rules that lead elsewhere.
+/// Gives the cloud a default route, as any machine has one, which leads to no host: the kernel looks for a route before it
+/// applies rules that redirect.
 pub(crate) fn leads_on() {
     must("ip route replace default via 10.97.0.254");
 }
 
-/// A program that finds nodes by this `resolv.conf` alone: its `hosts` has none of them.
+/// A program that finds nodes only by this `resolv.conf`: its `hosts` has none of them.
 pub(crate) fn asking(resolver: &Path, program: &Path) -> Program {
     let hosts = resolver.with_extension("hosts");
     fs::write(&hosts, "127.0.0.1 localhost\n").unwrap();
@@ -51,7 +51,7 @@ pub(crate) fn asking(resolver: &Path, program: &Path) -> Program {
     shell.args([resolver, &hosts, program])
 }
 
-/// A node's place behind a router.
+/// A node's network behind a router.
 pub(crate) struct Site {
     router: String,
     space: String,
@@ -100,7 +100,7 @@ impl Site {
         site
     }
 
-    /// NAT for what goes out, and nothing in but answers.
+    /// NAT for outgoing connections; only answers come in.
     fn shut(&self) {
         let rules = "table ip nat {\n\
              chain out { type nat hook postrouting priority 100; oifname \"wan\" masquerade; }\n\
@@ -116,7 +116,7 @@ impl Site {
         Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.router), program])
     }
 
-    /// A program, to be run on the node, which has nothing of its own but the network.
+    /// A program to run in the node's network, without the node's mounts.
     pub(crate) fn at(&self, program: impl AsRef<OsStr>) -> Program {
         let network = format!("--net={}", self.network());
         Program::new("nsenter")
@@ -124,12 +124,12 @@ impl Site {
             .args([program.as_ref()])
     }
 
-    /// Lets nothing through to the cloud and back any more, of which the node itself sees nothing.
+    /// Drops all packets to and from the cloud; the node's interface stays up.
     pub(crate) fn cut(&self) {
         must(&format!("ip -n {} link set wan down", self.router));
     }
 
-    /// Lets everything through again.
+    /// Passes all packets again.
     pub(crate) fn mend(&self) {
         must(&format!("ip -n {} link set wan up", self.router));
     }
@@ -139,13 +139,13 @@ impl Site {
         IpAddr::V4(self.address)
     }
 
-    /// The file that stands for the node's network.
+    /// The file of the node's network namespace.
     pub(crate) fn network(&self) -> String {
         format!("/run/netns/{}", self.space)
     }
 }
 
-/// Puts nodes into a network that they share, with an address each: what stands when all ways to the cloud are cut.
+/// Connects nodes to a network that they share, with an address each: it works when all links to the cloud are cut.
 pub(crate) fn neighbours(sites: &[(&Site, Ipv4Addr)]) {
     must("ip netns add field");
     must("ip -n field link add field type bridge");
@@ -163,13 +163,13 @@ pub(crate) fn neighbours(sites: &[(&Site, Ipv4Addr)]) {
     }
 }
 
-/// A machine of the cloud's own, which the gateway's host can dial.
+/// A machine of the cloud, which the gateway's host can dial.
 pub(crate) struct Machine {
     space: &'static str,
 }
 
 impl Machine {
-    /// Puts that of the node `cloud-1` on the cloud's bridge.
+    /// Connects the machine of the node `cloud-1` to the cloud's bridge.
     pub(crate) fn new() -> Self {
         let (space, address) = ("machine", MACHINE);
         let machine = Self { space };
@@ -185,7 +185,7 @@ impl Machine {
         machine
     }
 
-    /// A program, to be run there.
+    /// A program to run on that machine.
     pub(crate) fn at(&self, program: &str) -> Program {
         Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.space), program])
     }
@@ -193,7 +193,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A test that fails has more to say than this.
+        // A failed test has a more important message.
         Program::new("ip")
             .words("netns del")
             .args([self.space])

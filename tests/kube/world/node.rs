@@ -1,7 +1,7 @@
 //! A node at the edge: a real kubelet with a real containerd, behind NAT.
 //!
-//! Each has a network and mounts of its own, so that both have the paths that such machines have, and a cgroup of its
-//! own. Its pods' network is one that the cloud has no way to; they themselves reach the API server.
+//! Each has a network and mounts of its own, so that both have the usual paths of such machines, and a cgroup of its own.
+//! The cloud has no route to its pods' network; pods reach the API server.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ pub(crate) const NEEDS: [&str; 4] = ["containerd", "runc", "ctr", image::BUSYBOX
 /// Folder of the CNI plugins in Debian.
 pub(crate) const PLUGINS: &str = "/usr/lib/cni";
 
-/// A node whose kubelet runs.
+/// A node with a running kubelet.
 pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) site: Site,
@@ -40,7 +40,7 @@ pub(crate) struct Node {
 pub(crate) enum Serving {
     /// The cluster's CA.
     Signed,
-    /// The kubelet, as those do that are told of none.
+    /// The kubelet itself, the default of kubelets.
     Own,
     /// The cluster's CA, and the kubelet agrees on HTTP/2 as those before 1.36 do.
     Http2,
@@ -84,7 +84,7 @@ impl Node {
         node
     }
 
-    /// Starts its kubelet, in place of the one that runs. Pods stay.
+    /// Starts its kubelet, in place of the running one. Pods stay.
     pub(crate) fn serves(&mut self, cluster: &Cluster, serving: Serving) {
         drop(self.kubelet.take());
         let config = kubelet(cluster, (&self.name, serving), &self.branch);
@@ -101,7 +101,7 @@ impl Node {
                 format!("--node-ip={}", self.site.address()),
             ])
             .words("--node-labels=openyurt.io/is-edge-worker=true,causeway.io/edge=true")
-            // So that who asks every 10 s always finds new figures, of which it wants two.
+            // So that a client that scrapes every 10 s always finds new figures; it needs two.
             .words("--housekeeping-interval=4s")
             .env(
                 "GODEBUG",
@@ -115,12 +115,12 @@ impl Node {
         self.kubelet = Some(kubelet);
     }
 
-    /// The certificate that its kubelet makes, and the key, where there is none.
+    /// The certificate that its kubelet makes, and the key, if they exist.
     pub(crate) fn own_certificate(&self) -> [PathBuf; 2] {
         ["crt", "key"].map(|end| self.path(&format!("lib/kubelet/pki/kubelet.{end}")))
     }
 
-    /// A program, to be run on the node.
+    /// A program to run on the node.
     pub(crate) fn at(&self, program: &str) -> Program {
         at(&self.anchor, program)
     }
@@ -136,7 +136,7 @@ fn at(anchor: &Process, program: &str) -> Program {
     Program::new("nsenter").args(["--target", &of, "--net", "--mount", program])
 }
 
-/// The process that holds the node's namespaces.
+/// The process that keeps the node's namespaces.
 fn anchor(place: &Path, site: &Site) -> Process {
     let script = "set -e; mount -t tmpfs tmpfs /run; \
          for over in lib log; do mkdir $0/$over; mount --bind $0/$over /var/$over; done; \
@@ -214,7 +214,7 @@ fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) ->
             "x509": { "clientCAFile": path("ca.pem".into()) },
         },
         "authorization": { "mode": "Webhook" },
-        // Reloading its clients' CAs, it names no protocols.
+        // While it reloads its clients' CAs, its TLS offers no protocols.
         "featureGates": { "ReloadKubeletClientCAFile": !matches!(serving, Serving::Http1 | Serving::Http2) },
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
         "cgroupDriver": "cgroupfs", "cgroupRoot": branch, "failCgroupV1": false,

@@ -1,6 +1,6 @@
-//! The cluster's certificates: one CA, and what it signs for API server, kubelets, nodes and clients.
+//! The cluster's certificates: one CA, and its certificates for API server, kubelets, nodes and clients.
 //!
-//! Everything is a file in one folder, named after whom it is for: `NAME.pem` and `NAME.key`. Keys never leave it.
+//! All files are in one folder, with the name of their holder: `NAME.pem` and `NAME.key`. Keys never leave it.
 
 use std::{
     fs,
@@ -87,7 +87,7 @@ impl Pki {
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
     }
 
-    /// A kubeconfig by which the client of this file reaches the API server.
+    /// A kubeconfig with which the client of this file reaches the API server.
     pub(crate) fn kubeconfig(&self, client: &str, server: &str) -> String {
         let path = self.path(&format!("{client}.kubeconfig"));
         let (ca, cert) = (self.path("ca.pem"), self.path(&format!("{client}.pem")));

@@ -1,7 +1,7 @@
-//! Programs as child processes: run to their end within a bound, or left running with their words in a file.
+//! Programs as child processes: run to their end within a time limit, or left running with their output in a file.
 //!
-//! A process that runs dies with the value that holds it. Nothing of this machine's settings for proxies or for
-//! Causeway reaches one. Every wait is bounded, and one that fails shows what was said so far.
+//! A running process ends with the value that owns it. This machine's settings for proxies and for Causeway reach no
+//! process. Every wait has a limit, and a failed one prints the output so far.
 
 use std::{
     env,
@@ -14,15 +14,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For a machine that does other work besides.
+/// Time limit on a machine that does other work as well.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
-/// Waits until it holds.
+/// Waits until the condition holds.
 pub(crate) fn until(what: &str, holds: impl FnMut() -> bool) {
     assert!(within(PATIENCE, holds), "not within {PATIENCE:?}: {what}");
 }
 
-/// Whether it comes to hold within this time.
+/// Whether the condition holds within this time.
 pub(crate) fn within(bound: Duration, mut holds: impl FnMut() -> bool) -> bool {
     let begun = Instant::now();
     loop {
@@ -36,13 +36,13 @@ pub(crate) fn within(bound: Duration, mut holds: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// Runs a line of words that has to end well.
+/// Runs a command line that has to succeed.
 pub(crate) fn must(line: &str) {
     let mut words = line.split_whitespace();
     Program::new(words.next().unwrap()).args(words).run().ok();
 }
 
-/// A program about to be started.
+/// A program before its start.
 pub(crate) struct Program {
     command: Command,
     what: String,
@@ -79,7 +79,7 @@ impl Program {
         self
     }
 
-    /// Adds the words of a line.
+    /// Adds the words of a line as arguments.
     pub(crate) fn words(self, line: &str) -> Self {
         self.args(line.split_whitespace())
     }
@@ -96,7 +96,7 @@ impl Program {
         self
     }
 
-    /// How long it may take.
+    /// Sets the time limit.
     pub(crate) fn within(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
@@ -110,7 +110,7 @@ impl Program {
             .stderr(Stdio::piped());
         let mut child = self.spawn();
         let (input, mut stdin) = (self.input, child.stdin.take().unwrap());
-        // One that does not read to the end is no fault.
+        // A program may end without reading its whole input.
         let writer = thread::spawn(move || drop(stdin.write_all(&input)));
         let stdout = reader(child.stdout.take().unwrap());
         let stderr = reader(child.stderr.take().unwrap());
@@ -135,7 +135,7 @@ impl Program {
         }
     }
 
-    /// Starts it and leaves it running; what it says goes to the file `log`.
+    /// Starts it and leaves it running; its output goes to the file `log`.
     pub(crate) fn start(mut self, log: &Path) -> Process {
         let file = File::create(log).unwrap();
         self.command
@@ -159,13 +159,13 @@ impl Program {
 fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut all = Vec::new();
-        // What came before an error is what there is.
+        // The output before an error is returned.
         let _ = pipe.read_to_end(&mut all);
         all
     })
 }
 
-/// A program that runs; dropping it kills it.
+/// A running program; dropping it kills it.
 pub(crate) struct Process {
     child: Child,
     log: PathBuf,
@@ -188,7 +188,7 @@ impl Process {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
-    /// Waits until it has said this.
+    /// Waits until its output contains this.
     pub(crate) fn says(&mut self, part: &str) {
         let there = within(PATIENCE, || {
             self.said().contains(part) || self.child.try_wait().unwrap().is_some()
@@ -203,30 +203,30 @@ impl Process {
         );
     }
 
-    /// Writes to it.
+    /// Writes to its input.
     pub(crate) fn send(&mut self, bytes: &[u8]) {
         let stdin = self.child.stdin.as_mut().expect("the input is open");
         stdin.write_all(bytes).unwrap();
         stdin.flush().unwrap();
     }
 
-    /// Ends what it reads.
+    /// Closes its input.
     pub(crate) fn close_input(&mut self) {
         self.child.stdin = None;
     }
 
-    /// Asks it to end.
+    /// Requests its end.
     pub(crate) fn is_to_end(&self) {
         must(&format!("kill -TERM {}", self.id()));
     }
 
-    /// Asks it to end, and ends it if it takes longer than this.
+    /// Requests its end, and kills it if it takes longer than this.
     pub(crate) fn stop(mut self, grace: Duration) {
         self.is_to_end();
         within(grace, || self.child.try_wait().unwrap().is_some());
     }
 
-    /// How it ends by itself: its exit code, and after how long.
+    /// Waits until it ends by itself; returns its exit code, and the time.
     pub(crate) fn ended(&mut self) -> (Option<i32>, Duration) {
         let begun = Instant::now();
         let over = within(PATIENCE, || self.child.try_wait().unwrap().is_some());
@@ -254,7 +254,7 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    /// The same, once it is sure that it ended well.
+    /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         assert_eq!(
             self.code,
@@ -267,7 +267,7 @@ impl Ran {
         self
     }
 
-    /// Its complaint, once it is sure that it has failed.
+    /// Returns its error message, after checking that it has failed.
     pub(crate) fn failed(self) -> String {
         assert!(
             self.code.is_some_and(|code| code != 0),

@@ -13,9 +13,9 @@ import (
 )
 
 const (
-	// What is changed here, and nothing else, has this label.
+	// All objects that this program changes, and no others, have this label.
 	changed = "causeway.io/changed"
-	// So few names that each is created, changed and deleted many times.
+	// So few names that each object is created, changed and deleted many times.
 	names = 60
 )
 

@@ -1,8 +1,8 @@
-// A reader as the controllers of a cluster are: an informer of client-go's, which says each event that it hears.
+// A reader like the controllers of a cluster: an informer of client-go, which prints each event.
 //
-// Each is a line of JSON: what was added, updated or deleted, with its version and a hash of the object, and `synced` once
-// all of the first list is told. What the informer knows is the sum of its lines; tests compare it with what the API server
-// says, which `-once` prints in the same words. `-change` is who makes the changes (changes.go).
+// Each event is a line of JSON: an object that was added, updated or deleted, with its version and a hash, and `synced`
+// after the whole first list. The informer's state is the sum of its lines; tests compare it with the API server's state,
+// which `-once` prints in the same format. `-change` makes the changes (changes.go).
 package main
 
 import (
@@ -57,7 +57,8 @@ func must(err error) {
 	}
 }
 
-// What a line says of an object. The hash is over its JSON with sorted keys, without what who reads it never compares.
+// Description of an object in a line. The hash is over its JSON with sorted keys, without the fields that readers never
+// compare.
 func event(what string, object any) said {
 	if gone, ok := object.(cache.DeletedFinalStateUnknown); ok {
 		object = gone.Obj
@@ -68,7 +69,7 @@ func event(what string, object any) said {
 	must(err)
 	var fields map[string]any
 	must(json.Unmarshal(text, &fields))
-	// Typed clients have the first two or not, by how they have read the object.
+	// Whether typed clients have the first two fields depends on how they read the object.
 	delete(fields, "kind")
 	delete(fields, "apiVersion")
 	if metadata, ok := fields["metadata"].(map[string]any); ok {
@@ -94,13 +95,13 @@ func follow(client kubernetes.Interface, resource, selector string) {
 	must(err)
 	never := make(chan struct{})
 	factory.Start(never)
-	// All of the first list has gone through the handlers then.
+	// By then the handlers have got the whole first list.
 	cache.WaitForCacheSync(never, told.HasSynced)
 	say(said{Event: "synced"})
 	<-never
 }
 
-// Prints what there is, by a list that asks for the newest.
+// Prints all objects, from a list that requests the newest state.
 func once(client kubernetes.Interface, resource, selector string) {
 	options := metav1.ListOptions{LabelSelector: selector}
 	var list runtime.Object
@@ -136,7 +137,7 @@ func main() {
 		config.ContentType = runtime.ContentTypeProtobuf
 		config.AcceptContentTypes = runtime.ContentTypeProtobuf
 	}
-	// Nothing here is slowed down by the client itself.
+	// The client itself does not limit the rate of requests here.
 	config.QPS = -1
 	client, err := kubernetes.NewForConfig(config)
 	must(err)
