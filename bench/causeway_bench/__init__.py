@@ -1,1 +1,1 @@
-"""Measures Causeway beside other tunnels: who starts them, who calls them, and what the figures say."""
+"""Measures Causeway beside other tunnels: starts them, loads them, and reports the figures."""

@@ -1,4 +1,4 @@
-"""`bench/run`'s other half: arguments, bed, rows, results."""
+"""Main program of `bench/run`: arguments, test bed, rows, results."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def chosen(asked: argparse.Namespace) -> list[tuple[Row, tuple[str, ...]]]:
 def _before(row: Row) -> tuple[Row, tuple[str, ...]]:
     """Returns the row with another build as a reference, and its contestants."""
     other = tuple(name for name in ("haproxy-hops",) if name in row.contestants)
-    # Some of what differs from start to start (a tunnel's window, where memory lies) stays until the end: two runs of one
-    # program differ by up to a sixth. So each round has another start.
+    # Some differences between starts (a tunnel's window, memory layout) stay until the end: two runs of one program differ
+    # by up to a sixth. Therefore each round has another start.
     start: Start = "renewed" if row.start == "together" else row.start
     return replace(row, references=("before", *other), start=start), (*other, "before", "causeway")
 
@@ -79,7 +79,7 @@ def programs(rows: list[tuple[Row, tuple[str, ...]]]) -> set[str]:
 
 
 def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Outcome], bool]:
-    """All rows in order, and whether there are all: what was found stands even where the run is broken off."""
+    """Runs all rows in order; returns whether all were measured. Results remain even if the run is interrupted."""
     outcomes: list[Outcome] = []
     try:
         bed.prepare()
@@ -96,7 +96,7 @@ def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Out
 
 
 def profile(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]], out: Path) -> int:
-    """Flame graphs in place of figures."""
+    """Draws flame graphs in place of figures."""
     try:
         bed.prepare()
         for row, _ in rows:
@@ -114,7 +114,7 @@ def main() -> int:
         for row in ROWS:
             print(f"{row.name:24}{'smoke' if row.smoke else '':7}{row.title}")
         return 0
-    # Ends as Ctrl-C does: through every `finally`.
+    # Ends like Ctrl-C: through every `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = chosen(asked)
     bench = Path(__file__).resolve().parent.parent
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def words(asked: argparse.Namespace) -> list[str]:
-    """Returns the arguments that decide what is measured, for the results."""
+    """Returns the arguments that decide the measurement, for the results."""
     said = [f"--{name}" for name in ("smoke", "full") if getattr(asked, name)]
     said += ["--only", *asked.only] if asked.only else []
     said += ["--rounds", str(asked.rounds)] if asked.rounds else []
@@ -164,7 +164,7 @@ def words(asked: argparse.Namespace) -> list[str]:
 
 
 def conclude(run: Run, smoke: bool) -> int:
-    """Returns the exit status; a smoke names its faults."""
+    """Returns the exit status; a smoke run prints its faults."""
     if not smoke:
         return report.status(run)
     faults = report.faults(run)

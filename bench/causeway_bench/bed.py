@@ -1,4 +1,4 @@
-"""The test bed: scratch folder, ports, apps, and where processes run. One bed for all rows of a run."""
+"""The test bed: scratch folder, ports, apps, and the CPUs of processes. One bed for all rows of a run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Side = Literal["cloud", "rest"]
 App = Literal["files", "load"]
 KIB = 1024
 MIB = 1024 * KIB
-# Below the ephemeral ports: a caller's socket must never sit on a port that somebody is about to bind.
+# Below the ephemeral ports: a client's socket must never take a port that a process is about to bind.
 _PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long it all takes: `--smoke`, the default, `--full`."""
+    """Duration of the measurements: `--smoke`, the default, `--full`."""
 
     name: str
     rounds: int
-    # Of rows that take minutes each.
+    # For rows that take minutes each.
     long_rounds: int
     seconds: int
     warm: int
-    # One body of the rows with one transfer, and of those with eight.
+    # Number of bodies of the rows with one transfer, and of those with eight.
     bulk: int
     bulk_of_eight: int
     settle: float
@@ -49,7 +49,7 @@ PACES = {
     ),
 }
 
-# Who runs on which CPU, the same for all contestants.
+# CPUs of each role, the same for all contestants.
 PLACEMENTS: dict[str, dict[Side, str | None]] = {
     "free": {"cloud": None, "rest": None},
     "split": {"cloud": "0", "rest": "1"},
@@ -58,22 +58,22 @@ PLACEMENTS: dict[str, dict[Side, str | None]] = {
 
 @dataclass
 class Bed:
-    """What contestants and callers are started with."""
+    """Environment with which contestants and clients are started."""
 
     tools: Tools
     scratch: Path
     pace: Pace
     placement: str
-    # Where the cloud's side listens for the other one.
+    # Address at which the cloud's side listens for the other one.
     cloud: str = "127.0.0.1"
-    # And where the node's app is reached without any tunnel.
+    # Address of the node's app without a tunnel.
     node: str = "127.0.0.1"
-    # Network namespaces of both sides, if they stand apart.
+    # Network namespaces of both sides, if they are separate.
     namespaces: dict[Side, str] = field(default_factory=dict)
-    # What carries the bytes between them; stopped, it is a link that is silent.
+    # The process that carries the bytes between them; if it is stopped, the link is silent.
     relay: Process | None = None
     apps: dict[App, int] = field(default_factory=dict)
-    # What was written for whom, to be quoted: the last one of each name.
+    # Written configurations, which the results quote: the last one of each name.
     configurations: dict[str, str] = field(default_factory=dict)
     _processes: list[Process] = field(default_factory=list)
     _used: set[int] = field(default_factory=set)
@@ -86,7 +86,7 @@ class Bed:
         return PLACEMENTS[self.placement][side]
 
     def port(self) -> int:
-        """A port of loopback that nobody has, and that is not given out twice."""
+        """Returns a free port of loopback, which is not returned twice."""
         for _ in range(1000):
             port = random.choice(_PORTS)
             if port in self._used:
@@ -101,7 +101,7 @@ class Bed:
         raise Trouble("no free port between 20000 and 32000")
 
     def write(self, name: str, text: str) -> Path:
-        """A configuration, kept for the results as well."""
+        """Writes a configuration, which the results contain as well."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -116,7 +116,7 @@ class Bed:
 
     @contextmanager
     def at(self, side: Side) -> Iterator[None]:
-        """In that side's network, where it has one of its own."""
+        """Runs it in that side's network, if it has its own."""
         if side not in self.namespaces:
             yield
             return
@@ -124,8 +124,8 @@ class Bed:
             yield
 
     def prepare(self) -> None:
-        """Certificates and the two apps: nginx for answers, ours for what nginx cannot do (uploads that are not kept,
-        upgrades)."""
+        """Makes certificates and starts the two apps: nginx for answers, ours for uploads that are not stored and for
+        upgrades, which nginx cannot do."""
         self.pki.make(self.cloud)
         self._serve_files()
         if "bench-load" in self.tools.paths:

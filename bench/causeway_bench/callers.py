@@ -18,12 +18,12 @@ from .usage import Meter
 Figures = dict[str, float]
 Named = int | Literal["sni", "host"]
 MICRO = 1e6
-# How often the memory of the callers' side is looked at while transfers are under way, in seconds.
+# Interval at which the memory of the clients' side is measured during transfers, in seconds.
 _LOOK = 0.25
 _BOUND = 330
 _OUTCOMES = re.compile(r"requests: .* (\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout")
 _STATUSES = re.compile(r"status codes: \d+ 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx")
-# Answers with another status than was asked for: not a matter of speed.
+# Answers with another status than expected: not a matter of speed.
 WRONG = "wrong_answers"
 
 
@@ -69,7 +69,7 @@ def wrk(
 
 
 def cpu_per(what: str, meter: Meter, count: float, scale: float) -> Figures:
-    """CPU by role and, under `all`, of the road as a whole, for each of what was counted."""
+    """Returns the CPU time by role and, under `all`, of the whole route, for each counted unit."""
     used = meter.read()
     used["all"] = sum(used.values())
     unit = "us" if scale == MICRO else "s"
@@ -115,7 +115,7 @@ def curl_words(bed: Bed, way: Way, path: str, out: str = "/dev/null", version: s
 
 
 def way_of(contestant: Contestant, connect: bool = False) -> Way:
-    """The https front where there is one, unless CONNECT was asked for."""
+    """Returns the https listener if there is one, unless CONNECT is requested."""
     way = contestant.connect if connect else contestant.https or contestant.connect or contestant.plain
     if way is None:
         raise Trouble(f"{contestant.name} has no such front")
@@ -134,11 +134,12 @@ def check_answer(bed: Bed, contestant: Contestant, app: App) -> None:
 
 
 def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bool = False) -> Figures:
-    """So many downloads or uploads of one bulk at once: bytes a second from the first's start to the last's end."""
+    """Runs this many downloads or uploads of one bulk at once: bytes per second from the first's start to the last's
+    end."""
     name, size = ("bulk", bed.pace.bulk) if count == 1 else ("bulk8", bed.pace.bulk_of_eight)
     way = way_of(contestant, connect)
     if up:
-        # An upload begins at once, as other clients' do, and not after a second of waiting for 100.
+        # An upload begins at once, like other clients', and not after a wait of a second for 100.
         words = [*curl_words(bed, way, "sink", "-"), "-H", "Expect:", "-T", str(bed.scratch / "files" / name)]
     else:
         words = [*curl_words(bed, way, name), "-w", "%{size_download}"]
@@ -155,7 +156,7 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
                     raise Trouble(f"curl: not done within {_BOUND} s")
         seconds = time.monotonic() - begin
         for curl in curls:
-            # The upstream's count of an upload, or curl's of a download.
+            # The upstream's count for an upload, or curl's for a download.
             if curl.said().strip() != str(size):
                 raise Trouble(f"{size} bytes became {curl.tail()}")
     finally:
@@ -164,13 +165,13 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
             curl.log.unlink(missing_ok=True)
     figures = {"mb_per_s": size * count / seconds / 1e6, **cpu_per("gb", meter, size * count / 1e9, 1.0)}
     if held:
-        # Of the whole time.
+        # Relative to the whole time.
         figures |= {"kib_per_stream": median(held) / 1024 / count, "kib_per_stream_most": max(held) / 1024 / count}
     return figures
 
 
 def _done(curl: Process) -> bool:
-    """Whether it ends before the next look."""
+    """Whether it ends before the next measurement."""
     try:
         code = curl.child.wait(_LOOK)
     except subprocess.TimeoutExpired:

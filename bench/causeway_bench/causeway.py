@@ -1,7 +1,8 @@
-"""Causeway: a gateway with one core, an `https` and a `connect` front, and an edge whose node is called `localhost`.
+"""Causeway: a gateway with one worker, an `https` and a `connect` listener, and an edge whose node is called
+`localhost`.
 
-The name lets generators that cannot be told where to connect ask for https://localhost:PORT, so that SNI names the
-node. Both fronts are anonymous, as HAProxy's is.
+Generators without a setting for the address can request https://localhost:PORT, so that the SNI names the node. Both
+listeners are anonymous, like HAProxy's.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Causeway(Contestant):
     admin: int = 0
     edge_admin: int = 0
     cores: int = 1
-    # Rules of its policy, of which the last lets callers pass; none is no policy.
+    # Rules of its policy, of which the last admits clients; `None` is no policy.
     rules: int = 0
-    # What its gateway's configuration has besides, and by whose name it is quoted.
+    # Further keys of its gateway's configuration, and the name under which it is quoted.
     settings: str = ""
     written: str = "causeway"
     folder: Path = Path()
@@ -52,13 +53,13 @@ class Causeway(Contestant):
         return self.folder / "gateway"
 
     def bootstrap(self, bed: Bed) -> None:
-        """A new data directory, and a token for the node."""
+        """Makes a new data directory, and a token for the node."""
         program = bed.tools.path(self.program)
         self.folder = bed.scratch / fresh_name("causeway")
         run([program, "bootstrap", "--node", NODE, "--out", str(self.folder / "out"), "--data-dir", str(self.data)])
 
     def start_gateway(self, bed: Bed, app: int) -> None:
-        """The gateway alone, on the data directory that is there."""
+        """Starts only the gateway, on the existing data directory."""
         # A restart has the same listeners.
         https = self.https.port if self.https else bed.port()
         connect = self.connect.port if self.connect else bed.port()
@@ -92,7 +93,7 @@ class Causeway(Contestant):
         """Whether a request succeeds now."""
         assert self.https is not None
         trust = ssl.create_default_context(cafile=self.https.ca)
-        # Without a port, which would be the front's own.
+        # Without a port, which would be the listener's own.
         asked = urllib.request.Request(f"https://localhost:{self.https.port}/1k", headers={"Host": NODE})
         try:
             with urllib.request.urlopen(asked, timeout=2, context=trust) as reply:
@@ -101,12 +102,12 @@ class Causeway(Contestant):
             return False
 
     def tunnels(self) -> int:
-        """How many tunnels of the node the gateway has."""
+        """Returns the number of tunnels of the node at the gateway."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/api/v1/edges/{NODE}", timeout=2) as reply:
             return int(json.load(reply)["tunnels"])
 
     def start_edge(self, bed: Bed, app: int) -> Process:
-        """The edge of the one node; returns when it has a tunnel."""
+        """Starts the edge of the one node; returns when it has a tunnel."""
         admin = self.edge_admin = bed.port()
         configuration = bed.write(
             "causeway/edge.yaml",
@@ -128,7 +129,7 @@ class Causeway(Contestant):
 
 
 def _policy(bed: Bed, rules: int) -> Path:
-    """So many rules of which each is about other callers, nodes, ports and paths, but for the last."""
+    """Makes this many rules; all but the last are about other clients, nodes, ports and paths."""
     others = (
         f"  - {{ who: {{ users: [user-{n}, 'team-{n}-*'], networks: [10.{n >> 8}.{n & 255}.0/24] }}, "
         f"where: {{ nodes: [node-{n}, 'site-{n}-*'] }}, "
@@ -140,7 +141,7 @@ def _policy(bed: Bed, rules: int) -> Path:
 
 
 class Before(Causeway):
-    """Another build, such as that of the commit before: what a change brings is measured beside it."""
+    """Another build, such as that of the previous commit: the effect of a change is measured beside it."""
 
     needs = ("before",)
     program = "before"
@@ -154,7 +155,7 @@ def counted(port: int, metric: str) -> float:
 
 
 def answers(port: int, path: str) -> bool:
-    """Whether an admin listener says 200."""
+    """Whether an admin listener answers 200."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as reply:
             return bool(reply.status == 200)

@@ -1,6 +1,6 @@
 """A cluster without nodes: etcd and kube-apiserver, and an administrator's certificate.
 
-etcd does not wait for its disk, which others use as well: what is measured is the way of a change, and not that.
+etcd does not wait for its disk, which other programs use as well: the subject is the path of a change, not the disk.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .pki import Pki
 from .process import Process, Trouble, wait_for
 
 _PORT, _STORE, _PEER = 6443, 2379, 2380
-# kube-apiserver makes its own roles and priorities first, on a machine that others use too.
+# kube-apiserver makes its own roles and priorities first, and other programs use the machine too.
 _READY = 120
 
 
 @dataclass
 class Cluster:
-    """In the cloud's network namespace."""
+    """Starts it in the cloud's network namespace."""
 
     bed: Bed
     processes: dict[str, Process] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Cluster:
 
     @property
     def admin(self) -> list[str]:
-        """Words by which the load is an administrator."""
+        """Returns the arguments by which the load is an administrator."""
         return ["--cert", str(self.pki.chain("admin")), "--key", str(self.pki.key("admin"))]
 
     def start(self) -> None:
@@ -56,7 +56,7 @@ class Cluster:
         wait_for("kube-apiserver is ready", self._ready, self.processes.values(), _READY)
 
     def kubeconfig(self) -> Path:
-        """The administrator's."""
+        """Returns the administrator's kubeconfig."""
         pki = self.pki
         return self.bed.write(
             "readers/kubeconfig",

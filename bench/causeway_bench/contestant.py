@@ -1,4 +1,4 @@
-"""What every contestant is: something that leads callers at loopback to an app, in one or two ways."""
+"""Base of the contestants: each routes clients at loopback to an app, in one or two ways."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Connect:
     port: int
     ca: Path
     target: str
-    # By which the proxy is called; of a gateway that is no node's name.
+    # The proxy's server name; for a gateway it is no node's name.
     server_name: str = "localhost"
     certificate: Path | None = None
     key: Path | None = None
@@ -46,7 +46,7 @@ class Connect:
 
 @dataclass
 class Contestant:
-    """One running road to one app. `processes` are by role; `front` is the role that meets callers."""
+    """One running route to one app. `processes` are by role; `front` is the role to which clients connect."""
 
     name: str
     processes: dict[str, Process] = field(default_factory=dict)
@@ -54,11 +54,11 @@ class Contestant:
     connect: Connect | None = None
     plain: Plain | None = None
 
-    # Programs without which it cannot start.
+    # Programs that it requires.
     needs: ClassVar[tuple[str, ...]] = ()
 
     def start(self, bed: Bed, app: int) -> None:
-        """Begins to lead callers to the app at that port, and returns when it does."""
+        """Starts to route clients to the app at that port, and returns when it works."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -67,11 +67,11 @@ class Contestant:
         self.processes.clear()
 
     def memory(self) -> int:
-        """Bytes of whatever stands on the callers' side: a front, and the server of a tunnel behind it."""
+        """Returns the bytes of all processes on the clients' side: a front, and the server of a tunnel behind it."""
         return sum(memory(process.pid).pss for role, process in self.processes.items() if role != "edge")
 
     def trouble(self) -> str:
-        """The last lines of all logs, for whoever reads why it failed."""
+        """Returns the last lines of all logs, for the message of a failure."""
         said = (f"{process.name}: {process.tail(4)}" for process in self.processes.values())
         return " | ".join(said)
 
@@ -81,7 +81,7 @@ Way = Https | Connect | Plain
 
 @dataclass
 class Direct(Contestant):
-    """No road at all: TCP from the caller to the app, as far as the link between them carries it."""
+    """No tunnel: TCP from the client to the app, limited only by the link between them."""
 
     def start(self, bed: Bed, app: int) -> None:
         self.plain = Plain(f"{bed.node}:{app}")

@@ -1,7 +1,7 @@
-"""What the gateway does for a request, counted: instructions and allocations by callgrind, system calls by strace and perf.
+"""The gateway's cost of a request, as counts: instructions and allocations by callgrind, system calls by strace and
+perf.
 
-Counts are what a busy machine does not change. Each is the difference of a long and a short load: that takes
-handshakes out.
+A busy machine does not change counts. Each is the difference of a long and a short load, which removes handshakes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .measures import TURNED
 from .process import Process, Trouble, run, wait_for
 
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
-# callgrind gives each function a number where it names it first, and counts the calls in the line behind.
+# callgrind gives each function a number at its first name, and counts the calls in the next line.
 _NAMED = re.compile(r"^c?fn=\((\d+)\) (\S+)", re.MULTILINE)
 _CALLED = re.compile(r"^cfn=\((\d+)\).*\ncalls=(\d+)", re.MULTILINE)
 _ALLOCATES = re.compile(r"_rjem_(malloc|calloc|realloc|mallocx|rallocx|aligned_alloc|posix_memalign)$")
 # `strace -c`: share, seconds, microseconds a call, calls, perhaps errors, name.
 _SYSTEM_CALL = re.compile(r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) +(?:\d+ +)?(\w+)$", re.MULTILINE)
-# What perf says of an event with `-x,`: count, unit, event.
+# perf's output for an event with `-x,`: count, unit, event.
 _COUNTED = re.compile(r"^(\d+),[^,]*,syscalls:sys_enter_(\w+),", re.MULTILINE)
-# What crossing costs: locks that another thread holds, or that one waits for, and writes that wake the other thread.
+# Costs of crossing: locks that another thread holds, or for which one waits, and writes that wake the other thread.
 _CROSSING = {"futex": "futexes_per_request", "write": "wakes_per_request"}
 _CALLERS = 8
 # A lock that another thread holds, or a thread that waits to be woken.
@@ -35,7 +35,7 @@ _WAITS = "futex"
 
 
 def instructions(bed: Bed, contestant: Contestant) -> Figures:
-    """Of the gateway, for a request over HTTP/1.1."""
+    """Counts the gateway's cost of a request over HTTP/1.1."""
     gateway = _causeway(contestant)
     folder = bed.scratch / "callgrind"
     folder.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def instructions(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def _count(bed: Bed, gateway: Causeway, folder: Path, seconds: float) -> tuple[float, float, float]:
-    """Instructions and allocations of the gateway, and requests that were answered meanwhile."""
+    """Returns instructions and allocations of the gateway, and the requests answered meanwhile."""
     pid = str(gateway.processes["front"].pid)
     control = str(Path(bed.tools.path("valgrind")).with_name("callgrind_control"))
     run([control, "-z", pid])
@@ -72,7 +72,8 @@ def _count(bed: Bed, gateway: Causeway, folder: Path, seconds: float) -> tuple[f
 
 
 def system_calls(bed: Bed, contestant: Contestant) -> Figures:
-    """Of a gateway with two cores, for a request whose SNI names its node, 64 callers; and how many waited for a lock."""
+    """Counts the cost of a request whose SNI names its node, for a gateway with two workers and 64 clients; and how
+    many waited for a lock."""
     gateway = _causeway(contestant)
     gateway.cores = 2
     gateway.start(bed, bed.apps["files"])
@@ -90,9 +91,9 @@ def system_calls(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def waits(bed: Bed, contestant: Contestant) -> Figures:
-    """Of a gateway with two cores, for a request, where each caller turns to another node with each: both cores have
-    tunnels, and streams cross. Counted by perf and not by strace, under which a lock is held for as long as it takes to
-    tell the tracer of the system call within."""
+    """Counts the cost of a request for a gateway with two workers, if each client changes to another node with each
+    request: both workers have tunnels, and streams cross between them. perf counts, and not strace, under which a
+    lock is held for as long as it takes to report the system call to the tracer."""
     gateway = _causeway(contestant)
     gateway.cores = 2
     gateway.bootstrap(bed)
@@ -116,19 +117,19 @@ def waits(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def _counter(bed: Bed, pid: int) -> Process:
-    """perf, counting already and for as long as requests are asked."""
+    """Starts perf, which counts already, and for as long as requests are sent."""
     name = fresh_name("perf")
     events = ",".join(f"syscalls:sys_enter_{call}" for call in _CROSSING)
     words = [bed.tools.path("perf"), "stat", "-x,", "-e", events, "-p", str(pid), "--", "sleep", str(bed.pace.seconds)]
     counter = Process(name, words, bed.scratch / f"{name}.log", bed.cpus("rest"))
-    # The command that it was given runs once its counters do.
+    # perf starts the given command once its counters run.
     sleeps = Path(f"/proc/{counter.pid}/task/{counter.pid}/children")
     wait_for("perf counts", lambda: bool(sleeps.read_text().strip()), [counter])
     return counter
 
 
 def _traced(bed: Bed, gateway: Causeway, seconds: float) -> tuple[dict[str, int], float]:
-    """System calls of the gateway by name, and requests that were answered meanwhile."""
+    """Returns system calls of the gateway by name, and the requests answered meanwhile."""
     name = fresh_name("strace")
     out = bed.scratch / f"{name}.out"
     words = [bed.tools.path("strace"), "-c", "-f", "-o", str(out), "-p", str(gateway.processes["front"].pid)]

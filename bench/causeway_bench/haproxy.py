@@ -1,4 +1,4 @@
-"""HAProxy: straight to the upstream, in two hops, or in front of a tunnel that terminates no TLS for clients."""
+"""HAProxy: directly to the upstream, in two hops, or in front of a tunnel that terminates no TLS for clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def start_haproxy(bed: Bed, port: int, target: int) -> Process:
 
 @dataclass
 class Haproxy(Contestant):
-    """HAProxy straight: TLS from the client, then the upstream."""
+    """HAProxy directly: TLS from the client, then the upstream."""
 
     needs = ("haproxy",)
 
@@ -66,8 +66,8 @@ def _start(bed: Bed, name: str, side: Side, text: str, listener: tuple[int, str]
     return process
 
 
-# One thread, TLS 1.3 with the cipher and the kind of key that Causeway uses, idle connections to the server are kept.
-# With the default HTTP/2 window of 64 KiB a transfer between two HAProxies costs a third more CPU than with 1 MiB.
+# One thread, TLS 1.3 with the cipher and the kind of key that Causeway uses; idle connections to the server are kept. With
+# the default HTTP/2 window of 64 KiB a transfer between two HAProxies costs a third more CPU than with 1 MiB.
 _HAPROXY = """\
 global
   nbthread 1

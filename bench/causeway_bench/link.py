@@ -1,4 +1,4 @@
-"""The rows over a link of 50 ms: callers and gateway in one network namespace, edge and app in another."""
+"""The rows over a link of 50 ms: clients and gateway in one network namespace, edge and app in another."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .contestant import Contestant, fresh_name
 from .namespace import inside, namespaces
 from .process import Process, Trouble, wait_for
 
-# One body over it: seconds, not half a minute.
+# Size of one body over it: seconds, not half a minute.
 _BULK = 256 * MIB
-# How long a silent link may go unknown, in seconds, before the row gives up.
+# Time limit in seconds to detect a silent link, after which the row fails.
 _OUTAGE = 60
 # Below this a request's work takes longer than its round trips.
 _COUNTABLE_MS = 10
@@ -28,7 +28,7 @@ _CLOUD, _NODE = "10.207.113.1", "10.207.113.2"
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between the cloud and the node."""
+    """Properties of the link between the cloud and the node."""
 
     round_trip_ms: float
     mb_per_s: int
@@ -36,7 +36,7 @@ class Link:
 
 @contextmanager
 def long_bed(bed: Bed, link: Link) -> Iterator[Bed]:
-    """A bed of its own over a link; this thread stands at the cloud's side within."""
+    """A separate bed over a link; inside the block this thread is on the cloud's side."""
     cloud, node = (f"causeway-bench-{side}-{os.getpid()}" for side in ("cloud", "node"))
     with namespaces(cloud, node):
         scratch = bed.scratch / fresh_name("link")
@@ -56,8 +56,8 @@ def long_bed(bed: Bed, link: Link) -> Iterator[Bed]:
 
 
 def outage(bed: Bed, contestant: Contestant) -> Figures:
-    """The link of an idle tunnel falls silent: seconds until both ends know, and from its return until a request
-    succeeds."""
+    """The link of an idle tunnel falls silent: measures the seconds until both ends have detected it, and from its
+    return until a request succeeds."""
     if not isinstance(contestant, Causeway) or bed.relay is None:
         raise Trouble("an outage wants Causeway over a link")
     silent: dict[str, Callable[[], bool]] = {
@@ -74,7 +74,7 @@ def outage(bed: Bed, contestant: Contestant) -> Figures:
             for name, knows in silent.items():
                 with bed.at("rest" if name.startswith("edge") else "cloud"):
                     if name not in figures and knows():
-                        # As fine as this looks.
+                        # The resolution of this measurement.
                         figures[name] = round(time.monotonic() - begin, 1)
             time.sleep(0.05)
     finally:
@@ -85,7 +85,7 @@ def outage(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def over_link(bed: Bed, contestant: Contestant, link: Link) -> Figures:
-    """One stream's share of the link, and what small requests wait for, alone and beside it."""
+    """Measures one stream's share of the link, and the latency of small requests, alone and beside it."""
     moved = transfer(bed, contestant, 1, up=False)
     seconds = max(3, bed.pace.seconds)
     alone = load.requests(bed, contestant, 1, seconds)
@@ -95,7 +95,7 @@ def over_link(bed: Bed, contestant: Contestant, link: Link) -> Figures:
         beside = load.requests(bed, contestant, 1, seconds)
     finally:
         bulk.stop()
-    # The caller is new to the gateway, which is near it; what is far is counted in round trips.
+    # The client has no connection to the gateway, which is near it; the distance is counted in round trips.
     anew = load.requests(bed, contestant, 1, seconds, new=True)
     figures = {"mb_per_s": moved["mb_per_s"], "share_of_link": moved["mb_per_s"] / link.mb_per_s}
     if anew.get("p50_us"):

@@ -1,6 +1,6 @@
 """`causeway-bench-load`, the program of bench/load: one function for each of its loads that rows use.
 
-It says one JSON object a line on standard output, of which the last with `"event": "result"` has the figures.
+It prints one JSON object per line on standard output. The last one with `"event": "result"` has the figures.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Event = dict[str, Any]
 
 
 def events(text: str) -> list[Event]:
-    """What was said; other lines are complaints, for people."""
+    """Returns the printed events; other lines are error messages for people."""
     found = []
     for line in text.splitlines():
         if line.startswith("{"):
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:
-                # The last line may not be whole yet.
+                # The last line may be incomplete.
                 continue
     return found
 
@@ -50,7 +50,7 @@ def result(bed: Bed, words: list[str], seconds: float) -> Event:
 
 
 def road(way: Way) -> list[str]:
-    """By which way the load reaches the app."""
+    """Returns the arguments for the load's route to the app."""
     if isinstance(way, Https):
         return ["--front", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca)]
     if isinstance(way, Plain):
@@ -70,7 +70,7 @@ def requests(
     found = result(bed, words, seconds + 30)
     requests_made = found["requests"]
     if not requests_made:
-        # Zero is a finding and not a fault: a tunnel may hang.
+        # Zero is a result and not a fault: a tunnel may hang.
         print(f"bench: {contestant.name} answered nothing: {found['failures']}", file=sys.stderr)
         return {"requests_per_s": 0.0, "errors": float(found["failed"])}
     took = found["latency_us"]
@@ -80,14 +80,14 @@ def requests(
         "p99_us": float(took["p99"]),
         "p999_us": float(took["p99.9"]),
         "errors": float(found["failed"]),
-        # Failures are named by what they were: those of an answer by its status.
+        # Failures are named by their kind: answers by their status.
         WRONG: float(sum(count for name, count in found["failures"].items() if name[:3].isdigit())),
         **cpu_per("request", meter, requests_made, MICRO),
     }
 
 
 def transfers(bed: Bed, contestant: Contestant, up: bool, *, connect: bool = False, upgrade: bool = False) -> Figures:
-    """One bulk, to or from our own app, plain or inside of an upgrade."""
+    """Moves one bulk, to or from our own app, plain or inside an upgrade."""
     size = bed.pace.bulk
     words = ["connect", *road(way_of(contestant, connect)), "--upload" if up else "--download",
              str(size)]  # fmt: skip
@@ -100,7 +100,7 @@ def transfers(bed: Bed, contestant: Contestant, up: bool, *, connect: bool = Fal
 
 @contextmanager
 def beside(bed: Bed, words: list[str], begun: str, seconds: float = 120) -> Iterator[Process]:
-    """A load that lasts until the block is left; entered when it has said `begun`."""
+    """Runs a load until the block is left; the block is entered when the load has printed `begun`."""
     process = bed.spawn(fresh_name(f"load-{words[0]}"), [bed.tools.path(NAME), *words], "rest")
     try:
         wait_for(f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds)
@@ -110,7 +110,7 @@ def beside(bed: Bed, words: list[str], begun: str, seconds: float = 120) -> Iter
 
 
 def idle(contestant: Contestant, count: int) -> list[str]:
-    """Words of so many upgrades that nobody uses."""
+    """Returns the arguments for this many idle upgrades."""
     way = way_of(contestant)
     if not isinstance(way, Https):
         raise Trouble(f"{contestant.name} has no https front")
@@ -125,12 +125,12 @@ def mint(bed: Bed, data: Path, nodes: int) -> Path:
 
 
 def fleet(tunnel: int, identities: Path, nodes: int) -> list[str]:
-    """Words of so many light edges."""
+    """Returns the arguments for this many light edges."""
     return ["fleet", "--gateway", f"127.0.0.1:{tunnel}", "--identities", str(identities), "--nodes", str(nodes)]
 
 
 def handshakes(bed: Bed, tunnel: int, identities: Path, seconds: float, *, resume: bool) -> Event:
-    """Dials, says hello and hangs up in a closed loop."""
+    """Dials, sends the hello and hangs up in a closed loop."""
     words = [*fleet(tunnel, identities, 32), "--handshakes-only", "--hello", "--for", f"{seconds:.0f}s"]
     words += ["--callers", "32", "--resume", "yes" if resume else "no"]
     return result(bed, words, seconds + 30)

@@ -1,4 +1,4 @@
-"""What a row does with one contestant in one round: each function returns figures."""
+"""The measurement of a row with one contestant in one round: each function returns figures."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .stalled import stalled
 from .usage import Meter, cpu_seconds
 
 KIB = 1024.0
-# Streams whose caller sat on another core than their node.
+# Streams whose client was on another worker than their node.
 CROSSED = "causeway_gateway_streams_crossed_total"
-# Nodes that callers ask in turn where it is about two cores: on each of them some have their tunnel.
+# Number of nodes that clients use in turn in rows about two workers: each worker has the tunnels of some.
 TURNED = 8
 # Longer than the 30 s that a drain takes by default, in seconds.
 _DRAINED = 60.0
 
 
 def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
-    # wrk's clock runs while it shakes hands, one caller after the other, and whoever has shaken hands waits for those
-    # that do: many get more time, so that less than one request in a hundred is of then.
+    # wrk's clock runs during its handshakes, one client after the other, and clients that have finished wait for the
+    # others: with many clients the time is longer, so that less than one request in a hundred is from that phase.
     return wrk(bed, contestant, callers, bed.pace.seconds * max(1, callers // 50))
 
 
@@ -45,7 +45,7 @@ def connections(bed: Bed, contestant: Contestant, callers: int) -> Figures:
 
 
 def connect(bed: Bed, contestant: Contestant, callers: int) -> Figures:
-    """Requests inside of CONNECT; HAProxy straight is asked for the same by the same caller, without one."""
+    """Requests inside of CONNECT; HAProxy directly gets the same requests from the same client, without a CONNECT."""
     through = contestant.connect is not None
     return load.requests(bed, contestant, callers, bed.pace.seconds, connect=through)
 
@@ -64,13 +64,13 @@ def up(bed: Bed, contestant: Contestant, count: int) -> Figures:
 
 
 def within(bed: Bed, contestant: Contestant, way: str, is_up: bool) -> Figures:
-    """One bulk inside of CONNECT or of an upgrade."""
+    """One bulk inside of a CONNECT or an upgrade."""
     through = way == "connect" and contestant.connect is not None
     return load.transfers(bed, contestant, is_up, connect=through, upgrade=way == "upgrade")
 
 
 def beside_stalled(bed: Bed, contestant: Contestant, readers: int) -> Figures:
-    """64 callers alone, then beside readers that take nothing; and what these cost at the front."""
+    """64 clients alone, then beside readers that read nothing; and the cost of these at the front."""
 
     def begin() -> AbstractContextManager[int]:
         return stalled(way_of(contestant), readers, "endless")
@@ -79,7 +79,7 @@ def beside_stalled(bed: Bed, contestant: Contestant, readers: int) -> Figures:
 
 
 def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
-    """The same beside readers that take 1 MB a second each."""
+    """The same beside readers that read 1 MB per second each."""
 
     @contextmanager
     def begin() -> Iterator[int]:
@@ -91,12 +91,12 @@ def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
             for curl in curls:
                 curl.stop()
 
-    # What one slow reader takes is less than what one moment of the machine differs from the next by.
+    # The memory that one slow reader takes is less than the variation of the machine.
     return middle([_beside(bed, contestant, begin) for _ in range(bed.pace.rounds)])
 
 
 def middle(turns: list[Figures]) -> Figures:
-    """The median of each figure that all turns have."""
+    """Returns the median of each figure that all turns have."""
     return {name: median(turn[name] for turn in turns) for name in turns[0] if all(name in turn for turn in turns)}
 
 
@@ -131,7 +131,7 @@ def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContex
 
 
 def idle_upgrades(bed: Bed, contestant: Contestant, count: int) -> Figures:
-    """Memory at the front for each upgrade that is open and silent."""
+    """Memory at the front for each open and silent upgrade."""
     before = contestant.memory()
     with load.beside(bed, load.idle(contestant, count), "ready"):
         time.sleep(bed.pace.settle)
@@ -145,7 +145,7 @@ def _mib(before: int, during: int, after: int) -> Figures:
 
 
 def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
-    """Memory of a gateway for each idle edge, and when all have gone."""
+    """Memory of a gateway for each idle edge, and after all have gone."""
     gateway = _causeway(contestant)
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, count)
@@ -168,7 +168,7 @@ def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
 
 
 def storm(bed: Bed, contestant: Contestant, resume: bool) -> Figures:
-    """Edges that dial, say hello and hang up: how many a second, and how many a core could."""
+    """Edges that dial, send the hello and hang up: the number per second, and the number per core."""
     gateway = _causeway(contestant)
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, 32)
@@ -267,12 +267,12 @@ def graceful_restart(bed: Bed, contestant: Contestant, role: Literal["front", "e
 
 @contextmanager
 def _succeeding(gateway: Causeway) -> Iterator[list[float]]:
-    """Asks one request after the other until the block is left, and notes when each success ended."""
+    """Sends one request after the other until the block is left, and records when each success ended."""
     successes = [time.monotonic()]
     over = threading.Event()
 
     def ask() -> None:
-        # A short wait between two requests leaves the CPU to what is measured.
+        # A short pause between two requests leaves the CPU to the measured processes.
         while not over.wait(0.01):
             if gateway.serves():
                 successes.append(time.monotonic())
@@ -287,7 +287,7 @@ def _succeeding(gateway: Causeway) -> Iterator[list[float]]:
 
 
 def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
-    """Requests of 64 callers to the one real node, while so many others are registered."""
+    """Requests of 64 clients to the one real node, while this many others are registered."""
     gateway = _causeway(contestant)
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, max(count, 1))
@@ -301,7 +301,7 @@ def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
 
 
 def beside_idle(bed: Bed, contestant: Contestant, count: int) -> Figures:
-    """64 callers while so many upgrades stand open and silent on the same tunnel."""
+    """64 clients while this many upgrades are open and silent on the same tunnel."""
     if not count:
         return wrk(bed, contestant, 64, bed.pace.seconds)
     with load.beside(bed, load.idle(contestant, count), "ready"):
@@ -309,9 +309,9 @@ def beside_idle(bed: Bed, contestant: Contestant, count: int) -> Figures:
 
 
 def cores(bed: Bed, contestant: Contestant) -> Figures:
-    """A request whose node SNI names, served where its tunnel is, and one whose node Host alone names: of those a part
-    arrives on the other of the gateway's two cores. So does a part of what is asked inside of CONNECT, whose tunnels a
-    gateway with one core has beside it for comparison."""
+    """Compares a request whose SNI names the node, which is served at the node's tunnel, with a request whose Host
+    alone names it. A part of the latter arrives at the other of the gateway's two workers. The same is true of the
+    requests inside of CONNECT; a gateway with one worker is measured for comparison."""
     two, one = _pair(contestant)
     two.cores = 2
     turns: list[Figures] = []
@@ -319,13 +319,13 @@ def cores(bed: Bed, contestant: Contestant) -> Figures:
         for gateway in (two, one):
             gateway.start(bed, bed.apps["files"])
             wrk(bed, gateway, 64, bed.pace.warm)
-        # In turns, since one run of each would compare two moments of the machine.
+        # In turns, because one run of each would compare two states of the machine.
         for _ in range(3):
             turn: Figures = {}
             ways: dict[str, Named] = {"own": "sni", "host": "host"}
             for name, named in ways.items():
                 turn |= _crossing(two, name, partial(wrk, bed, two, 64, bed.pace.seconds, named=named), bed.pace.seconds)
-            # A CONNECT is one stream however much is asked inside.
+            # A CONNECT is one stream, independent of the number of requests inside.
             asks = partial(load.requests, bed, two, 64, bed.pace.seconds, connect=True)
             turn |= _crossing(two, "connect", asks, 64)
             alone = load.requests(bed, one, 64, bed.pace.seconds, connect=True)
@@ -339,7 +339,8 @@ def cores(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def _crossing(gateway: Causeway, name: str, asks: Callable[[], Figures], streams: float) -> Figures:
-    """What a request costs, and which share of streams crossed cores: of so many, or, by the second, of one a request."""
+    """The cost of a request, and the share of streams that crossed workers: of all, or, by the second, of one per
+    request."""
     before = counted(gateway.admin, CROSSED)
     found = asks()
     crossed = counted(gateway.admin, CROSSED) - before
@@ -352,8 +353,8 @@ def _crossing(gateway: Causeway, name: str, asks: Callable[[], Figures], streams
 
 
 def turning(bed: Bed, contestant: Contestant) -> Figures:
-    """64 kept-alive callers that turn to another node with each request: a gateway with two cores, of which each has
-    the tunnels of some, and one with a single core. Light edges answer."""
+    """64 kept-alive clients that change to another node with each request: a gateway with two workers, each of which
+    has the tunnels of some nodes, and one with a single worker. Light edges answer."""
     two, one = _pair(contestant)
     turns: list[Figures] = []
     with ExitStack() as standing:
@@ -376,7 +377,8 @@ def turning(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def rules(bed: Bed, contestant: Contestant) -> Figures:
-    """What a request costs a gateway with 10 rules and one with 10,000, of which the last is the one that matches."""
+    """The cost of a request for a gateway with 10 rules and one with 10,000, of which the last is the one that
+    matches."""
     few, many = _pair(contestant)
     costs: dict[int, list[Figures]] = {10: [], 10_000: []}
     try:
@@ -384,7 +386,7 @@ def rules(bed: Bed, contestant: Contestant) -> Figures:
             gateway.rules = count
             gateway.start(bed, bed.apps["files"])
             wrk(bed, gateway, 64, bed.pace.warm)
-        # In turns, since one run of each would compare two moments of the machine.
+        # In turns, because one run of each would compare two states of the machine.
         for _ in range(3):
             for gateway in (few, many):
                 costs[gateway.rules].append(wrk(bed, gateway, 64, bed.pace.seconds))
@@ -399,7 +401,7 @@ def rules(bed: Bed, contestant: Contestant) -> Figures:
 
 
 def many_nodes(bed: Bed, contestant: Contestant, nodes: int) -> Figures:
-    """64 callers that ask so many nodes in turn; light edges answer by themselves, without an app."""
+    """64 clients that send requests to this many nodes in turn; light edges answer by themselves, without an app."""
     gateway = _causeway(contestant)
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, nodes)

@@ -1,4 +1,4 @@
-"""Two network namespaces with a long link between them, for the rows that want distance."""
+"""Two network namespaces with a long link between them, for the rows with a distance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread, and what it starts, in that namespace; afterwards in its own again."""
+    """Moves this thread and its children into that namespace, and back afterwards."""
     with ExitStack() as files:
         home = files.enter_context(Path("/proc/thread-self/ns/net").open("rb"))
         away = files.enter_context(Path(f"/run/netns/{name}").open("rb"))
@@ -35,7 +35,7 @@ def _enter(descriptor: int) -> None:
 
 @contextmanager
 def namespaces(*names: str) -> Iterator[None]:
-    """Made, each with its loopback up and room for a long link, and taken away at the end."""
+    """Makes them, each with its loopback up and buffers for a long link, and removes them at the end."""
     if os.geteuid() != 0:
         raise Trouble("network namespaces want root")
     with ExitStack() as made:

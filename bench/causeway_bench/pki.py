@@ -1,4 +1,4 @@
-"""One CA with P-256 keys, the kind that Causeway mints, for all contestants that bring none."""
+"""One CA with P-256 keys, the kind that Causeway issues, for all contestants without their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .process import run
 
 @dataclass(frozen=True)
 class Pki:
-    """Where the files are. `server` is for localhost, `client` for whoever has to show a certificate."""
+    """Paths of the files. `server` is for localhost, `client` for all that have to show a certificate."""
 
     openssl: str
     folder: Path
@@ -44,7 +44,7 @@ class Pki:
              str(self.key("server")), "-passout", "pass:bench", "-out", str(self.server_pkcs12)])  # fmt: skip
 
     def authority(self) -> None:
-        """The CA alone."""
+        """Makes the CA."""
         self.folder.mkdir(parents=True)
         self._key("ca")
         run([self.openssl, "req", "-x509", "-new", "-key", str(self.key("ca")), "-subj", "/CN=bench CA",
@@ -54,7 +54,7 @@ class Pki:
         run([self.openssl, "ecparam", "-genkey", "-noout", "-name", "prime256v1", "-out", str(self.key(name))])
 
     def leaf(self, name: str, usage: str, names: str, subject: str = "") -> None:
-        """A key, and what the CA has signed for it."""
+        """Makes a key, and its certificate signed by the CA."""
         self._key(name)
         request = self.folder / f"{name}.csr"
         extensions = self.folder / f"{name}.ext"

@@ -1,7 +1,7 @@
-"""Programs that run beside the measurement: started, waited for with a bound, and ended by their own pid.
+"""Programs that run beside the measurement: started, awaited with a time limit, and ended by their own pid.
 
-A program dies with the benchmark even where that is killed (`setpriv --pdeathsig`), which holds only for what the
-main thread starts: start nothing from another one.
+A program ends with the benchmark even if the benchmark is killed (`setpriv --pdeathsig`). This holds only for programs
+that the main thread starts: start none from another thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class Trouble(Exception):
-    """Something did not do what it was started for; the message is for the reader of the results."""
+    """A program did not do its task; the message is for the reader of the results."""
 
 
 class Process:
@@ -29,7 +29,7 @@ class Process:
         if cpus is not None:
             before += ["taskset", "-c", cpus]
         with log.open("ab") as out:
-            # A session of its own: Ctrl-C at the terminal is for the benchmark, which ends its programs in order.
+            # A separate session: Ctrl-C at the terminal is for the benchmark, which ends its programs in order.
             self.child = subprocess.Popen(
                 before + command,
                 stdin=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ class Process:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, grace: float = 3.0) -> None:
-        """Asks, waits, ends."""
+        """Requests its end, waits, and kills it."""
         for sign, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             if not self.alive():
                 return
@@ -65,7 +65,8 @@ class Process:
 
 
 def wait_for(what: str, ready: Callable[[], bool], processes: Iterable[Process] = (), seconds: float = 20.0) -> None:
-    """Returns once `ready` says so; a process that ends, or too much time, is trouble with the log's last lines."""
+    """Returns once `ready` returns true; a process that ends, or a timeout, raises an error with the log's last lines.
+    """
     watched = list(processes)
     end = time.monotonic() + seconds
     while not ready():
@@ -79,14 +80,14 @@ def wait_for(what: str, ready: Callable[[], bool], processes: Iterable[Process] 
 
 
 def listens(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether somebody accepts on that port, of loopback if nothing else is said."""
+    """Whether a process accepts on that port, of loopback by default."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex((host, port)) == 0
 
 
 def run(command: list[str], seconds: float = 60.0, cpus: str | None = None) -> str:
-    """Runs a program to its end and returns what it printed."""
+    """Runs a program to its end and returns its output."""
     before = ["taskset", "-c", cpus] if cpus is not None else []
     try:
         done = subprocess.run(

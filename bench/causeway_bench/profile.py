@@ -1,4 +1,5 @@
-"""Flame graphs: what the gateway does while a row is measured, by perf, drawn by inferno (`cargo install inferno`)."""
+"""Flame graphs of the gateway's CPU time while a row is measured, recorded by perf, drawn by inferno (`cargo install
+inferno`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .contestant import fresh_name
 from .process import Trouble, wait_for
 from .rows import Row
 
-# perf stands beside the gateway and not before it: the gateway keeps its own process id, and perf ends when it does.
+# perf runs beside the gateway and not as its parent: the gateway keeps its own process id, and perf ends with it.
 _BESIDE = (
     'perf record -q -e cpu-clock -F 499 --call-graph dwarf,16384 -p $$ -o "$0" 2>/dev/null & echo $! >"$0.pid"; exec "$@"'
 )
@@ -33,7 +34,7 @@ class Profiled(Causeway):
 
 
 def draw(bed: Bed, row: Row, out: Path) -> Path:
-    """Runs one round of a row with Causeway alone, and draws what its gateway did from beginning to end."""
+    """Runs one round of a row with Causeway alone, and draws its gateway's whole CPU time."""
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if missing:
         raise Trouble(f"{', '.join(missing)} missing: Debian's linux-perf, and `cargo install inferno`")

@@ -1,8 +1,8 @@
-"""What nodes read of their cluster: readers at their own edges, beside the same readers at kube-apiserver.
+"""Reads of nodes from their cluster: readers at their own edges, beside the same readers at kube-apiserver.
 
-A pool is a site of some edges, each with an equal share of the pool's readers; one edge leads. Each site has the cloud
-behind a link of its own, on which the kernel counts. Both ways have the same cluster, the same changes, and the same
-readers: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
+A pool is a site of some edges, each with an equal share of the pool's readers; one edge leads. Each site has its own
+link to the cloud, on which the kernel counts. Both contestants have the same cluster, the same changes, and the same
+readers: like kube-proxy they request protobuf, in a watch that begins with all objects.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .sites import Places, places
 from .usage import Meter, memory, peak
 
 _MILLI = 1e3
-# Changes a second where there are to be many: as fast as the API takes them.
+# Changes per second if there are many: as fast as the API accepts them.
 _HASTE = "1000"
 # CPU by role, as shares of a core.
 Used = dict[str, float]
 
 
 class ApiServer(Contestant):
-    """No road: each reader has a watch at kube-apiserver."""
+    """No tunnel: each reader has a watch at kube-apiserver."""
 
     needs = ("kube-apiserver", "etcd")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """Sizes of the measurement."""
 
     slices: int
     changes_per_s: int
@@ -50,7 +50,7 @@ class Scale:
     edges: int
     # At each edge.
     readers: int
-    # Changes after which whatever is kept of the last ones is full, at edges as they are configured without further words.
+    # Number of changes after which all buffers of changes are full, for edges with the default configuration.
     fill: int
 
     @property
@@ -59,13 +59,13 @@ class Scale:
 
 
 _WHOLE = Scale(slices=1000, changes_per_s=100, sites=4, edges=5, readers=10, fill=10_000)
-# That all of it works is seen with less.
+# Smaller sizes are enough to see that all of it works.
 _SMALL = Scale(slices=100, changes_per_s=20, sites=2, edges=2, readers=5, fill=200)
 
 
 @dataclass
 class Edge:
-    """One that runs, and where its node's programs read."""
+    """A running edge, and the address at which its node's programs read."""
 
     process: Process
     bed: Bed
@@ -73,7 +73,7 @@ class Edge:
     port: int
 
     def reading(self) -> dict[str, object]:
-        """How it says that its reading goes; nothing while it says nothing."""
+        """Returns the edge's own status of its API cache; nothing while it does not answer."""
         try:
             with self.bed.at("rest"), urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/status", timeout=2) as reply:
                 return dict(json.load(reply).get("api_cache") or {})
@@ -83,7 +83,7 @@ class Edge:
 
 @dataclass
 class Scene:
-    """A cluster with its slices, and sites that reach it; what runs is the contestant's."""
+    """A cluster with its slices, and sites that reach it; the contestant runs the rest."""
 
     there: Places
     scale: Scale
@@ -91,7 +91,7 @@ class Scene:
     cluster: Cluster
 
     def slices(self, *words: str) -> load.Event:
-        """Makes them all, or changes some."""
+        """Makes all slices, or changes some."""
         asked = ["slices", "--url", self.cluster.url, *self.cluster.admin, "--count", str(self.scale.slices), *words]
         found = load.result(self.cluster.bed, asked, 300)
         if found["failed"]:
@@ -100,7 +100,8 @@ class Scene:
 
 
 def reading(bed: Bed, contestant: Contestant) -> Figures:
-    """Bytes over the links, delays from the API to readers, CPU and memory of everybody, while slices change."""
+    """Measures bytes over the links, delays from the API to readers, and CPU and memory of all processes, while slices
+    change."""
     scale = _SMALL if bed.pace.name == "smoke" else _WHOLE
     with places(bed, scale.sites) as there:
         scene = Scene(there, scale, contestant, Cluster(there.cloud, contestant.processes))
@@ -114,13 +115,14 @@ def reading(bed: Bed, contestant: Contestant) -> Figures:
         try:
             return _changes(scene, urls, lambda used: _ours(scene, contestant, every, bare, used))
         finally:
-            # In order they would take seconds each.
+            # One after the other they would take seconds each.
             for process in (bare, *(edge.process for edge in every)):
                 process.child.kill()
 
 
 def _pools(scene: Scene, gateway: Causeway) -> tuple[list[list[Edge]], Process]:
-    """The gateway, all edges, in touch, of which each pool's one leads; and an edge that reads nothing."""
+    """Starts the gateway and all edges, waits until they are connected and each pool has a leader; and an edge without
+    an API cache."""
     cloud, scale = scene.there.cloud, scene.scale
     gateway.written = "readers"
     gateway.settings = f"kubernetes: {{ kubeconfig: {scene.cluster.kubeconfig()} }}\napi_cache: {{}}\n"
@@ -160,7 +162,7 @@ def _edge(site: Bed, gateway: Causeway, node: str, token: Path, *, reads: bool =
     text = _EDGE.format(data=folder / "data", node=node, cloud=site.cloud, tunnel=gateway.tunnel, token=token, admin=admin)
     if reads:
         text += _READER.format(port=port, neighbours=neighbours)
-        # One stands for all.
+        # One represents all.
         site.configurations["readers/edge.yaml"] = text
     (folder / "edge.yaml").write_text(text)
     command = [site.tools.path(gateway.program), "edge", "--config", str(folder / "edge.yaml")]
@@ -170,7 +172,7 @@ def _edge(site: Bed, gateway: Causeway, node: str, token: Path, *, reads: bool =
 
 
 def _changes(scene: Scene, urls: list[list[str]], then: Callable[[Used], Figures]) -> Figures:
-    """All readers begin, slices change, and each reader sees each change; what comes `then` finds all of them there."""
+    """All readers begin, slices change, and each reader sees each change; `then` runs with all of them connected."""
     there, scale, pace = scene.there, scene.scale, scene.there.cloud.pace
     count = scale.changes_per_s * pace.seconds * 5
     with ExitStack() as standing:
@@ -194,7 +196,7 @@ def _changes(scene: Scene, urls: list[list[str]], then: Callable[[Used], Figures
         figures["link_idle_bytes_per_s"] = (there.crossed() - before) / pace.settle / 3
 
         before, meter, begun = there.crossed(), Meter(scene.contestant.processes), time.monotonic()
-        # Behind the first step, which is that of the changes to warm up.
+        # After the first step, which is that of the changes to warm up.
         written = scene.slices(*rate, str(count), "--step", "2")
         seen = [_seen(one) for one in readers]
         took, over = time.monotonic() - begun, there.crossed() - before
@@ -210,7 +212,7 @@ def _changes(scene: Scene, urls: list[list[str]], then: Callable[[Used], Figures
 
 
 def _read(seen: list[load.Event]) -> Figures:
-    """What readers at all sites have found."""
+    """Returns the results of the readers at all sites."""
     return {
         **_delays([one["latency_counts"] for one in seen]),
         "read_bytes_per_change": sum(one["bytes"] for one in seen) / sum(one["changes"] for one in seen),
@@ -219,7 +221,7 @@ def _read(seen: list[load.Event]) -> Figures:
 
 
 def _clusters(contestant: Contestant, used: Used) -> Figures:
-    """What the cluster's own part takes."""
+    """Returns the use of resources of the cluster's own part."""
     figures = {}
     for role in ("apiserver", "etcd"):
         figures[f"cpu_{role}_share"] = used[role]
@@ -228,13 +230,13 @@ def _clusters(contestant: Contestant, used: Used) -> Figures:
 
 
 def _seen(reader: Process) -> load.Event:
-    """What readers have found once each has seen all."""
+    """Returns the results of readers once each has seen all changes."""
     wait_for("all readers have seen all changes", lambda: load.event(reader.said(), "result") is not None, [reader], 120)
     return load.event(reader.said(), "result") or {}
 
 
 def _delays(counts: list[list[list[int]]]) -> Figures:
-    """Of all readers, wherever they are: from before a change is asked for until a reader has it."""
+    """Returns the delays of all readers: from before a change is sent until a reader has it."""
     joined = sorted((took, often) for one in counts for took, often in one)
     total = sum(often for _, often in joined)
 
@@ -254,8 +256,8 @@ def _mib(process: Process) -> float:
 
 
 def _ours(scene: Scene, gateway: Causeway, edges: list[Edge], bare: Process, used: Used) -> Figures:
-    """What our part takes: CPU while slices changed, and memory when all that is kept of changes is full; of a role by
-    the one that holds most, beside an edge that reads nothing."""
+    """Returns the use of resources of Causeway's part: CPU while slices changed, and memory when all buffers of
+    changes are full; for each role of the process with the most, beside an edge without an API cache."""
     by_role: dict[str, list[Process]] = {"leader": [], "follower": []}
     for edge in edges:
         by_role[str(edge.reading()["role"])].append(edge.process)

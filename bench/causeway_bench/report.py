@@ -22,7 +22,7 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run found, and how it was made."""
+    """All results of a run, and its conditions."""
 
     outcomes: list[Outcome]
     machine: Machine
@@ -106,7 +106,7 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _details(outcome: Outcome) -> list[str]:
-    """Returns all figures of a row, and why a contestant has none."""
+    """Returns all figures of a row, and the reason if a contestant has none."""
     lines = [f"### `{outcome.row.name}`: {outcome.row.title}", ""]
     who = list(outcome.samples)
     figures = dict.fromkeys(name for samples in outcome.samples.values() for sample in samples for name in sample)
@@ -181,6 +181,6 @@ def faults(run: Run) -> list[str]:
 
 
 def status(run: Run) -> int:
-    """Returns the exit status: 1 where Causeway could not be measured; figures are not judged."""
+    """Returns the exit status: 1 if Causeway could not be measured; figures are not judged."""
     broken = any("causeway" in outcome.failed for outcome in run.outcomes)
     return 1 if broken or not run.outcomes else 0

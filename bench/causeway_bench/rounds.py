@@ -1,4 +1,4 @@
-"""Runs rows: contestants in turn, round after round, so that whatever the machine does meets all of them alike."""
+"""Runs rows: contestants in turn, round after round, so that changes of the machine affect all of them alike."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Spread:
 
 @dataclass
 class Outcome:
-    """What a row found: a list of figures, one for each round, by contestant; and why the others have none."""
+    """Results of a row: a list of figures, one for each round, by contestant; and the reasons why the others have
+    none."""
 
     row: Row
     samples: dict[str, list[Figures]] = field(default_factory=dict)
@@ -46,14 +47,14 @@ class Outcome:
         return Spread.of(values) if values else None
 
     def ratio(self, contestant: str, figure: str, reference: str) -> Spread | None:
-        """Each round's figure against the reference's of the same round."""
+        """Returns each round's figure divided by the reference's of the same round."""
         against = self.samples.get(reference, [])
         pairs = zip(self.samples.get(contestant, []), against, strict=False)
         ratios = [mine[figure] / theirs[figure] for mine, theirs in pairs if figure in mine and theirs.get(figure)]
         return Spread.of(ratios) if ratios else None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns it in the form for JSON."""
         figures = sorted({name for samples in self.samples.values() for sample in samples for name in sample})
 
         def table(find: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class Outcome:
 
 
 def run_row(bed: Bed, row: Row, who: tuple[str, ...]) -> Outcome:
-    """All rounds of a row; a contestant that fails is left out from then on, with the reason."""
+    """Runs all rounds of a row; a contestant that fails is left out from then on, with the reason."""
     outcome = Outcome(row)
     begin = time.monotonic()
     missing = [name for name in row.needs if name not in bed.tools.paths]
@@ -112,7 +113,7 @@ def _order(who: tuple[str, ...], turn: int) -> tuple[str, ...]:
 
 
 def _stand(bed: Bed, row: Row, name: str, standing: dict[str, Contestant]) -> None:
-    """Starts one and lets it warm up: the first requests dial connections that later ones find."""
+    """Starts one and warms it up: the first requests dial connections that later requests use."""
     contestant = CONTESTANTS[name](name)
     standing[name] = contestant
     try:

@@ -1,4 +1,4 @@
-"""The rows of the benchmark: who takes part, what is done, and how its figures are named."""
+"""The rows of the benchmark: their contestants, their measurements, and the names of their figures."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "frp": Frp,
     "chisel": Chisel,
     "rathole": Rathole,
-    # The app without any road, for the rows whose limit is the link.
+    # The app without a tunnel, for the rows whose limit is the link.
     "plain": Direct,
-    # Watches of the cluster's API without any road, for what is read of it.
+    # Watches of the cluster's API without a tunnel, for reads of the cluster.
     "apiserver": ApiServer,
 }
 TUNNELS = ("causeway", "konnectivity", "frp", "chisel", "rathole")
-# Those that wrk and h2load can call: Konnectivity wants a CONNECT.
+# Contestants that wrk and h2load can use: Konnectivity requires a CONNECT.
 DIRECT = ("haproxy", "haproxy-hops", "causeway", "frp", "chisel", "rathole")
 PAIR = ("haproxy", "causeway")
 CONNECTS = ("haproxy", "causeway", "konnectivity")
 OWN = ("causeway",)
-# The smoke has those that need no compiler.
+# The smoke run has those that need no compiler.
 SMOKE = ("haproxy", "haproxy-hops", "causeway")
 PER_REQUEST = ("requests_per_s", "cpu_all_us_per_request", "cpu_front_us_per_request", "cpu_edge_us_per_request")
 LINK = ("mb_per_s", "share_of_link", "p50_beside_ratio", "round_trips")
 BESIDE = ("kept", "kib_per_reader", "p99_ratio")
 PER_GB = ("mb_per_s", "cpu_all_s_per_gb", "cpu_front_s_per_gb", "cpu_edge_s_per_gb")
 
-# `together`: all stand for the whole row. `fresh`: each is started anew for every round, `renewed`: and warms up as well.
-# `own`: the measure starts it.
+# `together`: all run during the whole row. `fresh`: each is started again for every round, `renewed`: and warms up as well.
+# `own`: the measurement starts it.
 Start = Literal["together", "fresh", "renewed", "own"]
 
 
@@ -62,16 +62,16 @@ class Row:
     contestants: tuple[str, ...]
     start: Start = "together"
     app: App = "files"
-    # The contestants that the others' figures are divided by, round by round; none where nothing is to be compared.
+    # Contestants by whose figures the others are divided, round by round; `None` without a comparison.
     references: tuple[str, ...] = ("haproxy", "haproxy-hops")
-    # Those who take part in `--smoke`; none where the row does not.
+    # Contestants of `--smoke`; `None` if the row is not part of it.
     smoke: tuple[str, ...] = ()
-    # Whether `--before` measures it where no other rows are named.
+    # Whether `--before` measures it if no rows are named.
     before: bool = False
-    # What it goes over; none is loopback.
+    # The link that it uses; `None` is loopback.
     link: Link | None = None
     needs: tuple[str, ...] = ()
-    # Takes minutes: fewer rounds, unless somebody asks for all.
+    # Takes minutes: fewer rounds, unless all are requested.
     long: bool = False
 
 

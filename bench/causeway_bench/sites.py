@@ -1,6 +1,6 @@
-"""The cloud and sites of nodes: a network namespace each, and a link of its own from each site to the cloud.
+"""The cloud and sites of nodes: a network namespace each, and a separate link from each site to the cloud.
 
-What passes over the links is counted by the kernel, with all headers: nobody's own metrics are asked.
+The kernel counts the traffic of the links, with all headers; no metrics of the programs are used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Places:
     sites: list[Bed]
 
     def crossed(self) -> int:
-        """Bytes that have passed between sites and cloud, in both directions."""
+        """Returns the bytes that have passed between sites and cloud, in both directions."""
         return sum(_counted(site) for site in self.sites)
 
 
 @contextmanager
 def places(bed: Bed, count: int) -> Iterator[Places]:
-    """This thread stands in the cloud within."""
+    """Inside the block this thread is in the cloud."""
     own = f"causeway-bench-{os.getpid()}"
     cloud, sites = f"{own}-cloud", [f"{own}-site-{number + 1}" for number in range(count)]
     scratch = bed.scratch / fresh_name("sites")
@@ -52,11 +52,12 @@ def places(bed: Bed, count: int) -> Iterator[Places]:
 
 
 def _lay(cloud: str, site: str, number: int) -> None:
-    # Packets as a road has them: of larger ones, which stay whole between two namespaces, the headers count once.
+    # Packets of the size that real links have: of larger ones, which stay whole between two namespaces, the headers count
+    # once.
     near, whole = f"site{number + 1}", ["gso_max_segs", "1"]
     run(["ip", "-n", cloud, "link", "add", near, *whole, "type", "veth", "peer", "name", _LINK, "netns", site, *whole])
     for name, link, address in ((cloud, near, 1), (site, _LINK, 2)):
-        # No chatter of the kernel's own.
+        # No traffic of the kernel's own.
         run(["ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv6.conf.{link}.disable_ipv6=1"])
         run(["ip", "-n", name, "address", "add", f"10.207.{115 + number}.{address}/30", "dev", link])
         run(["ip", "-n", name, "link", "set", link, "up"])

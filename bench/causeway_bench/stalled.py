@@ -1,4 +1,4 @@
-"""Readers that ask for an answer without end and take nothing of it."""
+"""Readers that request an endless answer and read nothing of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BOUND = 10.0
 
 @contextmanager
 def stalled(way: Way, count: int, path: str) -> Iterator[int]:
-    """So many of them, until the block is left; or as many as got an answer, where one more does not."""
+    """Keeps this many of them until the block is left; or as many as got an answer, if a further one does not."""
     with ExitStack() as held:
         standing = 0
         for index in range(count):
             try:
                 held.enter_context(_reader(way, path))
             except TimeoutError:
-                # The ones before it hold the road up: that is what is to be found out, and no reason to end.
+                # Earlier readers hold the route up: this is the measured effect, and no reason to end.
                 break
             except OSError as error:
                 raise Trouble(f"stalled reader {index + 1} of {count}: {error}") from error
@@ -50,7 +50,7 @@ def _reader(way: Way, path: str) -> ssl.SSLSocket:
 
 
 def _head(reader: ssl.SSLSocket, wanted: bytes, *, whole: bool = True) -> None:
-    """Reads up to the head's end, byte by byte, so as to take nothing that is behind it."""
+    """Reads up to the head's end, byte by byte, so that no byte after it is read."""
     head = b""
     while not head.endswith(b"\r\n\r\n" if whole else b"\r\n"):
         byte = reader.recv(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from .process import Trouble
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?[-+.\w]*")
-# How each says its version; for what is not here the folder's name has it.
+# Command by which each prints its version; for missing entries the folder's name has it.
 _ASK = {
     "haproxy": "-v",
     "nginx": "-v",
@@ -31,14 +31,15 @@ _ASK = {
 
 @dataclass
 class Tools:
-    """Paths by name, and for what is missing the reason."""
+    """Paths by name, and the reason for each missing program."""
 
     paths: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def gather(cls, bench: Path, names: set[str]) -> Tools:
-        """Runs `bench/tools` for these programs: it may build for minutes the first time and says so on standard error."""
+        """Runs `bench/tools` for these programs: the first time it may build for minutes, which it reports on standard
+        error."""
         tools = cls()
         said = subprocess.run(
             [str(bench / "tools"), *sorted(names)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
@@ -53,7 +54,7 @@ class Tools:
         return tools
 
     def add(self, name: str, path: Path, why: str) -> None:
-        """Something that is built here, or the reason why it is not there."""
+        """Returns a program that is built here, or the reason why it is missing."""
         if path.is_file():
             self.paths[name] = str(path)
         else:
@@ -71,7 +72,7 @@ class Tools:
         if name not in _ASK:
             found = _VERSION.search(Path(path).parent.name)
             return found.group() if found else "of this tree"
-        # wrk ends with 1 after its version, nginx says it on standard error.
+        # wrk exits with 1 after it prints its version; nginx prints it on standard error.
         done = subprocess.run([path, _ASK[name]], capture_output=True, text=True, timeout=10, check=False)
         found = _VERSION.search(done.stdout + done.stderr)
         return found.group() if found else "unknown"

@@ -13,7 +13,7 @@ from .process import listens, wait_for
 
 @dataclass
 class Tunnel(Contestant):
-    """A tunnel's two ends, and HAProxy where callers arrive."""
+    """A tunnel's two ends, and HAProxy as the listener for clients."""
 
     def start(self, bed: Bed, app: int) -> None:
         remote, control = bed.port(), bed.port()
@@ -29,17 +29,17 @@ class Tunnel(Contestant):
         self.https = Https(front, bed.pki.ca, f"localhost:{app}")
 
     def server(self, bed: Bed, remote: int, control: int) -> list[str]:
-        """The command of the end that callers reach at `remote`."""
+        """Returns the command of the end that clients reach at `remote`."""
         raise NotImplementedError
 
     def client(self, bed: Bed, remote: int, control: int, app: int) -> list[str]:
-        """The command of the end beside the app."""
+        """Returns the command of the end beside the app."""
         raise NotImplementedError
 
 
 @dataclass
 class Frp(Tunnel):
-    """frps and frpc; one connection for all streams (yamux), as it comes."""
+    """frps and frpc; one connection for all streams (yamux), the default."""
 
     needs = ("haproxy", "frps", "frpc")
 
@@ -78,7 +78,7 @@ class Chisel(Tunnel):
 
 @dataclass
 class Rathole(Tunnel):
-    """rathole with TLS: one connection for each of a caller's, from a pool."""
+    """rathole with TLS: one connection for each of a client's, from a pool."""
 
     needs = ("haproxy", "rathole")
 

@@ -1,4 +1,4 @@
-"""What a process used, from /proc."""
+"""Resource usage of a process, from /proc."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads, those that ended too; in steps of 10 ms."""
+    """Returns user and system time of all threads, including ended ones; in steps of 10 ms."""
     stat = Path(f"/proc/{pid}/stat").read_text()
-    # The name in brackets may hold blanks; what follows is counted from the state, field 3.
+    # The name in brackets may contain blanks; fields are counted from the state, field 3.
     fields = stat[stat.rindex(")") + 2 :].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that are resident: with the share of what is shared (pss), and all (rss)."""
+    """Returns resident bytes: with a share of shared memory (pss), and in full (rss)."""
 
     pss: int
     rss: int
@@ -37,7 +37,7 @@ def memory(pid: int) -> Memory:
 
 
 def peak(pid: int) -> int:
-    """The most that was ever resident, in bytes, with all that is shared."""
+    """Returns the peak of resident memory, in bytes, including shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -45,7 +45,7 @@ def peak(pid: int) -> int:
 
 
 class Meter:
-    """CPU time by role between its making and `read`."""
+    """CPU time by role between its creation and `read`."""
 
     def __init__(self, processes: dict[str, Process]) -> None:
         self._processes = processes

@@ -13,11 +13,11 @@ use std::{
     time::Duration,
 };
 
-/// Loads for Causeway's benchmarks; one JSON object a line on standard output.
+/// Load generators for Causeway's benchmarks; one JSON object per line on standard output.
 #[derive(Debug, Parser)]
 #[command(name = "causeway-bench-load", version)]
 pub(crate) struct Cli {
-    /// Threads that work; one is cheapest for each request
+    /// Worker threads; one is cheapest for each request
     #[arg(long, global = true, default_value_t = 1, value_parser = threads)]
     pub(crate) threads: usize,
     #[command(subcommand)]
@@ -30,17 +30,17 @@ pub(crate) enum Command {
     App(App),
     /// Make identities of edges in a gateway's data directory, before that gateway starts
     Mint(Mint),
-    /// Be many light edges: TLS 1.3, HTTP/2, hello, and an answer of 1 KiB to each stream
+    /// Run many light edges: TLS 1.3, HTTP/2, hello, and an answer of 1 KiB to each stream
     Fleet(Fleet),
-    /// Lay a link with a delay and a rate between two network namespaces
+    /// Create a link with a delay and a rate between two network namespaces
     Link(Link),
-    /// Open upgrades and hold them
+    /// Open upgrades and keep them open
     Idle(Idle),
-    /// Load in a closed loop, inside a CONNECT or straight: requests, or bytes
+    /// Load in a closed loop, inside a CONNECT or directly: requests, or bytes
     Connect(Connect),
     /// Make `EndpointSlices` in a cluster, or change them at a rate
     Slices(Slices),
-    /// Watch `EndpointSlices` with many readers, and say how long changes took to reach them
+    /// Watch `EndpointSlices` with many readers, and report how long changes took to reach them
     Readers(Readers),
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Mint {
     /// The gateway's data directory; it and its CA are made if absent
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: PathBuf,
-    /// How many nodes
+    /// Number of nodes
     #[arg(long, value_name = "N")]
     pub(crate) nodes: usize,
     /// Prefix of the names; a number follows, from 1
@@ -65,7 +65,7 @@ pub(crate) struct Mint {
     /// File of the identities, for `fleet`
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,
-    /// How long the certificates hold
+    /// Lifetime of the certificates
     #[arg(long, default_value = "24h", value_parser = duration)]
     pub(crate) lifetime: Duration,
 }
@@ -78,19 +78,19 @@ pub(crate) struct Fleet {
     /// File of identities that `mint` wrote
     #[arg(long, value_name = "FILE")]
     pub(crate) identities: PathBuf,
-    /// How many of its nodes, from the first on; all if absent
+    /// Number of nodes to use, from the first on; all if absent
     #[arg(long, value_name = "N")]
     pub(crate) nodes: Option<usize>,
-    /// How many dial at once at the beginning
+    /// Number of simultaneous dials at the beginning
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub(crate) at_once: usize,
-    /// Only dial and hang up, over and over
+    /// Only dial and hang up, repeatedly
     #[arg(long, requires = "for_")]
     pub(crate) handshakes_only: bool,
-    /// How long
+    /// Duration
     #[arg(long = "for", id = "for_", value_parser = duration, requires = "handshakes_only")]
     pub(crate) lasting: Option<Duration>,
-    /// How many dial at once
+    /// Number of simultaneous dials
     #[arg(
         long,
         value_name = "N",
@@ -101,7 +101,7 @@ pub(crate) struct Fleet {
     /// Whether TLS sessions are resumed: yes or no
     #[arg(long, default_value = "yes", value_parser = yes_or_no, action = clap::ArgAction::Set)]
     pub(crate) resume: bool,
-    /// Hang up after the registration only, not after TLS
+    /// Hang up only after the registration, not after TLS
     #[arg(long, requires = "handshakes_only")]
     pub(crate) hello: bool,
 }
@@ -132,13 +132,13 @@ pub(crate) struct Link {
 /// Conditions that a link imposes on the bytes, in each direction separately.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Way {
-    /// Added to each direction; a round trip is twice that
+    /// Delay of each direction; a round trip takes twice that
     #[arg(long, default_value = "25ms", value_parser = duration)]
     pub(crate) delay: Duration,
-    /// Bytes a second in each direction, such as 50MB/s; no limit if absent
+    /// Bytes per second in each direction, such as 50MB/s; no limit if absent
     #[arg(long, value_parser = rate)]
     pub(crate) rate: Option<u64>,
-    /// How much of the rate's time may queue in front of the way
+    /// Longest queue before the link, as time at its rate
     #[arg(long, default_value = "100ms", value_parser = duration)]
     pub(crate) queue: Duration,
 }
@@ -156,16 +156,16 @@ pub(crate) struct Caller {
 
 #[derive(Debug, Args)]
 pub(crate) struct Idle {
-    /// URL that is asked to switch protocols and then to echo; over https any certificate is accepted
+    /// URL for the upgrade and the echo; over https any certificate is accepted
     #[arg(long)]
     pub(crate) url: http::Uri,
-    /// The address that is dialled instead of the URL's
+    /// Address to dial instead of the URL's
     #[arg(long, value_name = "ADDR")]
     pub(crate) to: Option<SocketAddr>,
-    /// How many
+    /// Number of upgrades
     #[arg(long, value_name = "N")]
     pub(crate) count: usize,
-    /// How many are opened at once
+    /// Number of upgrades that are opened at once
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) at_once: usize,
     #[command(flatten)]
@@ -176,43 +176,43 @@ pub(crate) struct Idle {
 #[command(group = clap::ArgGroup::new("road").required(true))]
 #[command(group = clap::ArgGroup::new("bytes"))]
 pub(crate) struct Connect {
-    /// A proxy that is asked to CONNECT to the target: an address, or `unix:/path`
+    /// Proxy for the CONNECT to the target: an address, or `unix:/path`
     #[arg(long, value_name = "ADDR", group = "road")]
     pub(crate) proxy: Option<ListenAddr>,
-    /// An address that is called straight, as if it were the target: an https front, or an app
+    /// Address to dial directly, as if it were the target: an https listener, or an app
     #[arg(long, value_name = "ADDR", group = "road")]
     pub(crate) front: Option<ListenAddr>,
-    /// The app, as a caller names it
+    /// The app, as clients name it
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) target: String,
-    /// How many call at once
+    /// Number of concurrent clients
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) callers: usize,
-    /// How long
+    /// Duration
     #[arg(long = "for", default_value = "10s", value_parser = duration)]
     pub(crate) lasting: Duration,
     /// Path of the requests
     #[arg(long, default_value = "/1k")]
     pub(crate) path: String,
-    /// A new connection for each request; without it each caller has one
+    /// Use a new connection for each request; otherwise each client has one
     #[arg(long)]
     pub(crate) new: bool,
-    /// Each caller downloads this many bytes once, instead of making requests
+    /// Each client downloads this many bytes once, instead of making requests
     #[arg(long, value_name = "BYTES", value_parser = size, group = "bytes")]
     pub(crate) download: Option<u64>,
-    /// Each caller uploads this many bytes once, instead of making requests
+    /// Each client uploads this many bytes once, instead of making requests
     #[arg(long, value_name = "BYTES", value_parser = size, group = "bytes")]
     pub(crate) upload: Option<u64>,
-    /// The bytes pass inside an upgrade, and this is its path: /source/N or /drain
+    /// The bytes pass inside an upgrade with this path: /source/N or /drain
     #[arg(long, value_name = "PATH", requires = "bytes")]
     pub(crate) upgrade: Option<String>,
-    /// TLS with the proxy or the front
+    /// TLS with the proxy or the listener
     #[arg(long, default_value_ifs = [("ca", ArgPredicate::IsPresent, "true"), ("cert", ArgPredicate::IsPresent, "true")])]
     pub(crate) tls: bool,
-    /// PEM of the CA that signed its certificate; without it any certificate is accepted
+    /// PEM of the CA of its certificate; without it any certificate is accepted
     #[arg(long, value_name = "FILE")]
     pub(crate) ca: Option<PathBuf>,
-    /// The name in its certificate; the proxy's address, or the target's host before a front, if absent
+    /// Name in its certificate; if absent, the proxy's address, or the target's host for a listener
     #[arg(long, value_parser = server_name)]
     pub(crate) server_name: Option<ServerName<'static>>,
     /// Whether new connections resume TLS sessions: yes or no
@@ -227,23 +227,23 @@ pub(crate) struct Slices {
     /// The cluster's API; over https any certificate is accepted
     #[arg(long)]
     pub(crate) url: http::Uri,
-    /// How many there are
+    /// Number of slices
     #[arg(long, value_name = "N")]
     pub(crate) count: usize,
-    /// Change them, one after the other and over again, so many times; without it they are made
+    /// Number of changes, one after the other, in several rounds if necessary; without it the slices are made
     #[arg(long, value_name = "N")]
     pub(crate) changes: Option<usize>,
-    /// Changes a second
+    /// Changes per second
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub(crate) rate: u32,
-    /// Index of the endpoint in each slice that the first change sets to not ready, so that it is none that is already not
+    /// Index of the endpoint in each slice that the first change sets to not ready; it must not be one that is already not
     /// ready
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) step: usize,
-    /// Marker of each change, beside the time
+    /// Marker of each change, in addition to the time
     #[arg(long, default_value_t = 'm')]
     pub(crate) mark: char,
-    /// Connections
+    /// Number of connections
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) callers: usize,
     #[command(flatten)]
@@ -255,16 +255,16 @@ pub(crate) struct Readers {
     /// URL to read from; may be given several times; over https any certificate is accepted
     #[arg(long, required = true)]
     pub(crate) url: Vec<http::Uri>,
-    /// How many read at each of these
+    /// Number of readers at each of these
     #[arg(long, value_name = "N")]
     pub(crate) count: usize,
-    /// As many changes with the mark make a reader's work complete
+    /// A reader is done when it has seen this many changes with the mark
     #[arg(long, value_name = "N")]
     pub(crate) changes: u64,
     /// Marker of the changes that are counted
     #[arg(long, default_value_t = 'm')]
     pub(crate) mark: char,
-    /// Read JSON, and not protobuf as kube-proxy does
+    /// Read JSON, instead of protobuf as kube-proxy does
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]

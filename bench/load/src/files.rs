@@ -1,4 +1,4 @@
-//! How many files this process may open, and the words for when they are not enough.
+//! Limit of open files of this process, and the error if it is too low.
 
 use nix::{
     errno::Errno,
@@ -9,17 +9,18 @@ use std::io;
 /// Raises the soft limit to the hard one.
 pub(crate) fn raise() {
     if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
-        // Whoever may not gets the error of `enough`.
+        // A process without the right gets the error of `enough`.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
     }
 }
 
-/// Sockets that a process needs beside those that it was asked for.
+/// Number of sockets of a process besides the requested ones.
 const OWN: usize = 64;
 
-/// Whether there are files for that many sockets.
+/// Checks that files for that many sockets are available.
 ///
 /// # Errors
+///
 /// If not, with both numbers.
 pub(crate) fn enough(sockets: usize) -> anyhow::Result<()> {
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);

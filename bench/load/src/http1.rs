@@ -1,29 +1,29 @@
-//! HTTP/1.1 as a generator speaks it: one request at a time, answers whose length is known, bodies thrown away.
+//! Minimal HTTP/1.1 client for generators: one request at a time, answers with a known length, bodies are discarded.
 //!
-//! Cheap on purpose: what a generator takes from the machine is missing elsewhere. What it does not
-//! understand is an error and never a wrong count; so is an answer in chunks where nobody said that one may come.
+//! Cheap on purpose: the CPU time of a generator is missing elsewhere. Unknown input is an error and never a wrong count,
+//! and so is an unexpected chunked answer.
 
 use anyhow::{Context, bail, ensure};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// A connection, whatever is below it.
+/// A connection of any kind.
 pub(crate) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// Room for each read.
+/// Space for each read.
 const READ: usize = 256 << 10;
-/// Room for a head and a small body.
+/// Space for a head and a small body.
 const SMALL: usize = 8 << 10;
 /// Longest head.
 const HEAD: usize = 64 << 10;
 /// Longest chunk.
 const CHUNK: usize = 64 << 20;
-/// Fields in a head at most.
+/// Largest number of fields in a head.
 const FIELDS: usize = 64;
 
-/// A connection with what was read of it and not used yet.
+/// A connection with its bytes that were read and not used yet.
 pub(crate) struct Connection {
     io: Box<dyn Io>,
     unread: BytesMut,
@@ -34,18 +34,18 @@ pub(crate) struct Connection {
 pub(crate) struct Head {
     /// Its status.
     pub(crate) status: u16,
-    /// The words behind the status.
+    /// The reason phrase.
     pub(crate) reason: String,
-    /// How long its body is; `None` where the end of the connection says so.
+    /// Length of its body; `None` if the connection's end marks the end of the body.
     pub(crate) length: Option<u64>,
-    /// Whether the connection ends behind it.
+    /// Whether the connection ends after it.
     pub(crate) close: bool,
     /// Whether its body comes in chunks.
     pub(crate) chunked: bool,
 }
 
 impl Connection {
-    /// Nothing has been said on `io` yet.
+    /// A connection without traffic so far.
     pub(crate) fn new(io: impl Io + 'static) -> Self {
         Self {
             io: Box::new(io),
@@ -53,13 +53,13 @@ impl Connection {
         }
     }
 
-    /// Sends a request's head, or anything.
+    /// Sends a request's head, or any bytes.
     pub(crate) async fn send(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
         self.io.write_all(bytes).await.context("cannot send")?;
         self.io.flush().await.context("cannot send")
     }
 
-    /// Ends what this side sends.
+    /// Closes the sending side.
     pub(crate) async fn finish(&mut self) -> anyhow::Result<()> {
         self.io.shutdown().await.context("cannot end")
     }
@@ -70,7 +70,7 @@ impl Connection {
         self.head().await
     }
 
-    /// The head of the next answer that is not interim; a 101 is not.
+    /// Reads the next head that is not interim; a 101 is not interim.
     pub(crate) async fn head(&mut self) -> anyhow::Result<Head> {
         let head = self.any_head().await?;
         ensure!(
@@ -80,7 +80,7 @@ impl Connection {
         Ok(head)
     }
 
-    /// The same, of an answer that may be in chunks; [`Line::chunk`] and [`Line::pass`] read those.
+    /// The same for an answer that may be chunked; [`Line::chunk`] and [`Line::pass`] read the chunks.
     pub(crate) async fn any_head(&mut self) -> anyhow::Result<Head> {
         loop {
             while let Some((head, length)) = parse(&self.unread)? {
@@ -98,7 +98,7 @@ impl Connection {
         }
     }
 
-    /// Reads that many bytes and throws them away.
+    /// Reads that many bytes and discards them.
     pub(crate) async fn skip(&mut self, mut bytes: u64) -> anyhow::Result<()> {
         while bytes > 0 {
             match self.some(bytes).await? {
@@ -109,7 +109,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads something, at most that many bytes, and throws it away. Nothing is the end.
+    /// Reads up to that many bytes and discards them. 0 is the end.
     pub(crate) async fn some(&mut self, most: u64) -> anyhow::Result<u64> {
         let most = usize::try_from(most).unwrap_or(usize::MAX);
         if self.unread.is_empty() && self.read(most.clamp(SMALL, READ)).await? == 0 {
@@ -120,7 +120,7 @@ impl Connection {
         Ok(u64::try_from(read)?)
     }
 
-    /// The next chunk of a body, as soon as it is there whole; nothing is the body's end.
+    /// Returns the next chunk of a body when it is complete; an empty chunk is the body's end.
     pub(crate) async fn chunk(&mut self) -> anyhow::Result<Option<Bytes>> {
         let (ahead, length) = loop {
             match httparse::parse_chunk_size(&self.unread) {
@@ -134,7 +134,7 @@ impl Connection {
         };
         let length = usize::try_from(length)?;
         ensure!(length <= CHUNK, "a chunk is longer than {CHUNK} bytes");
-        // Nobody here sends trailers, so behind the last one, too, there is only a line's end.
+        // No peer here sends trailers, so after the last chunk, too, there is only a line's end.
         let whole = ahead + length + 2;
         while self.unread.len() < whole {
             let missing = whole - self.unread.len();
@@ -148,7 +148,7 @@ impl Connection {
         Ok((length > 0).then_some(chunk))
     }
 
-    /// Throws the body of this answer away, in whichever form it comes.
+    /// Discards the body of this answer in any form.
     pub(crate) async fn pass(&mut self, head: &Head) -> anyhow::Result<()> {
         if !head.chunked {
             return self.skip(head.length.unwrap_or(0)).await;
@@ -169,7 +169,7 @@ impl Connection {
         Ok(rest)
     }
 
-    /// Exactly as many bytes as `into` has.
+    /// Reads exactly as many bytes as `into` has.
     pub(crate) async fn exact(&mut self, into: &mut [u8]) -> anyhow::Result<()> {
         while self.unread.len() < into.len() {
             if self.read(SMALL).await? == 0 {
@@ -187,7 +187,7 @@ impl Connection {
     }
 }
 
-/// The head at the beginning of `bytes` and its length, if it is there whole.
+/// Returns the head at the beginning of `bytes` and its length, if it is complete.
 fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
     let mut fields = [httparse::EMPTY_HEADER; FIELDS];
     let mut response = httparse::Response::new(&mut fields);

@@ -1,8 +1,8 @@
 //! `causeway-bench-load`: the loads of `bench/run` that no ready-made generator makes.
 //!
-//! Each subcommand writes one JSON object a line to standard output (those that serve begin with
-//! `{"event":"ready",…}`) and ends at SIGTERM, at SIGINT, or when its standard input is a pipe that ends, so that
-//! it never outlives the process that started it. Wiring only.
+//! Each subcommand writes one JSON object per line to standard output (servers begin with `{"event":"ready",…}`) and ends
+//! at SIGTERM, at SIGINT, or when its standard input is a pipe that ends, so that it never outlives the process that
+//! started it. Wiring only.
 
 mod cli;
 mod command;

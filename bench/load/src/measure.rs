@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, time::Duration};
 
-/// Longest time that is distinguished from longer ones, in microseconds.
+/// Longest time that the histogram distinguishes, in microseconds.
 const LONGEST: u64 = 600_000_000;
 
 /// Latencies, in microseconds, with three digits.
@@ -14,13 +14,13 @@ const LONGEST: u64 = 600_000_000;
 pub(crate) struct Latencies(Histogram<u64>);
 
 impl Latencies {
-    /// None yet.
+    /// Returns an empty histogram.
     pub(crate) fn new() -> Self {
         let histogram = Histogram::new_with_bounds(1, LONGEST, 3);
         Self(histogram.expect("the limits are valid"))
     }
 
-    /// One more.
+    /// Adds one.
     pub(crate) fn add(&mut self, took: Duration) {
         let micros = u64::try_from(took.as_micros()).unwrap_or(LONGEST);
         self.0.saturating_record(micros.clamp(1, LONGEST));
@@ -31,12 +31,12 @@ impl Latencies {
         self.0 += &other.0;
     }
 
-    /// How many.
+    /// Returns the number of latencies.
     pub(crate) fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// Each time with how often it was taken, in order: what several processes found is one histogram at whoever reads it.
+    /// Returns each time with its count, in order: the reader can join results of several processes to one histogram.
     pub(crate) fn counts(&self) -> Vec<(u64, u64)> {
         let recorded = self.0.iter_recorded();
         recorded
@@ -66,7 +66,7 @@ const KINDS: usize = 16;
 pub(crate) struct Failures(BTreeMap<String, u64>);
 
 impl Failures {
-    /// One more of this kind.
+    /// Adds one of this kind.
     pub(crate) fn add(&mut self, kind: String) {
         self.more(kind, 1);
     }
@@ -78,7 +78,7 @@ impl Failures {
         }
     }
 
-    /// How many in all.
+    /// Returns the number of all failures.
     pub(crate) fn count(&self) -> u64 {
         self.0.values().sum()
     }
@@ -90,7 +90,7 @@ impl Failures {
     }
 }
 
-/// So many in that time, for a second.
+/// Returns the rate per second of that many in that time.
 pub(crate) fn per_second(count: u64, took: Duration) -> f64 {
     // A count beyond 2^53 would not be reached in a lifetime.
     #[expect(clippy::cast_precision_loss, reason = "a figure for people")]

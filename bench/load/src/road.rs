@@ -22,14 +22,14 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Maximum time to open a connection. It is long because an overloaded gateway is what is measured.
+/// Maximum time to open a connection. It is long because the benchmark measures overloaded gateways.
 const OPENING: Duration = Duration::from_secs(30);
 
-/// A way to an app, to be opened as often as needed.
+/// A route to an app, to be opened as often as needed.
 pub(crate) struct Road {
     /// Address to dial.
     pub(crate) place: ListenAddr,
-    /// With whom TLS is spoken.
+    /// TLS with the first hop, if any.
     pub(crate) tls: Option<Tls>,
     /// The target of a CONNECT.
     pub(crate) connect: Option<String>,
@@ -41,7 +41,7 @@ pub(crate) struct Tls {
     name: ServerName<'static>,
 }
 
-/// An open road.
+/// An open route.
 pub(crate) struct Opened {
     /// The connection, at whose end the app listens.
     pub(crate) line: Connection,
@@ -50,7 +50,7 @@ pub(crate) struct Opened {
 }
 
 impl Road {
-    /// The road to what a URL names; `to` is dialled in its place. Over https any certificate is accepted.
+    /// The route to the target of a URL; `to` is dialled in its place. Over https any certificate is accepted.
     pub(crate) async fn of(
         url: &http::Uri,
         to: Option<SocketAddr>,
@@ -88,7 +88,8 @@ impl Road {
     /// Opens it.
     ///
     /// # Errors
-    /// If it does not stand within half a minute, with what went wrong where.
+    ///
+    /// If it is not open within half a minute, with the failed step.
     pub(crate) async fn open(&self) -> anyhow::Result<Opened> {
         let opening = timeout(OPENING, self.lay());
         let opened = opening.await.context("not open within 30 s");
@@ -144,7 +145,7 @@ impl Road {
 }
 
 impl Tls {
-    /// Sessions are kept and resumed until [`Tls::forgetful`] says otherwise.
+    /// Sessions are kept and resumed unless [`Tls::forgetful`] turns this off.
     pub(crate) fn new(
         name: ServerName<'static>,
         ca: Option<&Path>,
@@ -201,7 +202,7 @@ fn roots(path: &Path) -> anyhow::Result<RootCertStore> {
     Ok(roots)
 }
 
-/// Takes any certificate, at the cost of taking a good one: what a server signed is checked.
+/// Accepts any certificate, at the cost of accepting a good one: the server's signature is verified.
 #[derive(Debug)]
 struct Anybody(Arc<CryptoProvider>);
 

@@ -1,7 +1,6 @@
-//! When to stop: SIGTERM, SIGINT, or the end of a standard input that is a pipe.
+//! Stop condition: SIGTERM, SIGINT, or the end of a standard input that is a pipe.
 //!
-//! Only a pipe counts: with `/dev/null` in its place, as a script's background jobs have it, the end is there from the
-//! beginning.
+//! Only a pipe counts: a script's background jobs have `/dev/null` in its place, which ends at once.
 
 use anyhow::Context;
 use causeway_rt::task::TaskGroup;
@@ -17,7 +16,7 @@ use tracing::Span;
 /// Stop signal and its sources.
 #[derive(Debug)]
 pub(crate) struct Stop {
-    /// Cancelled when it is time.
+    /// Cancelled when the process has to stop.
     pub(crate) token: CancellationToken,
     _listening: TaskGroup,
 }

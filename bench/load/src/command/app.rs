@@ -1,8 +1,8 @@
-//! A plain HTTP/1.1 app, cheap enough not to be what limits a benchmark.
+//! A plain HTTP/1.1 app, cheap enough not to limit a benchmark.
 //!
-//! `GET /1k` and `GET /N` answer that many bytes, from one block that is never copied; `PUT` and `POST /sink` count a
-//! body. By Upgrade, to whatever token is asked for: `/echo`, `/source/N` (N bytes and the end) and
-//! `/drain` (reads to the end, then says how much there was). Memory does not grow with a body's length.
+//! `GET /1k` and `GET /N` answer that many bytes, from one block that is never copied; `PUT` and `POST /sink` count a body.
+//! By Upgrade, to any protocol: `/echo`, `/source/N` (N bytes and the end) and `/drain` (reads to the end, then sends the
+//! number of bytes). Memory does not grow with a body's length.
 
 use crate::{cli, report, stop::Stop};
 use anyhow::Context as _;
@@ -73,7 +73,7 @@ async fn serve(socket: Socket, tasks: Arc<TaskGroup>) {
         .header_read_timeout(None)
         .serve_connection(TokioIo::new(socket), service)
         .with_upgrades();
-    // Callers that hang up are what a benchmark is full of.
+    // In a benchmark many clients hang up; this is no error.
     let _ = serving.await;
 }
 
@@ -162,7 +162,7 @@ async fn switched(upgrade: OnUpgrade, asked: AppRequest) {
         return;
     };
     let mut io = TokioIo::new(upgraded);
-    // A caller that goes ends its session, however it goes.
+    // A client that leaves ends its session, in order or not.
     let _ = match asked {
         AppRequest::Source(length) => source(&mut io, length).await,
         AppRequest::Drain => drain(&mut io).await,
@@ -206,7 +206,7 @@ async fn echo(io: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result
     }
 }
 
-/// A text, or bytes that mean nothing.
+/// A text, or bytes without meaning.
 struct Filling {
     text: Bytes,
     left: u64,
@@ -221,7 +221,7 @@ impl Filling {
     }
 }
 
-/// The next part of that many bytes.
+/// Returns the next part with that many bytes.
 fn block(left: &mut u64) -> &'static [u8] {
     let length = usize::try_from(*left)
         .unwrap_or(usize::MAX)

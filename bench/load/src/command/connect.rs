@@ -1,8 +1,8 @@
 //! Load of a client, the same over every route: through a CONNECT, as kube-apiserver reaches a kubelet through
 //! Konnectivity; directly to a listener; or directly to an upstream.
 //!
-//! Closed loops: each client has one request, or one transfer, on its way. What a ready-made generator does over
-//! plain HTTPS is here as well, so that both roads are walked by the same feet.
+//! Closed loops: each client has one request, or one transfer, in flight. Loads that a ready-made generator could make over
+//! plain HTTPS are here as well, so that the same client measures both routes.
 
 mod requests;
 mod transfers;
@@ -49,7 +49,7 @@ fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
         _ => ServerName::try_from(host.to_owned())?,
     };
     let tls = if asked.tls {
-        // kube-apiserver offers no protocol where it asks for a CONNECT.
+        // kube-apiserver offers no protocol when it sends a CONNECT.
         let alpn: &[&[u8]] = if through { &[] } else { &[b"http/1.1"] };
         let tls = Tls::new(name, asked.ca.as_deref(), &asked.caller, alpn)?;
         Some(if asked.resume { tls } else { tls.forgetful() })

@@ -1,8 +1,8 @@
 //! Many light edges in one process: real TLS with a certificate each, real HTTP/2, the real hello.
 //!
 //! 1. All dial, some at a time, and register.
-//! 2. Each answers whatever stream it is sent. One whose tunnel falls dials anew, with the back-off of an edge.
-//! 3. When all are registered the report says so, and after each fall it says when they came back.
+//! 2. Each answers every stream. An edge whose tunnel ends dials again, with the backoff of an edge.
+//! 3. When all are registered the report contains it; after each loss it contains the time until they are back.
 //!
 //! Light means: one tunnel for each node, no policy, no app, no renewal, no second tunnel for bulk.
 
@@ -29,11 +29,11 @@ struct Fleet {
     gateway: SocketAddr,
     body: Bytes,
     roll: Roll,
-    /// How many dial at once before each has stood once.
+    /// Number of simultaneous dials until each edge has been registered once.
     first: Semaphore,
     /// One task for each open stream.
     streams: TaskGroup,
-    /// Random: a gateway tells processes apart by it.
+    /// Random: a gateway distinguishes processes by it.
     instance: String,
 }
 

@@ -1,13 +1,13 @@
 //! A link between two network namespaces: IP packets with a delay and a rate in each direction.
 //!
 //! 1. Each namespace gets a TUN, with the address of its end and a route to the other.
-//! 2. A packet that is read enters the way and is written into the other TUN when it is due.
-//! 3. What finds the queue in front of the way full is dropped, as a router does.
+//! 2. A packet that is read enters the link and is written to the other TUN when it is due.
+//! 3. A packet that finds the queue before the link full is dropped, as by a router.
 //!
-//! TCP is the kernel's own, from end to end over the whole delay, with its windows and its losses. Packets pass as
-//! the kernel makes them for a card that cuts segments itself (up to 64 KiB, a header of the kernel's before each),
-//! so that a fast link costs little; the rate counts the headers that the segments would have had.
-//! Needs root. The interfaces go with the process; namespaces are made and removed by the user who names them.
+//! TCP is the kernel's own, from end to end over the whole delay, with its windows and its losses. Packets pass as the
+//! kernel makes them for a card with segmentation offload (up to 64 KiB, a header of the kernel's before each), so that a
+//! fast link costs little; the rate counts the headers that the segments would have had. Needs root. The interfaces are
+//! removed with the process; the user who names the namespaces makes and removes them.
 
 use super::way::Way;
 use crate::{cli, report, stop::Stop};
@@ -28,11 +28,11 @@ use tun_rs::{AsyncDevice, DeviceBuilder};
 
 /// The kernel's header before each packet (`virtio_net_hdr`).
 const HEADER: usize = 10;
-/// The largest packet with its header, and room to spare.
+/// The largest packet with its header, and some reserve.
 const LARGEST: usize = (64 << 10) + 256;
-/// Timers tick each millisecond: what is due within half of it goes now, so that the mean is right.
+/// Timers tick each millisecond: a packet that is due within half of it goes now, so that the mean is right.
 const SLACK: Duration = Duration::from_micros(500);
-/// Packets that wait in a TUN while this process gets no turn; the kernel's own 500 are lost on a busy machine.
+/// Packets that wait in a TUN while this process is not scheduled; the kernel's own 500 are lost on a busy machine.
 const WAITING: u32 = 10_000;
 
 /// Creates the link and runs it until it is asked to stop.
@@ -63,7 +63,7 @@ pub(crate) async fn run(asked: &cli::Link, stop: Stop) -> anyhow::Result<()> {
     }
 }
 
-/// The TUN in one namespace. This thread is there meanwhile.
+/// Creates the TUN in one namespace. Meanwhile this thread is in that namespace.
 fn end(
     netns: &str,
     asked: &cli::Link,
@@ -89,7 +89,7 @@ fn end(
     Ok(device)
 }
 
-/// Packets that a TUN dropped before they could be read: the machine's doing and not the link's.
+/// Packets that a TUN dropped before they could be read: because of the machine and not of the link.
 fn lost(netns: &str, asked: &cli::Link) -> Option<u64> {
     let said = ip(&format!("-n {netns} -s -j link show dev {}", asked.name)).ok()?;
     let said: Value = serde_json::from_slice(&said).ok()?;
@@ -142,7 +142,7 @@ async fn carry(
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 let now = Instant::now() + SLACK;
                 while let Some((_, packet)) = under_way.pop_front_if(|(due, _)| *due <= now) {
-                    // A namespace whose end is down loses packets, as a host does that is off.
+                    // A namespace whose end is down loses packets, like a host that is off.
                     let _ = to.send(&packet).await;
                 }
             }
@@ -161,7 +161,7 @@ async fn carry(
     }
 }
 
-/// How many bytes a packet would be once it is cut into segments, each with a header of its own.
+/// Returns the number of bytes of a packet after segmentation, with a header for each segment.
 fn on_the_wire(packet: &[u8]) -> usize {
     let word = |at: usize| {
         let bytes = packet

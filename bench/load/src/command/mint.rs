@@ -1,7 +1,7 @@
 //! Identities for a fleet: the files that `token create` and joining would leave, for thousands of nodes at once.
 //!
-//! All nodes share one key. Making a key is the node's work and no part of any figure, and a gateway's work is the same for
-//! every key that it checks. The nodes are entered in the gateway's directory, which it reads when it starts.
+//! All nodes share one key. To make a key is the node's work and not measured, and a gateway's work is the same for every
+//! key that it verifies. The nodes are added to the gateway's directory, which it reads when it starts.
 
 use crate::{cli, report};
 use anyhow::Context;
@@ -27,9 +27,9 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// The CA's trust domain where there was none.
+/// Trust domain of a CA that is made here.
 const DOMAIN: &str = "bench.causeway";
-/// A session of TLS for the one gateway that a node dials; rustls keeps eight tickets in each.
+/// Size of the cache of TLS sessions for the one gateway that a node dials; rustls keeps eight tickets in each.
 const SESSIONS: usize = 8;
 
 /// The file of a fleet's identities.
@@ -113,7 +113,7 @@ pub(super) struct Identity {
     pub(super) tls: Arc<ClientConfig>,
 }
 
-/// The first `most` identities of a file, all of them if `None`.
+/// Returns the first `most` identities of a file, all of them if `None`.
 pub(super) fn read(
     path: &Path,
     most: Option<usize>,

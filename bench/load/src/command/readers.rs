@@ -1,9 +1,9 @@
-//! Readers of `EndpointSlices`, as kube-proxy is one: a watch each that begins with all there is, on a connection of its own.
+//! Readers of `EndpointSlices` like kube-proxy: each has a watch that begins with all objects, on a connection of its own.
 //!
-//! 1. Each asks as client-go does by default, `sendInitialEvents` and bookmarks, in protobuf or JSON.
+//! 1. Each sends the request of client-go's defaults, `sendInitialEvents` and bookmarks, in protobuf or JSON.
 //! 2. `ready` is printed when all clients have received everything.
-//! 3. Of each change with the mark it is noted how long ago it was made; `result` is said when each has seen all of them.
-//! 4. A watch that the server ends, as kube-apiserver does where a reader is too slow for it, goes on at the last version.
+//! 3. For each change with the mark the age is recorded; `result` is printed when each client has seen all of them.
+//! 4. A watch that the server ends, as kube-apiserver does if a reader is too slow, continues at the last version.
 //! 5. All keep reading until they are asked to stop, so that their cost at the other end can be measured.
 
 pub(crate) mod stamp;
@@ -25,14 +25,14 @@ use tokio::{sync::mpsc, task::JoinSet, time::Instant};
 
 /// Path of the watch.
 const PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices?watch=true&allowWatchBookmarks=true&timeoutSeconds=3600";
-/// From its beginning, which is all there is.
+/// From its beginning, with all objects.
 const BEGINNING: &str = "&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
-/// The annotation of the bookmark behind all that there is at the beginning.
+/// The annotation of the bookmark after all initial objects.
 const COMPLETE: &[u8] = b"k8s.io/initial-events-end";
 
 /// Report of a watch client.
 enum ReaderReport {
-    /// The client has received all objects, in so many bytes.
+    /// The client has received all objects, in this many bytes.
     Ready(u64),
     /// The client has seen all changes: their latencies, and the bytes since it was ready.
     Seen(Latencies, u64),
@@ -52,13 +52,14 @@ struct Reading {
 /// Bytes that a watch client has received and not examined yet.
 #[derive(Default)]
 struct Watching {
-    /// With some bytes that it has looked at, in which a version may stand.
+    /// Including some examined bytes, which may contain a version.
     unread: BytesMut,
     looked: usize,
     version: Option<u64>,
 }
 
-/// Begins to read, says when all are there and when all have seen everything, and reads until it is told to stop.
+/// Begins to read, reports when all objects have arrived and when all readers have seen all changes, and reads until it is
+/// stopped.
 pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
     let count = asked.url.len() * asked.count;
     files::enough(count)?;
@@ -94,7 +95,7 @@ pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
     }
 }
 
-/// Says what all have told, and then waits for ever.
+/// Prints the sum of all reports, and then waits without end.
 async fn tell(mut told: mpsc::Receiver<ReaderReport>, count: usize) {
     let began = Instant::now();
     let (mut ready, mut seen) = ((0, 0), (0, 0));
@@ -126,7 +127,7 @@ async fn tell(mut told: mpsc::Receiver<ReaderReport>, count: usize) {
     std::future::pending::<()>().await;
 }
 
-/// One reader, for ever.
+/// One reader, without end.
 async fn read(reading: Arc<Reading>, telling: mpsc::Sender<ReaderReport>) -> anyhow::Result<()> {
     let mut line = reading.watch(BEGINNING).await?;
     let bytes = complete(&mut line).await?;
@@ -158,7 +159,7 @@ async fn read(reading: Arc<Reading>, telling: mpsc::Sender<ReaderReport>) -> any
 }
 
 impl Reading {
-    /// Opens a watch, from there on.
+    /// Opens a watch from this version on.
     async fn watch(&self, from: &str) -> anyhow::Result<Connection> {
         let mut line = self.road.open().await?.line;
         let (host, accept) = (&self.host, self.accept);
@@ -178,7 +179,7 @@ impl Reading {
 }
 
 impl Watching {
-    /// Looks at what has come.
+    /// Examines the received bytes.
     fn look(&mut self, chunk: &[u8], mark: u8, latencies: &mut Latencies) {
         self.unread.extend_from_slice(chunk);
         let mut last = None;
@@ -198,7 +199,7 @@ impl Watching {
     }
 }
 
-/// Reads until the bookmark behind all there is, and counts.
+/// Reads until the bookmark after all initial objects, and counts.
 async fn complete(line: &mut Connection) -> anyhow::Result<u64> {
     let (mut unread, mut bytes) = (BytesMut::new(), 0);
     while let Some(chunk) = line.chunk().await? {
@@ -207,7 +208,7 @@ async fn complete(line: &mut Connection) -> anyhow::Result<u64> {
         if unread.windows(COMPLETE.len()).any(|at| at == COMPLETE) {
             return Ok(bytes);
         }
-        // It may be cut in two.
+        // The bookmark may be split between two reads.
         unread.advance(unread.len().saturating_sub(COMPLETE.len()));
     }
     bail!("a watch ended before all was told")

@@ -1,9 +1,9 @@
-//! `EndpointSlices` as a cluster has them, made in its API or changed at a rate, each change marked with its time.
+//! `EndpointSlices` of a realistic cluster, made in its API or changed at a rate, each change marked with its time.
 //!
-//! 1. A slice has ten endpoints with what kube-controller-manager writes of each, so that its size is a real one.
-//! 2. A change is a PUT of the whole slice, as that controller makes it: of a Service that is rolled out one endpoint
-//!    is not ready, the next time another.
-//! 3. Changes are due at their times whether or not the one before is answered: a slow API is not asked less.
+//! 1. A slice has ten endpoints with the fields that kube-controller-manager writes, so that its size is realistic.
+//! 2. A change is a PUT of the whole slice, like that controller's: while a Service rolls out, one endpoint is not ready,
+//!    the next time another.
+//! 3. Changes are due at their times whether or not the one before is answered: a slow API gets as many.
 
 mod slice;
 
@@ -29,7 +29,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// How slices are named in the API.
+/// Names of the slices in the API.
 const PATH: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
 
 /// Arguments and progress of one writer.
@@ -40,7 +40,7 @@ struct Work {
     began: Instant,
 }
 
-/// Makes or changes them all, and says how long the API took.
+/// Makes or changes them all, and reports the time that the API took.
 pub(crate) async fn run(asked: cli::Slices, stop: Stop) -> anyhow::Result<()> {
     ensure!(
         asked.count > 0 && asked.rate > 0 && asked.callers > 0,
@@ -105,7 +105,7 @@ impl Work {
         self.began + Duration::from_secs(1) * turn / self.asked.rate
     }
 
-    /// The request of this turn, with the time that it is now.
+    /// Returns the request of this turn, with the present time.
     fn request(&self, turn: usize) -> Vec<u8> {
         let number = turn % self.asked.count;
         let (method, path, mark, step) = if self.asked.changes.is_some() {

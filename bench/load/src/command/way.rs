@@ -1,7 +1,7 @@
 //! Link in one direction: bytes leave at the rate, and arrive the delay later, in order.
 //!
-//! Only times are stored here, so that the link can be tested without a clock: the owner of the bytes asks when they are due.
-//! The queue before the link is a length of time: the time that the rate needs for the waiting bytes.
+//! Only times are stored here, so that the link can be tested without a clock: the owner of the bytes asks when they are
+//! due. The queue before the link is a length of time: the time that the rate needs for the waiting bytes.
 
 use crate::cli;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Way {
     asked: cli::Way,
-    /// When all that has entered will have left.
+    /// Time at which all bytes that have entered will have left.
     free: Instant,
 }
 
@@ -21,7 +21,7 @@ impl Way {
         Self { asked, free: now }
     }
 
-    /// When there is room in the queue, which may be now.
+    /// Returns when the queue has space, which may be now.
     pub(super) fn room(&self, now: Instant) -> Instant {
         self.free
             .checked_sub(self.asked.queue)
@@ -29,7 +29,7 @@ impl Way {
             .max(now)
     }
 
-    /// Lets that many bytes enter; when they arrive.
+    /// Adds that many bytes; returns when they arrive.
     pub(super) fn enter(&mut self, bytes: usize, now: Instant) -> Instant {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.free = self.free.max(now) + takes(bytes, self.asked.rate);

@@ -1,4 +1,4 @@
-//! Clients: requests and bytes that are counted, upgrades that are held.
+//! Clients: requests and bytes that are counted, upgrades that are kept open.
 
 use crate::process::{Load, app, result};
 use serde_json::json;
@@ -41,7 +41,7 @@ async fn bytes_arrive_whole_plain_and_inside_an_upgrade() {
             "{way}"
         );
     }
-    // One byte less than the caller wants is no result.
+    // One byte less than the client requested is no result.
     let short = format!("{load} --download 7 --upgrade /source/6");
     let outcome = Load::start(&short).wait().await;
     assert!(!outcome.good && outcome.complaint.contains("1 bytes too early"));
@@ -80,7 +80,7 @@ async fn a_connect_is_asked_for_and_its_refusal_is_named() {
         near.write_all(b"HTTP/1.1 502 it is off\r\n\r\n")
             .await
             .unwrap();
-        // Nobody listens any more.
+        // No process listens there.
         drop((near, proxy));
     };
     let (asked, ()) = tokio::join!(Load::start(&load).wait(), refusing);
@@ -97,7 +97,7 @@ async fn heard(near: &mut tokio::net::TcpStream) -> String {
     head
 }
 
-/// Serves one CONNECT as it should be.
+/// Serves one CONNECT correctly.
 async fn pass_one(proxy: &TcpListener) {
     let (mut near, _) = proxy.accept().await.unwrap();
     let head = heard(&mut near).await;
@@ -105,7 +105,7 @@ async fn pass_one(proxy: &TcpListener) {
     let (target, _) = target.split_once(" HTTP/1.1\r\nHost: ").unwrap();
     let mut far = tokio::net::TcpStream::connect(target).await.unwrap();
     near.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
-    // Either end may go first when the time is over.
+    // Either end may close first when the time is over.
     let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
 }
 
@@ -121,7 +121,7 @@ async fn upgrades_idle_until_stopped() {
         (&json!(20), &json!(0))
     );
 
-    // What does not echo is not called alive.
+    // A connection that does not echo does not count as alive.
     let mut gone = Load::start(&format!("idle {url}/source/0 --count 2"));
     gone.event("ready").await;
     assert_eq!(gone.stop().await.last()["dead"], 2);

@@ -1,4 +1,4 @@
-//! A fleet at a real gateway: registered, called, restarted under, and shaken hands with.
+//! A fleet at a real gateway: registration, requests, a restart of the gateway, and handshakes.
 
 use crate::process::{Load, result};
 use causeway_certs::{OpenMode, Store};
@@ -161,7 +161,7 @@ async fn handshakes_are_resumed_or_not_as_asked() {
     );
     for hello in ["", "--hello"] {
         let met = result(&format!("{load} --resume yes {hello}")).await;
-        // The first of each caller has nothing to resume.
+        // The first connection of each client has no session to resume.
         assert!(
             count(&met, "handshakes") > 0 && count(&met, "full") <= 2,
             "{met}"

@@ -1,6 +1,6 @@
 //! The generators as `bench/run` uses them: the built binary, real sockets, a real gateway.
 //!
-//! Nothing here judges how fast anything is; what is checked is that what is counted is what happened.
+//! No test checks speed; the tests check that the counts match the events.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

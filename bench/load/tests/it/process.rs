@@ -1,4 +1,4 @@
-//! The binary, started, listened to and stopped. It ends with the value, since its standard input does.
+//! The binary, started, read and stopped. It ends with the value, because its standard input does.
 
 use serde_json::Value;
 use std::{process::Stdio, time::Duration};
@@ -8,10 +8,10 @@ use tokio::{
     time::timeout,
 };
 
-/// For a machine that does other work besides.
+/// Time limit on a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// A generator that runs.
+/// A running generator.
 pub(crate) struct Load {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -98,14 +98,14 @@ impl Load {
 }
 
 impl Outcome {
-    /// The last line of one that did well.
+    /// The last line of a run that succeeded.
     pub(crate) fn last(&self) -> &Value {
         assert!(self.good, "{}", self.complaint);
         self.lines.last().expect("a last line")
     }
 }
 
-/// Runs one that ends by itself; its result.
+/// Runs a generator that ends by itself; returns its result.
 pub(crate) async fn result(line: &str) -> Value {
     let outcome = Load::start(line).wait().await;
     let last = outcome.last();

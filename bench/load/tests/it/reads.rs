@@ -1,4 +1,4 @@
-//! Readers and the writer of slices, at a server that says what this test wants.
+//! Readers and the writer of slices, at a server whose responses the test chooses.
 
 use crate::process::{Load, result};
 use serde_json::json;
@@ -17,7 +17,7 @@ fn event(version: u64, mark: char) -> String {
     )
 }
 
-/// In two chunks, since real ones are cut anywhere.
+/// In two chunks, because real responses are split anywhere.
 fn chunks(text: &str) -> String {
     let (head, tail) = text.split_at(text.len() - 9);
     format!(
@@ -27,7 +27,7 @@ fn chunks(text: &str) -> String {
     )
 }
 
-/// The next request's head, and the connection.
+/// Returns the next request's head, and the connection.
 async fn asked(listener: &TcpListener) -> (String, TcpStream) {
     let (mut near, _) = listener.accept().await.unwrap();
     let head = heard(&mut near).await;
@@ -64,7 +64,7 @@ async fn a_reader_counts_marked_changes_and_resumes_its_watch() {
         &format!("{HEAD}{}{}", chunks(&event(3, 'm')), chunks(complete)),
     )
     .await;
-    // What is there at the beginning is no change.
+    // The initial objects are no changes.
     assert_eq!(load.event("ready").await["count"], 1);
     let two = [event(5, 'w'), event(7, 'm')].map(|event| chunks(&event));
     say(&mut near, &format!("{}{}0\r\n\r\n", two[0], two[1])).await;
@@ -97,7 +97,7 @@ async fn slices_are_created_and_changed_and_refusals_are_reported() {
     );
 }
 
-/// Answers so many requests of one connection, in chunks.
+/// Answers this many requests of one connection, in chunks.
 async fn answer(listener: &TcpListener, method: &str, status: &str, count: usize) {
     let (mut near, _) = listener.accept().await.unwrap();
     for _ in 0..count {

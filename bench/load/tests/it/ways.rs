@@ -1,10 +1,10 @@
-//! Ways that take time: never less than they should. How much more is the machine's affair.
+//! Links with a delay: never less than configured. How much more depends on the machine.
 
 use crate::process::Load;
 use serde_json::Value;
 use std::{env, process::Command};
 
-/// The least that a request took, which is what half of them took at least, in milliseconds.
+/// Returns the shortest time of a request, which half of them took at least, in milliseconds.
 fn median(result: &Value) -> u64 {
     result["latency_us"]["p50"].as_u64().unwrap() / 1000
 }
@@ -13,7 +13,7 @@ fn median(result: &Value) -> u64 {
 struct Spaces(String, String);
 
 impl Spaces {
-    /// None where they cannot be made, which is an error where everything is required.
+    /// `None` if they cannot be made, which is an error if all requirements are mandatory.
     fn new() -> Option<Self> {
         let name = |end| format!("cwbl{}-{end}", std::process::id());
         let spaces = Self(name("a"), name("b"));
@@ -72,6 +72,6 @@ async fn a_link_delays_packets_limits_its_rate_and_drops_the_excess() {
         carried["forth"]["bytes"].as_u64() >= Some(4_000_000),
         "{carried}"
     );
-    // Slow start finds a queue of 80 kB too short.
+    // With slow start, a queue of 80 kB is too short.
     assert!(carried["forth"]["dropped"].as_u64() >= Some(1), "{carried}");
 }

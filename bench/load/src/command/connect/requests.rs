@@ -1,7 +1,7 @@
 //! Requests in a closed loop: over one connection for each client, or over a new one each time.
 //!
-//! Kept connections are opened before the clock starts. A request that is on its way when the time is over does
-//! not count. A new connection counts from its first packet to the last byte of its answer.
+//! Kept connections are opened before the clock starts. A request in flight when the time is over does not count. A new
+//! connection counts from its first packet to the last byte of its answer.
 
 use crate::{
     cli,
@@ -19,7 +19,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// After a failure, lest it be a loop of failures.
+/// Pause after a failure, so that failures do not make a tight loop.
 const PAUSE: Duration = Duration::from_millis(10);
 
 struct Caller {
@@ -110,7 +110,7 @@ impl Caller {
     async fn call(mut self, start: Arc<Barrier>, lasting: Duration) -> CallOutcome {
         let mut kept = None;
         if !self.new {
-            // What fails here fails again below, where it is counted.
+            // A failure here repeats below, where it is counted.
             kept = self.open().await.ok();
         }
         start.wait().await;
@@ -123,7 +123,7 @@ impl Caller {
         self.met
     }
 
-    /// Over and over, without end.
+    /// Sends requests without end.
     async fn repeat(&mut self, kept: &mut Option<Connection>) {
         loop {
             let began = Instant::now();

@@ -1,7 +1,7 @@
 //! Bulk: each client moves its bytes once, all beginning at the same moment.
 //!
-//! The time is from that moment until the last client is done, which for an upload is when the app has said how
-//! much it got; another number than was sent is an error.
+//! The time is from that moment until the last client is done. For an upload that is when the app has sent its count of
+//! bytes; a count that differs from the sent number is an error.
 
 use crate::{
     cli,
@@ -36,7 +36,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> an
         let (host, upgrade) = (asked.target.clone(), asked.upgrade.clone());
         callers.spawn(async move {
             let opened = road.open().await;
-            // Nobody waits at the barrier for one that failed.
+            // The barrier does not wait for a client that failed.
             start.wait().await;
             let began = Instant::now();
             transfer(opened?.line, kind, &host, upgrade.as_deref()).await?;

@@ -1,6 +1,6 @@
 //! One light edge: dial, hello, serve, and again.
 //!
-//! The bounds and the back-off are an edge's own, so that a storm of these is the storm that a gateway would see.
+//! The limits and the backoff are those of an edge, so that a gateway sees a real storm of edges.
 
 use super::{super::mint::Identity, Fleet};
 use crate::files;
@@ -26,10 +26,10 @@ use tokio::{
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tracing::Span;
 
-/// A gateway's TCP handshake, and its TLS and its hello: an edge's defaults.
+/// Time limits of a gateway's TCP handshake, and of its TLS and hello: an edge's defaults.
 const TCP: Duration = Duration::from_secs(2);
 const BOUND: Duration = Duration::from_secs(5);
-/// The longest waits of an edge: if nothing answers, and if a gateway refuses.
+/// The longest waits of an edge: without an answer, and after a refusal by a gateway.
 const SILENT_MAX: Duration = Duration::from_secs(2);
 const REFUSED_MAX: Duration = Duration::from_mins(1);
 
@@ -41,13 +41,13 @@ pub(super) struct Node {
     fleet: Arc<Fleet>,
 }
 
-/// Why there is no tunnel.
+/// Reason for the lack of a tunnel.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failed {
-    /// Nothing answers; the node tries again soon.
+    /// No answer; the node retries soon.
     #[error("{0}")]
     Silent(String),
-    /// The gateway said no, and maybe for how long.
+    /// The gateway refused the node, possibly with a time to wait.
     #[error("{0}")]
     Refused(String, Option<Duration>),
 }
@@ -63,7 +63,7 @@ impl Node {
         Self { identity, fleet }
     }
 
-    /// Dials, serves, and dials anew, without end.
+    /// Dials, serves, and dials again, without end.
     pub(super) async fn live(self) {
         let mut backoff = Backoff::new(SILENT_MAX, REFUSED_MAX);
         let mut stood = false;
@@ -87,7 +87,7 @@ impl Node {
     }
 
     async fn register(&self, stood: bool) -> Result<Standing, Failed> {
-        // At the beginning some at a time, since nobody asks how fast a fleet is first made; later as they come.
+        // At the beginning some at a time, because the time of the first registration is not measured; later without limit.
         let _turn = if stood {
             None
         } else {
@@ -107,7 +107,7 @@ fn pause(failed: &Failed, backoff: &mut Backoff) -> Duration {
     }
 }
 
-/// TCP and TLS; what the TLS handshake took.
+/// Performs TCP and TLS; returns the duration of the TLS handshake.
 pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Duration), Failed> {
     let silent = |what: &str, error: &io::Error| {
         let hint = if files::ran_out(error) {
@@ -134,7 +134,7 @@ pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Dura
     Ok((io, began.elapsed()))
 }
 
-/// HTTP/2 and the hello, until the gateway says that the tunnel is registered.
+/// Performs HTTP/2 and the hello, until the gateway reports that the tunnel is registered.
 async fn greet(
     (io, round_trip): (Io, Duration),
     identity: &Identity,
@@ -194,7 +194,7 @@ fn welcome(fleet: &Fleet) -> EdgeHello {
     }
 }
 
-/// Waits for `future` while the tunnel moves.
+/// Waits for `future` while the tunnel is driven.
 async fn drive<T>(
     server: &mut EdgeSide<Io>,
     fleet: &Arc<Fleet>,
@@ -249,7 +249,7 @@ impl Standing {
                         }
                     }
                     Ok(line @ GatewayMessage::Dismiss { .. }) => return unexpected(&line),
-                    // There is nowhere else to go: what drains is served until it ends.
+                    // There is no other gateway: a draining tunnel is served until it ends.
                     Ok(_) => {}
                     Err(_) => heard = false,
                 },
@@ -267,8 +267,8 @@ fn take(incoming: IncomingStream, fleet: &Arc<Fleet>) {
     }
 }
 
-/// Answers each request with the body, also those inside a session, and echoes what an upgrade says. What
-/// fails is reset by being dropped.
+/// Answers each request with the body, also those inside a session, and echoes the bytes of an upgrade. A failed stream is
+/// reset when it is dropped.
 async fn answer(asked: StreamRequest, bytes: Bytes) {
     let StreamRequest {
         kind, body, reply, ..
@@ -281,7 +281,7 @@ async fn answer(asked: StreamRequest, bytes: Bytes) {
             if read(body).await
                 && let Ok(mut send) = reply.send(head, false)
             {
-                // A caller that has gone needs no answer.
+                // A client that has left needs no answer.
                 let _ = send.last(bytes).await;
             }
         }
@@ -302,7 +302,7 @@ async fn answer(asked: StreamRequest, bytes: Bytes) {
     }
 }
 
-/// Reads to the end; whether it was one.
+/// Reads to the end; returns whether the end was in order.
 async fn read(mut body: StreamReceiver) -> bool {
     while let Some(chunk) = body.data().await {
         if chunk.is_err() {

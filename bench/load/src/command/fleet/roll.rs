@@ -1,7 +1,7 @@
-//! The roll: who stands, who fell, and when they were back.
+//! List of the fleet: which nodes are up, which lost their tunnel, and when they were back.
 //!
-//! Nodes say that they came up or went down; [`watch`] holds that against the number that there should be. A fall
-//! begins when the first of a complete fleet goes, and ends when the fleet is complete again.
+//! Nodes report that they came up or went down; [`watch`] compares this with the expected number. A loss begins when the
+//! first node of a complete fleet goes down, and ends when the fleet is complete again.
 
 use super::node::Failed;
 use crate::{
@@ -22,10 +22,10 @@ use tokio::{
     time::Instant,
 };
 
-/// How finely returns are counted.
+/// Width of a bin in which returns are counted.
 const BIN: Duration = Duration::from_millis(100);
 
-/// Up or down, and when.
+/// Up or down, and the time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Change {
     up: bool,
@@ -63,7 +63,7 @@ impl Roll {
 
     fn change(&self, up: bool) {
         let at = Instant::now();
-        // Nobody listens once the fleet is told to stop.
+        // The receiver is gone when the fleet is stopped.
         let _ = self.changed.send(Change { up, at });
     }
 
@@ -81,7 +81,7 @@ impl Roll {
         failures.add(failed.to_string());
     }
 
-    /// All that was counted since the beginning.
+    /// All counts since the beginning.
     pub(super) fn counts(&self) -> Value {
         let failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         json!({
@@ -98,7 +98,7 @@ impl Roll {
     }
 }
 
-/// A time in which the fleet gathers: at first, or after a fall.
+/// A time in which the fleet gathers: at first, or after a loss.
 struct Gathering {
     began: Instant,
     epoch: f64,
@@ -152,7 +152,7 @@ impl Gathering {
     }
 }
 
-/// Reports `up`, then `fell` and `back` for each fall, without end.
+/// Reports `up`, then `fell` and `back` for each loss, without end.
 pub(super) async fn watch(roll: &Roll, mut changes: UnboundedReceiver<Change>, nodes: usize) {
     let mut standing = 0_usize;
     let mut gathering = Some(Gathering::begin(roll, Instant::now()));

@@ -1,7 +1,7 @@
-//! Handshakes in a closed loop: dial, TLS, hello if asked, hang up.
+//! Handshakes in a closed loop: dial, TLS, hello if requested, hang up.
 //!
-//! A TLS 1.3 client is done before its server has looked at the certificate, so a handshake counts when the
-//! gateway's first byte behind it is there: HTTP/2's preface, which a gateway sends first.
+//! A TLS 1.3 client finishes before its server has verified the certificate. Therefore a handshake counts when the
+//! gateway's first byte after it arrives: HTTP/2's preface, which a gateway sends first.
 
 use super::{
     super::mint::Identity,
@@ -28,10 +28,10 @@ use tracing::Span;
 
 /// Maximum time until the gateway's first byte.
 const BOUND: Duration = Duration::from_secs(5);
-/// After a failure, lest it be a loop of failures.
+/// Pause after a failure, so that failures do not make a tight loop.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Runs for that long and reports.
+/// Runs for that time and reports.
 pub(super) async fn run(
     fleet: &Arc<Fleet>,
     identities: Vec<Identity>,
@@ -87,7 +87,7 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Over and over, without end.
+/// Dials without end.
 async fn shake(fleet: &Arc<Fleet>, identity: &Identity, hello: bool, own: &mut Latencies) {
     loop {
         let began = Instant::now();
@@ -111,7 +111,7 @@ async fn once(fleet: &Arc<Fleet>, identity: &Identity, hello: bool) -> Result<()
     let mut first = [0; 64];
     match timeout(BOUND, io.read(&mut first)).await {
         Ok(Ok(1..)) => {
-            // No port is to wait for stray segments of thousands of connections.
+            // A reset on close: ports must not wait for stray segments of thousands of connections.
             io.get_ref().0.abort();
             Ok(())
         }

@@ -12,7 +12,7 @@ const DIGITS: usize = 16;
 /// Its whole length.
 pub(super) const LENGTH: usize = DIGITS + 3;
 
-/// The text of this moment.
+/// Returns the text of the present time.
 pub(crate) fn now(mark: char) -> String {
     let around = char::from(AROUND);
     format!("{around}{mark}{:016}{around}", since().as_micros())
@@ -23,8 +23,8 @@ fn since() -> Duration {
     since.unwrap_or_default()
 }
 
-/// Reports the position of each stamp, with the age of its change if the stamp has that mark. Returns how much of `bytes` has
-/// been examined: a stamp may be cut in two.
+/// Reports the position of each stamp, with the age of its change if the stamp has that mark. Returns how much of `bytes`
+/// has been examined: a stamp may be split.
 pub(super) fn all(bytes: &[u8], mark: u8, mut found: impl FnMut(usize, Option<Duration>)) -> usize {
     let (now, mut at) = (since(), 0);
     while let Some(next) = bytes[at..].iter().position(|byte| *byte == AROUND) {
@@ -43,7 +43,7 @@ pub(super) fn all(bytes: &[u8], mark: u8, mut found: impl FnMut(usize, Option<Du
     bytes.len()
 }
 
-/// Its mark, and when it was made, if this is a stamp.
+/// Returns its mark and its time, if this is a stamp.
 fn made(text: &[u8]) -> Option<(u8, Duration)> {
     let [AROUND, mark, digits @ .., AROUND] = text else {
         return None;

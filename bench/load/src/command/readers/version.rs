@@ -11,7 +11,7 @@ const VERSION: u8 = 6 << 3 | 2;
 /// In JSON.
 const NAMED: &[u8] = b"\"resourceVersion\":\"";
 
-/// The last version that stands in these bytes.
+/// Returns the last version in these bytes.
 pub(super) fn last(bytes: &[u8]) -> Option<u64> {
     let starts = (0..bytes.len()).rev();
     let mut digits = starts.filter_map(|at| {

@@ -3,7 +3,7 @@
 use super::super::readers::stamp;
 use serde_json::{Value, json};
 
-/// Endpoints of each.
+/// Endpoints of each slice.
 const ENDPOINTS: usize = 10;
 
 /// Its name.
@@ -11,7 +11,8 @@ pub(super) fn name(number: usize) -> String {
     format!("service-{number}-x7k2p")
 }
 
-/// The slice of this number; with each step another of its endpoints is not ready, and before the first all are.
+/// Returns the slice with this number; with each step another of its endpoints is not ready, and before the first step all
+/// are.
 pub(super) fn of(number: usize, step: usize, mark: char) -> Value {
     let service = format!("service-{number}");
     let unready = step.checked_sub(1).map(|step| step % ENDPOINTS);
@@ -58,7 +59,7 @@ fn endpoint(number: usize, endpoint: usize, ready: bool) -> Value {
     })
 }
 
-/// One that is always the same, and has as little in common with the next one as real ones have.
+/// A random number that is always the same, and as different from the next one as real ones are.
 fn uid(number: usize, endpoint: usize) -> String {
     let seed = u64::try_from(number * (ENDPOINTS + 1) + endpoint + 1).unwrap_or(1);
     // Vigna's splitmix64.
