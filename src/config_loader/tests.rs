@@ -19,7 +19,7 @@ fn fixtures(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the faults of a file and of those that it names, a line each; the side is the first word of its name.
+/// Returns the faults of a file and of the files that it names, one on each line; the side is the first word of its name.
 fn verdict(file: &FilePath) -> String {
     let sources = ConfigSources {
         file: Some(file.to_owned()),
@@ -123,7 +123,7 @@ fn where_to_listen_may_be_a_variables_word() {
         "{refused}"
     );
     assert_eq!(refused.lines().count(), 1, "{refused}");
-    // Elsewhere it is text like any other.
+    // In other places it is ordinary text.
     let name = "node: '$(POD_IP)'";
     let refused = read::<Edge>(name, &[("POD_IP", "edge-1")], &[]).unwrap_err();
     assert!(refused.to_string().contains("$(POD_IP)"), "{refused}");

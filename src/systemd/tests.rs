@@ -11,7 +11,7 @@ use tracing::info_span;
 
 const SOON: Duration = Duration::from_mins(2);
 
-/// The other end: what systemd hears.
+/// systemd's end: it receives the notifications.
 struct Systemd {
     folder: TempDir,
     socket: tokio::net::UnixDatagram,
@@ -35,7 +35,7 @@ impl Systemd {
         String::from_utf8(words[..read.unwrap()].to_vec()).unwrap()
     }
 
-    /// The next datagrams up to one that begins so, which is the last of them.
+    /// The next datagrams up to one with this beginning, which is the last of them.
     async fn heard_until(&self, begin: &str) -> Vec<String> {
         let mut all = Vec::new();
         loop {
@@ -155,7 +155,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
         systemd
             .heard_until("STATUS=workers [1] do not respond")
             .await;
-        // All that comes now comes after a whole round without an answer: no sign of life among it.
+        // All notifications from here on follow a whole round without an answer: none is a sign of life.
         let mut silent = vec![systemd.socket.try_recv(&mut [0; 64]).is_err()];
         for _ in 0..3 {
             pulse.silent(Duration::from_secs(1)).await;

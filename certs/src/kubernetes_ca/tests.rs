@@ -68,7 +68,7 @@ fn a_node_is_known_by_its_exact_subject() {
     ];
     let clients = Cluster::new(SignerProfile::Client);
     assert_eq!(clients.node(&client(&own)).unwrap().as_str(), "edge-1");
-    // What the one signer makes is nobody at the other.
+    // A certificate of one signer is not accepted as one of the other.
     let refused = clients.node(&client(&KUBELET)).unwrap_err();
     assert!(matches!(refused, PeerRejected::Subject { .. }), "{refused}");
     assert!(kubelets.node(&client(&own)).is_err());
@@ -105,12 +105,12 @@ fn no_other_certificate_of_the_clusters_ca_is_an_edges() {
         params.extended_key_usages = usages;
         assert!(cluster.node(&params).is_err());
     }
-    // A kubelet's own lives for a year.
+    // A kubelet's own certificate is valid for a year.
     let mut long = client(&KUBELET);
     long.not_after = (std::time::SystemTime::now() + Duration::from_hours(4)).into();
     let refused = cluster.node(&long).unwrap_err();
     assert!(refused.to_string().contains("its lifetime is"), "{refused}");
-    // Of another cluster, and of nobody.
+    // A certificate of another cluster, and one of no cluster.
     let other = Cluster::new(SignerProfile::Kubelet);
     let key = KeyPair::generate().unwrap();
     let made = client(&KUBELET).signed_by(&key, &other.issuer).unwrap();
@@ -129,7 +129,7 @@ fn of_two_organizations_or_names_neither_counts() {
     let key = KeyPair::generate().unwrap();
     let made = client(&parts).self_signed(&key).unwrap();
     let (_, parsed) = X509Certificate::from_der(made.der()).unwrap();
-    // rcgen writes one of a kind: another becomes the second.
+    // rcgen writes one attribute of each kind: the test turns another attribute into the second.
     let written = parsed.subject().as_raw().to_vec();
     let at = written.windows(3).position(|oid| oid == [0x55, 4, 6]);
     for kind in [10, 3] {

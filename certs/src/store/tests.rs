@@ -390,7 +390,7 @@ fn a_directory_is_lived_on_by_one_at_a_time() {
     second.claim().unwrap();
 }
 
-/// A directory with everything that a backup holds.
+/// A directory with all files of a backup.
 fn full() -> (tempfile::TempDir, Store, Ca) {
     let ((dir, store), ca) = (open(), ca());
     store.save_ca(&ca).unwrap();
@@ -447,7 +447,7 @@ fn a_backup_copies_the_directory_and_overwrites_no_file() {
     for name in names(&copy) {
         assert_eq!(mode(&copy.join(&name)), 0o600, "{name}");
     }
-    // What has come since goes, and what has gone comes back.
+    // Later files are removed, and removed files come back.
     other.nodes().put(record("edge-2")).unwrap();
     let rotated = other.change_ca(|ca| Ok::<_, StoreError>(ca.prepare().unwrap()));
     assert_eq!(rotated.unwrap().0.fingerprints().len(), 2);
@@ -527,7 +527,7 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     assert_eq!(store.edge().unwrap().unwrap().node, second.node);
     assert_eq!(store.joined_by().unwrap(), None);
 
-    // A file that does not read is given up as well, and what is kept already stays.
+    // A file that cannot be read is also given up, and identities that were already put aside stay.
     fs::write(data.join("edge.json"), b"\xff").unwrap();
     let left = store.leave_edge().unwrap().unwrap();
     assert_ne!(left, kept);

@@ -18,7 +18,7 @@ impl World {
         Self { store, _dir: dir }
     }
 
-    /// A book as another process would see it.
+    /// The token book as another process sees it.
     fn book(&self) -> TokenStore {
         self.store.tokens().unwrap()
     }

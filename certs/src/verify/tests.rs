@@ -65,7 +65,7 @@ impl World {
         join_server(self.gateway().resolver(), &self.trust, None).unwrap()
     }
 
-    /// The joining port as it must not be: it gives tickets, by these keys.
+    /// A faulty joining port: it issues tickets, with these keys.
     fn leaky_join(&self, ticketer: Arc<dyn ProducesTickets>) -> Arc<ServerConfig> {
         let mut join = ServerConfig::clone(&self.join());
         (join.ticketer, join.send_tls13_tickets) = (ticketer, 2);
@@ -127,7 +127,7 @@ fn dial(
     let name = ServerName::try_from(name).unwrap();
     let mut client = ClientConnection::new(Arc::clone(client), name).unwrap();
     let mut server = ServerConnection::new(Arc::clone(server)).unwrap();
-    // Also after both have finished: the client's certificate is judged, and tickets sent, last.
+    // Both ends finish: the client's certificate is verified, and tickets sent, last.
     for _ in 0..6 {
         pump(&mut client, &mut server)?;
         pump(&mut server, &mut client)?;
@@ -414,7 +414,7 @@ fn a_session_without_certificate_does_not_resume_in_the_tunnel() {
     dial(&client, &join, "gw").unwrap();
     let refused = dial(&client, &world.tunnel(), "gw").unwrap_err();
     assert_eq!(refused, rustls::Error::NoCertificatesPresented);
-    // The client did hold tickets: where they were made, the next one resumes.
+    // The client did hold tickets: at the port that issued them, the next session resumes.
     let (_client, server) = dial(&client, &join, "gw").unwrap();
     assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
 }
@@ -428,7 +428,7 @@ fn sessions_do_not_resume_with_certificates_from_files() {
         let (_client, server) = dial(&client, &join, "gw").unwrap();
         assert_eq!(server.handshake_kind(), Some(HandshakeKind::Full));
     }
-    // Not even a session that whoever holds the secret has forged.
+    // Not even a session that a holder of the secret has forged.
     let (client, tunnel) = (crossing(&world), world.tunnel());
     dial(&client, &world.leaky_join(tunnel.ticketer.clone()), "gw").unwrap();
     let (_client, server) = dial(&client, &join, "gw").unwrap();
@@ -550,7 +550,7 @@ fn a_foreign_ca_cannot_mint_an_edge() {
         check(&edge, Purpose::Edge),
         Err(PeerRejected::UnknownIssuer)
     );
-    // Of the same trust domain it names one of our machines, which no client is.
+    // In the same trust domain it names one of our machines, which no client is.
     assert_eq!(
         check(&edge, Purpose::Client),
         Err(PeerRejected::Kind {
@@ -720,7 +720,7 @@ fn an_issuer_of_one_purpose_signs_for_no_other() {
             let own = KeyPair::generate().unwrap();
             let leaf = params(&[uri], &[ClientAuth, ServerAuth]);
             let leaf = leaf.signed_by(&own, &issuer).unwrap().der().clone();
-            // One for the right purpose stands in the chain as well, and has signed nothing in it.
+            // The chain also contains an issuer for the right purpose, which has signed nothing in it.
             let decoy = signer(&world.ca, purpose.issuing()).0;
             let chain = [leaf, decoy, certificate];
             for trust in [&world.trust, &below] {
@@ -825,7 +825,8 @@ fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
         let worlds = rotated(kept_apart).map(World::with);
         let [old, prepared, active, retired] = &worlds;
         let (first, last) = (old.ca.fingerprint(), retired.ca.fingerprint());
-        // An edge that has heard of nothing, one that has, and one that has a certificate by the new root.
+        // Three edges: one with no news of the rotation, one with the new root, and one with a certificate from the new
+        // root.
         let edges = [old.edge(), prepared.edge(), active.edge()];
         assert_eq!(edges[1].fingerprints(), [first, last]);
         let known = |edge: &EdgeIdentity, world: &World| {
@@ -853,7 +854,7 @@ fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
                 world.ca
             );
         }
-        // By which root somebody comes is known, and clients of either find the listeners.
+        // The root of each peer's certificate is known, and clients of either root verify the listeners.
         let chain = edges[0].leaf.chain();
         let now = UnixTime::now();
         let proven = verify_peer(

@@ -32,7 +32,7 @@ const SOON: Duration = Duration::from_mins(2);
 struct World {
     tunnel: Tunnel,
     way: Arc<Proxy>,
-    /// Serves the streams that begin from now on, and judges those that are open.
+    /// Serves the streams that begin from now on, and checks the open ones.
     newest: Arc<Mutex<Arc<Proxy>>>,
     _tasks: TaskGroup,
 }
@@ -97,7 +97,7 @@ impl World {
         (world, app)
     }
 
-    /// Puts another configuration into force.
+    /// Puts another configuration into effect.
     fn reload(&self, config: Value) {
         let next = way(config, &AnnouncedPorts::default());
         let last = std::mem::replace(&mut *self.newest.lock().unwrap(), next);
@@ -134,7 +134,7 @@ impl World {
     }
 }
 
-/// A way by this configuration.
+/// A request path with this configuration.
 fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     let mut config: Config = serde_json::from_value(config).unwrap();
     config.timeouts.upgrade = Duration::from_millis(300);
@@ -228,7 +228,7 @@ async fn a_head_reaches_the_app_as_the_client_sent_it() {
         .iter()
         .map(|(name, value)| (name.as_str(), value.as_bytes()))
         .collect();
-    // Like-named fields keep their order, which is the order that means something; the sort is stable.
+    // Fields of one name keep their order, which has a meaning; the sort is stable.
     names.sort_by_key(|(name, _)| *name);
     assert_eq!(
         names,
@@ -250,7 +250,7 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
             read_to(&mut first, "\r\n\r\n").await;
             first.write_all(OK).await.unwrap();
         }
-        // The fourth finds the kept connection closed behind its back.
+        // The fourth request finds the kept connection closed in the meantime.
         read_to(&mut first, "\r\n\r\n").await;
         drop(first);
         let mut second = accept(&app).await;
@@ -266,7 +266,7 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
                 (StatusCode::OK, ("", ""))
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-            // The connection is kept a turn after the answer was read.
+            // The connection returns to the pool one turn after the answer was read.
             while world.way.kept.idle() == 0 {
                 tokio::task::yield_now().await;
             }
@@ -354,7 +354,7 @@ async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     while answered.elapsed() < 3 * idle / 2 {
         opened.send.data(Bytes::from_static(b"part")).await.unwrap();
         assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
-        // Time is the subject: the upload never pauses for as long as the bound.
+        // Time is the subject: the upload never pauses for as long as the limit.
         tokio::time::sleep(idle / 20).await;
     }
     assert_reset(app).await;
@@ -676,7 +676,7 @@ async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
         .local_addr()
         .unwrap()
         .to_string();
-    // With a label that is too long, for which no name server is asked.
+    // With a label that is too long, for which the edge asks no name server.
     let no_name = format!("{}.invalid:80", "x".repeat(64));
     for (target, cause) in [(&no_name, "target-unresolved"), (&free, "target-refused")] {
         let world = World::start(json!({ "ports": { "80": { "target": target } } })).await;
@@ -938,7 +938,7 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
 
 #[tokio::test]
 async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
-    // A port of the node that is looked for on loopback first, and then at the node's other address.
+    // A port of the node that the edge tries on loopback first, and then at the node's other address.
     let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
     let port = app.local_addr().unwrap().port();
     let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";

@@ -65,7 +65,7 @@ fn tables() -> [NodesWriter; 3] {
     };
     let [not_yet, stale, gone] = [table(), table(), table()];
     stale.cluster(members());
-    // The informer says this of an API that is away, whether there was a list before or not.
+    // The informer reports this for an unavailable API, with or without an earlier list.
     stale.pending("the API is away");
     gone.cluster(members());
     gone.cluster(BTreeMap::new());
@@ -109,7 +109,7 @@ fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
             "web.cluster.example:80",
             [Err(Undecided), Err(NodeUnknown), Err(NodeUnknown)],
         ),
-        // The address of a record may be another node's by the cluster's word; its name is its own.
+        // The cluster may assign the address of a record to another node; the name stays.
         (
             "10.0.0.9:80",
             [Err(Undecided), to("edge-9:80"), to("edge-9:80")],
@@ -127,7 +127,7 @@ fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
             assert_eq!(routed(&nodes, &asked), expected, "{authority}");
             let (ip, _) = authority.split_once(':').unwrap();
             let Ok(ip) = ip.parse() else { continue };
-            // A listener's fixed node is no answer to a redirected address that may be another node's.
+            // A listener's fixed node does not apply to a redirected address that may belong to another node.
             let fixed = name("edge-9");
             let redirected = RouteInput {
                 original: Some((std::net::IpAddr::V4(ip), 80).into()),
@@ -223,7 +223,7 @@ async fn a_label_rule_denies_or_is_undecided_while_labels_are_missing() {
         decided(&not_yet, &by_pool).await,
         Err(Reason::DependencyUnavailable)
     );
-    // Rules that speak of neither need no cluster.
+    // Rules without labels and pools need no cluster.
     let by_name = policy(NodeSelector {
         nodes: Specified::from(vec!["edge-2".to_owned()]),
         ..NodeSelector::default()

@@ -90,7 +90,7 @@ async fn a_failed_api_request_is_retried_and_cached_objects_stay() {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Is {
     Well,
-    /// The API refuses every request, and open watches go on.
+    /// The API refuses every request, and open watches continue.
     Refusing,
     Hung,
 }
@@ -141,12 +141,12 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
         timeout(Duration::from_mins(10), seen).await.unwrap();
     };
     until(false).await;
-    // Time is the subject: a minute in which nothing changes.
+    // Time is the subject: a minute without changes.
     sleep(Duration::from_mins(1)).await;
     assert_eq!(store.status().lost, None);
     assert!((11..=12).contains(&*asked.borrow()), "{asked:?}");
 
-    // What fails at once for a while is no reason to end what stands.
+    // Requests that fail for a while at once do not end an open watch.
     make.send_replace(Is::Refusing);
     let until_asked = *asked.borrow() + 3;
     let mut asks = asked.subscribe();
@@ -168,7 +168,7 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     until(false).await;
     assert_eq!(store.status().version, 7);
 
-    // However long the pauses have become, they end when the API answers anybody.
+    // Long pauses end as soon as the API answers any request.
     make.send_replace(Is::Hung);
     until(true).await;
     make.send_replace(Is::Refusing);

@@ -41,7 +41,7 @@ fn after(seconds: u64) -> Instant {
 #[tokio::test(start_paused = true)]
 async fn a_foreign_lease_is_free_after_its_duration_by_the_own_clock() {
     let mut lease = lease();
-    // Whatever that one's clock says.
+    // Independent of the clock of the other gateway.
     for renewed in [0, 4_000_000_000] {
         lease.see(&of(Some("b"), Some(20), renewed));
         assert!(!lease.is_free(after(19)), "{renewed}");
@@ -98,7 +98,7 @@ async fn an_unrenewed_lease_is_lost_after_two_thirds_of_its_duration() {
             (Duration::from_secs(10)..Duration::from_secs(12)).contains(&lasted),
             "{lasted:?}"
         );
-        // There is nothing to give up.
+        // There is no lease to release.
         assert!(lease.renewed.is_none());
     }
 }

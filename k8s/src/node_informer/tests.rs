@@ -178,7 +178,7 @@ fn a_list_replaces_all_nodes_and_a_heartbeat_changes_none() {
     assert!(take(Event::Apply(node("a", "10.0.0.3"))));
     assert!(take(Event::Delete(node("b", "10.0.0.2"))));
     assert!(!take(Event::Delete(node("b", "10.0.0.2"))));
-    // A list that never becomes whole leaves everything as it was.
+    // A list that never becomes complete changes nothing.
     assert!(!take(Event::Init));
     assert!(!take(Event::InitApply(node("c", "10.0.0.4"))));
     assert_eq!(

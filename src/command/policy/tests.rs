@@ -154,7 +154,7 @@ fn a_label_that_only_the_cluster_knows_is_not_guessed() {
     );
     let error = check(&ask).unwrap_err().to_string();
     assert!(error.contains(key) && error.contains("--label"), "{error}");
-    // It makes no difference to this one.
+    // The policy does not use it.
     ask.url = "https://edge-1:10250/metrics".to_owned();
     assert!(check(&ask).is_ok());
     ask.url = files.ask("edge-1").url;
@@ -162,7 +162,7 @@ fn a_label_that_only_the_cluster_knows_is_not_guessed() {
         ask.labels = vec![(key.to_owned(), value.to_owned())];
         assert_eq!(check(&ask).is_ok(), may, "{value}");
     }
-    // A token has said what it is.
+    // A token has confirmed it.
     ask.labels.clear();
     let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
@@ -191,7 +191,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
             "{error}"
         );
     }
-    // It makes no difference to this one.
+    // The policy does not use it.
     let url = std::mem::replace(&mut ask.url, "https://edge-1:10250/metrics".to_owned());
     assert!(check(&ask).is_ok());
     ask.url = url;
@@ -201,7 +201,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
     }
     ask.labels = vec![("tier".into(), "gold".into())];
     assert!(check(&ask).unwrap_err().is::<Denied>());
-    // A gateway that knows the node knows that no token gave it a pool.
+    // For a gateway that knows the node, no token has given the node a pool.
     ask.pool = None;
     let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0);

@@ -130,7 +130,7 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
 struct Turning {
     tunnel: Tunnel,
     ended: Ended,
-    /// Of the edge's end.
+    /// End of the edge.
     edge: Arc<TunnelLoad>,
     /// Requests that the edge receives.
     asked: mpsc::UnboundedReceiver<StreamRequest>,
@@ -170,7 +170,7 @@ async fn taking_turns(settings: GatewaySideConfig) -> Turning {
     taking_turns_within(settings, budget).await
 }
 
-/// As [`taking_turns`], of an edge with a budget of its own, in bytes.
+/// As [`taking_turns`], for an edge with a separate budget, in bytes.
 async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turning {
     let (near, far) = duplex(256 * 1024);
     let (near, far) = (CountedIo::new(near), CountedIo::new(far));
@@ -423,7 +423,7 @@ async fn an_answer_before_the_request_is_read_is_whole() {
         .open(get("/"), &StreamKind::Request, &target(), false)
         .await
         .unwrap();
-    // May fail already: the edge wants no more of it.
+    // May fail already: the edge needs no more of it.
     let _ = opened.send.data(Bytes::from_static(b"never read")).await;
     let body = opened.answer.await.unwrap().into_body();
     assert_eq!(body.collect().await.unwrap().to_bytes().len(), 300_000);
@@ -540,7 +540,7 @@ async fn streams_beyond_the_limit_are_refused_and_counted_back() {
 
 #[tokio::test(start_paused = true)]
 async fn a_silent_tunnel_is_suspect_after_10_s_and_closed_after_15_s() {
-    // The edge is never polled: it hears nothing and answers no PING.
+    // The edge is never polled: it reads nothing and answers no PING.
     let (tunnel, mut ended, _edge) = pair(GatewaySideConfig::default()).await;
     let started = Instant::now();
     tokio::time::sleep(Duration::from_millis(4_400)).await;
@@ -612,7 +612,7 @@ async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
         };
         let _ = tokio::join!(answering, edge.next());
     });
-    // As every tunnel's control stream.
+    // Like the control stream of every tunnel.
     let _control = OpenStreamGuard::new(tunnel.load(), 9).unwrap();
     let head = Request::new(());
     let target = Target::new("edge-1", 80);
@@ -642,7 +642,7 @@ async fn an_early_probe_measures_the_silence_of_a_tunnel() {
     let second = Duration::from_secs(1);
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     tokio::time::sleep(2 * second).await;
-    // The edge does not hear it yet.
+    // The edge has not received it yet.
     tunnel.probe();
     tokio::time::sleep(second).await;
     assert!(tunnel.unanswered_for() >= second / 2 && tunnel.silent_for() >= 2 * second);
@@ -678,7 +678,7 @@ async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
         connect(near, near_traffic, GatewaySideConfig::default()),
         accept
     );
-    // The driver is never polled: the gateway has died without a word.
+    // The driver is never polled: the gateway has died without notice.
     let _dead = connected.unwrap();
     let started = Instant::now();
     let ended = accepted.unwrap().next().await.unwrap_err();
@@ -686,7 +686,7 @@ async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
     assert!(started.elapsed() <= Duration::from_secs(15));
 }
 
-/// Serves every stream by sending back what it brings.
+/// Serves every stream by echoing it.
 async fn echo(mut all: mpsc::UnboundedReceiver<StreamRequest>) {
     let mut echoes = JoinSet::new();
     while let Some(asked) = all.recv().await {
@@ -705,7 +705,7 @@ async fn echo(mut all: mpsc::UnboundedReceiver<StreamRequest>) {
     }
 }
 
-/// Sends 4 MiB through an echoing tunnel, so many times. Returns how many bytes came back.
+/// Sends 4 MiB through an echoing tunnel, this many times. Returns the number of echoed bytes.
 async fn shout(tunnel: Tunnel, times: usize) -> usize {
     let mut moved = 0;
     for _ in 0..times {
@@ -750,7 +750,7 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
         ..
     } = taking_turns(settings).await;
     ended.tasks.spawn(echo(asked));
-    // A crowd that comes and goes makes the windows of both ends change all the time.
+    // Many streams that begin and end make the windows of both ends change all the time.
     let mut crowd = Tasks::default();
     for times in (0..12).map(|number| number % 3 + 1) {
         let shouting = shout(tunnel.clone(), times);
@@ -766,7 +766,7 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
 
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
-    // The first PING says that the link is short: the window is lowered, and the edge has its turn.
+    // The first PING shows that the link is short: the window is lowered, and the edge takes its turn.
     let settings = GatewaySideConfig {
         round_trip: Duration::from_millis(50),
         ..GatewaySideConfig::default()
@@ -784,7 +784,7 @@ async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
 async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
     let settings = GatewaySideConfig {
         round_trip: Duration::from_millis(50),
-        // Nobody measures it anew.
+        // No further measurement is made.
         liveness: KeepaliveConfig {
             probe_after: Duration::from_hours(1),
             suspect_after: Duration::from_hours(2),
@@ -808,7 +808,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
     let turns = async {
         while taken.recv().await.unwrap() > 2 << 20 {}
         drop(crowd);
-        // The edge knows of no round trip, by which 4 MiB would be enough.
+        // The edge knows no round-trip time, with which 4 MiB would be enough.
         while taken.recv().await.unwrap() < 8 << 20 {}
     };
     let bound = Duration::from_mins(10);
@@ -831,11 +831,11 @@ async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
         let (most, rest) = both.split_at(both.len() / 2 - 1);
         for byte in most {
             control.send.data(Bytes::from(vec![*byte])).await.unwrap();
-            // What was sent goes out as a frame of its own.
+            // The sent bytes leave as a separate frame.
             while edge.next().now_or_never().is_some() {}
         }
         control.send.data(Bytes::from(rest.to_vec())).await.unwrap();
-        // Drives the connection until the other side has all and goes.
+        // Drives the connection until the other side has all bytes and closes.
         while edge.next().await.is_ok() {}
     };
     let hearing = async {

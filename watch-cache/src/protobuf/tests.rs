@@ -138,7 +138,7 @@ fn objects_that_do_not_match_a_schema_are_not_sent_in_protobuf() {
     let widget = json!({"apiVersion": "example.com/v1", "kind": "Widget", "metadata": {}});
     assert_eq!(super::object(&widget), None);
     assert!(!has("example.com/v1", "Widget"));
-    // Two kinds of this name, with fields of their own.
+    // Two kinds of this name, with different fields.
     assert!(has("v1", "Service") && !has("serving.knative.dev/v1", "Service"));
     for spoilt in [
         json!({"metadata": {"deletionTimestamp": "yesterday"}}),

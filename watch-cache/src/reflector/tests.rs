@@ -136,7 +136,7 @@ fn held(pool: &Arc<WatchCache>) -> Vec<(String, u64, String)> {
         .collect()
 }
 
-/// Goes on following whatever happens.
+/// Continues to follow in all cases.
 fn keep(tasks: &mut JoinSet<()>, pool: &Arc<WatchCache>, source: Arc<Through>) {
     let store = store(pool);
     tasks.spawn(async move {
@@ -231,7 +231,7 @@ async fn a_stale_source_is_no_source_for_a_filled_store() {
     store(&leader).replace(10, vec![object("n", "a", 10)]);
     store(&leader).lost_for(Duration::from_mins(1));
     let source = Through::new(&leader, true);
-    // One that has nothing takes what there is, as old as it is, and the watch on it ends.
+    // A cache without data takes the data of any age, and its watch ends.
     let ended = timeout(Duration::from_mins(1), reflect(&store(&own), &*source))
         .await
         .unwrap();
@@ -242,7 +242,7 @@ async fn a_stale_source_is_no_source_for_a_filled_store() {
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
 }
 
-/// Checks that the view has this age, which is reported a while after it was noticed. The system's clock goes on beside the
+/// Checks that the view has this age, which is reported a while after it was noticed. The system's clock runs beside the
 /// paused one.
 async fn is_old(store: &Store, seconds: u64) {
     assert_eq!(store.age(), None, "another source may be there at once");
@@ -289,7 +289,7 @@ async fn a_stale_view_is_stale_at_the_next_level_with_the_same_age() {
     let (ended, ()) = tokio::join!(following, losing);
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
     is_old(&own, 60).await;
-    // Who was in touch until now by another source takes nobody's age.
+    // A cache that another source has just updated does not take over the age of this source.
     own.found(None);
     let ended = reflect(&own, &*source).await;
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
@@ -359,7 +359,7 @@ impl Client {
         }
     }
 
-    /// Runs as an informer does: a list, then watches, and a list again after 410.
+    /// Runs like an informer: a list, then watches, and a list again after 410.
     async fn run(self, seed: u64) {
         let mut random = SmallRng::seed_from_u64(seed);
         'list: loop {
@@ -419,7 +419,7 @@ impl Client {
     }
 }
 
-/// The part of an event that the test checks: a hundred thousand are parsed here, and parsing takes most of the time.
+/// The part of an event that the test checks: the test parses a hundred thousand of them, which takes most of its time.
 #[derive(Debug, Deserialize)]
 struct Happening<'a> {
     r#type: &'a str,
@@ -522,7 +522,7 @@ async fn change(
 /// again and again. Every client at every level ends with the true state, and never receives an inconsistent event.
 #[tokio::test(start_paused = true)]
 async fn readers_stay_consistent_through_10000_changes_and_cuts() {
-    // The windows are small: outages are longer than they are.
+    // The windows are small, so that outages exceed them.
     let levels = [pool(200_000), pool(100_000), pool(100_000), pool(50_000)];
     store(&levels[0]).replace(100, vec![object("n", "s0", 50)]);
     store(&levels[0]).found(None);

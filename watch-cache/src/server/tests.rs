@@ -89,7 +89,7 @@ async fn a_paged_list_keeps_the_version_of_its_first_page() {
     loop {
         assert_eq!(version(&page), "100");
         seen.extend(names(&page).iter().map(ToString::to_string));
-        // One that was told, one that is still to be told, and one that is new; each gone, changed or added.
+        // One that the client has received, one that it has not, and one that is new; each deleted, changed or added.
         store.apply(object("n", &format!("s000{}", 7 - at % 7), at + 1), true);
         store.apply(labelled("n", "s0006", at + 2, "new"), false);
         store.apply(object("n", &format!("s0003x{at}"), at + 3), false);
@@ -141,7 +141,7 @@ async fn each_resource_version_match_behaves_as_in_kubernetes() {
         ("", "110", 6),
         ("resourceVersion=", "110", 6),
         ("resourceVersion=0", "110", 6),
-        // As in kube-apiserver, whatever there is is told at once.
+        // As in kube-apiserver, all existing objects are sent at once.
         ("resourceVersion=0&limit=2", "110", 6),
         ("limit=2", "110", 2),
         ("resourceVersion=105", "110", 6),
@@ -262,7 +262,7 @@ async fn only_an_old_view_reports_its_age() {
             .is_none()
     );
     served.store().lost_for(Duration::from_secs(75));
-    // What was noticed just now is told a while later.
+    // An age that was noticed just now is reported a while later.
     tokio::time::advance(Duration::from_secs(3)).await;
     for (asked, status) in [
         ("/api/v1/services", 200),
@@ -383,7 +383,7 @@ async fn metadata_is_served_on_request_and_kubectl_gets_no_table() {
     assert_eq!(list["kind"], "PartialObjectMetadataList");
     assert_eq!(list["items"][0]["kind"], "PartialObjectMetadata");
     assert!(list["items"][0].get("spec").is_none() && list["metadata"]["continue"].is_string());
-    // As kubectl asks; `includeObject` is of tables alone.
+    // As kubectl asks; `includeObject` applies only to tables.
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io";
     let (kind, bytes) = ask(&format!("{table},application/json")).await;
     assert_eq!(kind, "application/json");
@@ -399,7 +399,7 @@ async fn metadata_is_served_on_request_and_kubectl_gets_no_table() {
     let (kind, bytes) = ask("application/vnd.kubernetes.protobuf,application/json").await;
     assert_eq!(kind, "application/vnd.kubernetes.protobuf");
     assert!(bytes.starts_with(b"k8s\0"));
-    // Its envelope names kind and version; each of its objects is in it by name.
+    // Its envelope has kind and version; each of its objects is in it by name.
     for part in ["v1", "ServiceList", "s0000", "100"] {
         assert!(
             bytes.windows(part.len()).any(|at| at == part.as_bytes()),
@@ -416,7 +416,7 @@ async fn discovery_matches_the_needs_of_kubectl() {
     let answer = served
         .ask("GET", "/apis?timeout=32s", &[("accept", v2)])
         .await;
-    // No parameters of a type: kubectl takes it for the discovery that goes path by path.
+    // Without parameters of a type: kubectl takes the answer for the discovery by separate paths.
     assert_eq!(answer.headers()[CONTENT_TYPE], "application/json");
     let (_, core) = served.json("/api?timeout=32s").await;
     assert_eq!(
@@ -493,7 +493,7 @@ async fn a_small_cache_under_many_queries_stays_small_and_correct() {
 async fn a_repeated_version_of_another_history_misses_the_cache() {
     let served = Served::of(100, several(2));
     assert_eq!(names(&served.list("").await).len(), 2);
-    // The cloud's etcd was restored, and nothing happened up to the very same version.
+    // The cloud's etcd was restored, and then reached exactly the same version again.
     served.store().replace(90, several(1));
     served.store().pass(100);
     let list = served.list("").await;

@@ -101,7 +101,7 @@ fn a_list_after_an_outage_is_converted_to_events() {
             ("c".into(), 20, true)
         ])
     );
-    // What is gone says at which version that is.
+    // An object that disappeared gets a deletion at that version.
     let (history, next) = store.after(10, false).unwrap();
     let EventBatch::Events(events, _) = store.events(history, next, (10, false)) else {
         panic!()
@@ -110,7 +110,7 @@ fn a_list_after_an_outage_is_converted_to_events() {
         events[2].object.value()["metadata"]["resourceVersion"],
         "20"
     );
-    // What came and went within the outage was seen by nobody here.
+    // Objects that existed only within the outage were never seen here.
     for version in 11..20 {
         assert_eq!(
             after(&store, version),
@@ -195,14 +195,14 @@ async fn a_lost_source_makes_a_view_old_only_after_a_while() {
     assert_eq!(store.age(), None);
     assert!(store.status().lost.is_some());
     store.lost_for(Duration::from_mins(1));
-    // However long that had been so before anybody noticed it.
+    // Independent of the time until the silence was noticed.
     assert_eq!(store.age(), None);
     assert_eq!(store.ages_in(), Some(TURN));
     tokio::time::advance(TURN).await;
     assert_eq!(store.ages_in(), Some(Duration::ZERO));
     let age = store.age().unwrap().as_secs();
     assert!((59..65).contains(&age), "{age}");
-    // It does not become younger by being lost again.
+    // A further loss does not make it younger.
     store.lost_for(Duration::ZERO);
     assert!(store.age().unwrap().as_secs() >= 59);
     store.found(None);

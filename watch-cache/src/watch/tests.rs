@@ -27,7 +27,7 @@ impl Reader {
         Self::of(served, query, "application/json").await
     }
 
-    /// More bytes; `false`: that was the end.
+    /// Reads more bytes; `false`: that was the end.
     async fn read(&mut self) -> bool {
         let Some(frame) = self.0.frame().await else {
             return false;
@@ -212,7 +212,7 @@ async fn a_selector_maps_changes_to_the_readers_event_types() {
     store.apply(labelled("n", "a", 17, "blue"), true);
     assert_eq!(reader.next().await, of("ADDED", "a", 11));
     assert_eq!(reader.next().await, of("MODIFIED", "a", 13));
-    // What left the selection is told as it was in it, at the version of its leaving.
+    // An object that leaves the selection is sent as deleted, in its last selected form, at the version of its leaving.
     let left = reader.event().await.unwrap();
     assert_eq!(told(&left), of("DELETED", "a", 14));
     assert_eq!(left["object"]["metadata"]["labels"]["app"], "red");
@@ -242,7 +242,7 @@ async fn a_version_too_old_or_of_another_history_gets_410_in_a_watch() {
     let mut reader = Reader::json(&served, "resourceVersion=10").await;
     served.store().replace(7, vec![object("n", "b", 7)]);
     assert_eq!(reader.until_gone().await, 0);
-    // One that is ahead waits until it is known.
+    // A client that is ahead waits until its version is known.
     let mut ahead = Reader::json(&served, "resourceVersion=20").await;
     assert!(ahead.is_quiet().await);
     served.store().apply(object("n", "c", 19), false);
@@ -331,7 +331,7 @@ async fn readers_cut_off_during_an_outage_miss_no_event_afterwards() {
     }
     assert!(reader.is_quiet().await);
     for (at, event) in events.iter().enumerate() {
-        // One that heard this, and no more, comes again.
+        // A client that received exactly this returns.
         let mut again = Reader::json(&served, &format!("resourceVersion={}", event.2)).await;
         if at + 1 == events.len() {
             assert_eq!(event.2, "20");
@@ -342,8 +342,8 @@ async fn readers_cut_off_during_an_outage_miss_no_event_afterwards() {
     }
 }
 
-/// A follower passes on what it hears, and who comes to it from elsewhere may be at any version of an outage, and know what came
-/// and went within it: guesses are no history to it.
+/// A follower forwards the events that it receives. A client that comes from another server may be at any version of an
+/// outage, and know objects that existed only within it: the guessed events are no history for it.
 #[tokio::test(start_paused = true)]
 async fn a_follower_must_list_and_gets_no_guessed_events() {
     let served = served();
@@ -356,7 +356,7 @@ async fn a_follower_must_list_and_gets_no_guessed_events() {
     assert_eq!(again.until_gone().await, 0);
     let mut listed = Reader::json(&served, "resourceVersion=20&fresh=true").await;
     assert!(listed.is_quiet().await);
-    // A single change is no guess.
+    // A single change is not a guess.
     served.store().replace(21, vec![object("n", "a", 21)]);
     assert_eq!(listed.next().await, of("MODIFIED", "a", 21));
 }

@@ -9,7 +9,7 @@ use time::{Duration as Span, OffsetDateTime};
 
 const DAY: Duration = Duration::from_hours(24);
 
-/// Changes what a CA signs.
+/// Change of a CA's signature.
 type Change = fn(&mut CertificateParams);
 
 fn params(name: &str, depth: Option<u8>) -> CertificateParams {
@@ -56,7 +56,7 @@ impl Company {
         }
     }
 
-    /// Signs the pending request, as it was made but for a change.
+    /// Signs the pending request, unchanged except for one change.
     fn sign(&self, ca: &Ca, change: Change) -> String {
         let pem = ca.listener_request_pem().unwrap().unwrap();
         let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes()).unwrap();
@@ -73,7 +73,7 @@ impl Company {
     }
 }
 
-/// Returns the chain that a company makes of the pending request.
+/// Returns the chain that a company makes for the pending request.
 pub(crate) fn signed_request(ca: &Ca) -> String {
     Company::new().chain(ca)
 }
@@ -105,7 +105,7 @@ fn leaf(ca: &Ca) -> LeafCertificate {
     ca.mint_listener(&names(), DAY).unwrap()
 }
 
-/// Whether a client that trusts `root` only verifies a listener.
+/// Whether a client that trusts only `root` verifies a listener.
 fn trusts(root: &CertificateDer<'_>, ca: &Ca) -> bool {
     let leaf = leaf(ca);
     let (own, behind) = leaf.chain().split_first().unwrap();

@@ -27,7 +27,7 @@ impl Cluster {
         }
     }
 
-    /// A certificate of this group and name, for this, that ends so long from now.
+    /// A certificate of this group and name, for this use, with this remaining lifetime.
     fn made(
         &self,
         (group, name): (&str, &str),

@@ -1,4 +1,4 @@
-//! Edges that read, over real sockets and TLS, at gateways that are made from the tunnel's other end and a pool.
+//! Edges with an API cache, over real sockets and TLS, at gateways that are made from the tunnel's other end and a pool.
 
 mod renewed;
 mod strangers;
@@ -69,7 +69,7 @@ async fn cached_state_is_served_after_a_restart_without_a_gateway() {
         members: vec![world::at("edge-1", "127.0.0.1:9".parse().unwrap())],
     });
     edge.until(|api_cache| api_cache.role == "leader").await;
-    // Long enough for the list of members to be on the disk, which nothing tells.
+    // Long enough for the list of members to be on the disk, which is not reported.
     edge.stop().await;
     drop(gateway);
     let edge = node.start(&[], json!({})).await;
@@ -148,7 +148,7 @@ async fn a_leader_without_its_gateway_is_replaced_by_a_connected_one() {
     follower
         .until(|api_cache| api_cache.ready && api_cache.reads_at == place)
         .await;
-    // The leader reads at whoever has a fresh view, and that is the follower.
+    // The leader reads from a member with a fresh view, and that is the follower.
     leader
         .until(|api_cache| api_cache.ready && api_cache.reads_at.as_deref() == Some("edge-2"))
         .await;
@@ -167,7 +167,7 @@ async fn without_any_gateway_a_member_with_a_fresh_view_is_read_from() {
     gateway.cloud.put("v1/services", "web");
     let (one, two) = (world.edge("edge-1"), world.edge("edge-2"));
     let fresh = one.start(&[&gateway], json!({})).await;
-    // The leader is away, and so is every gateway that the second one knows.
+    // The leader is away, and so are all gateways that the second one knows.
     let mut told = world::pool("edge-0", &[&fresh]);
     told.members
         .push(world::at("edge-0", "127.0.0.1:9".parse().unwrap()));

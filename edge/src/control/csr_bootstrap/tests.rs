@@ -8,7 +8,7 @@ use std::sync::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A cluster that knows who asks, and signs at the third look.
+/// A cluster that knows the requester, and signs at the third poll.
 pub(in crate::control) struct Api {
     pub(in crate::control) ca: Ca,
     /// Node for which it signs every request.
@@ -100,7 +100,7 @@ async fn an_edge_waits_for_approval_logs_why_and_stores_the_result() {
     assert_eq!(open().await.unwrap().node(), "edge-1");
     let whys = told.lock().unwrap().clone();
     assert_eq!(whys, ["nobody is there", "it is not approved yet"]);
-    // It is not asked for what the data directory has.
+    // The edge sends no request for a certificate that the data directory has.
     assert_eq!(open().await.unwrap().node(), "edge-1");
     assert_eq!(api.asked.lock().unwrap().len(), 1);
 }
@@ -159,7 +159,7 @@ async fn an_edge_reports_that_no_gateway_knows_its_cluster() {
     assert!(matches!(opened, Err(Error::NoCluster)));
 }
 
-/// On real sockets, since nothing of an edge that runs stands still.
+/// On real sockets, because a running edge never becomes idle, as paused time requires.
 #[tokio::test]
 async fn a_certificate_expired_at_run_time_is_requested_again() {
     let (api, data) = (Arc::new(Api::new("edge-1")), tempfile::tempdir().unwrap());

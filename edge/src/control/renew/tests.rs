@@ -1,4 +1,4 @@
-//! The schedule by clocks of our own, and renewals over TLS against a gateway with prepared answers.
+//! Tests of the schedule with clocks of the tests' own, and of renewals over TLS against a gateway with prepared answers.
 
 use super::*;
 use crate::{Bound, Config, Edge, config, control::csr_bootstrap::tests::Api, status::Status};
@@ -49,7 +49,7 @@ fn renewal_is_due_at_two_thirds_of_life_or_earlier_by_jitter() {
     assert_eq!(reversed.renews_at, day(100));
 }
 
-/// A wall clock that goes with tokio's, and can be moved.
+/// A wall clock that runs with tokio's clock, and can be moved.
 struct Clock {
     began: Instant,
     offset: AtomicU64,
@@ -79,7 +79,7 @@ async fn renewal_uses_the_wall_clock_and_follows_sleep_within_an_hour() {
     let waited = clock.began.elapsed();
     assert!(waited.abs_diff(DAY) < HOUR, "{waited:?}");
 
-    // 1970, as a machine without a clock of its own believes after its start, until it hears the time.
+    // 1970, the time of a machine without a battery-backed clock after its start, until it learns the time.
     clock.move_to(day(0));
     let began = Instant::now();
     let set = async {
@@ -189,14 +189,14 @@ async fn reply(tls: &mut TlsStream<TcpStream>, status: u16, body: &str) {
     tls.flush().await.unwrap();
 }
 
-/// An edge that runs, and its data directory.
+/// A running edge, and its data directory.
 struct Joined {
     data: TempDir,
     before: EdgeIdentity,
 }
 
 impl Joined {
-    /// An edge whose certificate has this life left.
+    /// An edge whose certificate has this remaining lifetime.
     fn new(ca: &Ca, life: Duration) -> Self {
         let (data, key) = (TempDir::new().unwrap(), PrivateKey::generate().unwrap());
         let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();

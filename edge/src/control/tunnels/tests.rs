@@ -1,4 +1,4 @@
-//! Links over real sockets and TLS, to gateways made from the tunnel's other end.
+//! Tunnels over real sockets and TLS, to gateways made from the tunnel's other end.
 
 mod every;
 
@@ -42,14 +42,14 @@ use tracing::info_span;
 const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
 
-/// Has this much time pass at once, for all that waits for it.
+/// Advances the paused time at once, for all tasks that wait for it.
 async fn pass(time: Duration) {
     tokio::time::pause();
     tokio::time::advance(time).await;
     tokio::time::resume();
 }
 
-/// A gateway that takes every edge of its CA.
+/// A gateway that admits every edge of its CA.
 struct Gateway {
     address: SocketAddr,
     registered: mpsc::Receiver<Registered>,
@@ -368,7 +368,7 @@ async fn reported_gateways_are_stored_and_used_after_a_restart() {
     let edge = world.run(&configured, json!({})).await;
     first.next().await;
     edge.until(|status| status.gateways.len() == 2).await;
-    // The status shows addresses that are on the disk.
+    // The status shows only addresses that are on the disk.
     edge.kill().await;
     drop(first);
     let _edge = world.run(&configured, json!({})).await;
@@ -417,7 +417,7 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
     edge.until(|status| status.tunnels.len() == 1).await;
 }
 
-/// Behind the address of a balancer may be another gateway.
+/// Another gateway may be behind the address of a load balancer.
 #[tokio::test]
 async fn a_drain_tries_the_same_address_if_there_is_no_other() {
     let (tasks, ca) = (TaskGroup::default(), ca());
@@ -579,7 +579,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     drop(sessions);
     edge.until(|status| status.tunnels.len() == 1).await;
     round_trip(&mut send, &mut receive, 4 << 20).await;
-    // Nothing is left whose streams could be kept.
+    // No tunnel is left whose streams could be kept.
     assert!(!gateway.next().await.welcome.takes_over);
 }
 
@@ -634,7 +634,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
-    // Nothing happens to the open stream meanwhile.
+    // Nothing happens on the open stream meanwhile.
     pass(Duration::from_millis(300)).await;
     round_trip(&mut send, &mut receive, 1000).await;
     send.end().unwrap();
@@ -642,7 +642,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
     assert_eq!(edge.tasks.drain(SOON).await, 0);
 }
 
-/// A proxy that speaks HTTP CONNECT or SOCKS5 and wants `user:secret`.
+/// A proxy that speaks HTTP CONNECT or SOCKS5 and requires `user:secret`.
 async fn proxy(tasks: &TaskGroup, socks: bool) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -755,7 +755,7 @@ fn token(world: &World) -> causeway_certs::JoinToken {
         .unwrap()
 }
 
-/// Grants what is asked for, with this CA.
+/// Grants the request, with this CA.
 fn grant(ca: &Arc<Ca>, told: String) -> impl Fn(Value) -> (u16, Value) + Send + use<> {
     use base64::{Engine, engine::general_purpose::STANDARD};
     let ca = ca.clone();
@@ -821,7 +821,7 @@ async fn a_refused_token_is_final_and_so_is_a_gateway_of_another_ca() {
     }
 }
 
-/// Answers each connection with these bytes, after its first bytes have come, and closes it.
+/// Answers each connection with these bytes, after its first bytes have arrived, and closes it.
 async fn says(tasks: &TaskGroup, answer: &'static [u8]) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();

@@ -1,10 +1,10 @@
-//! A gateway that means harm: every spelling of an address that the node's owner has not allowed.
+//! A malicious gateway: every spelling of an address that the node's owner has not allowed.
 //!
 //! The listener is real: a service of this machine that is none of the node's ports.
 
 use super::*;
 
-/// This machine, as it can be called.
+/// Names and addresses of this machine.
 const HERE: [&str; 13] = [
     "127.0.0.1",
     "127.9.9.9",
@@ -32,7 +32,7 @@ const ELSEWHERE: [&str; 7] = [
     "10.0.0.1",
 ];
 
-/// How the edge refuses this target.
+/// Returns the reason with which the edge refuses this target.
 async fn refusal(world: &World, ask: StreamKind, target: &str) -> RejectCode {
     let opened = world.open(get("/"), ask, target, true).await;
     let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
@@ -44,7 +44,7 @@ async fn refusal(world: &World, ask: StreamKind, target: &str) -> RejectCode {
 async fn no_address_spelling_reaches_a_target_that_is_not_allowed() {
     let secret = TcpListener::bind("[::]:0").await.unwrap();
     let port = secret.local_addr().unwrap().port();
-    // The second owner allows every network, and yet no service of this machine.
+    // The second owner allows every network, but no service of this machine.
     for (hosts, spellings) in [
         (
             json!(["127.0.0.0/8", "::1"]),

@@ -7,20 +7,21 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-/// An HTTP/2 upstream: it answers, save `/watch`, which waits for good, and `/herd`, which waits on the first connection.
+/// An HTTP/2 upstream: it answers, except `/watch`, which waits without end, and `/herd`, which waits on the first
+/// connection.
 struct App {
-    /// Streams that it allows at once.
+    /// Number of simultaneous streams that it allows.
     allows: u32,
     connections: AtomicUsize,
     closed: AtomicUsize,
-    /// A permit for each request that waits.
+    /// One permit for each waiting request.
     waiting: Semaphore,
     /// Ends the first connection.
     over: CancellationToken,
 }
 
 impl App {
-    /// With a world whose port 80 leads to it.
+    /// Runs a test with a world whose port 80 leads to it.
     async fn start(allows: u32, timeouts: Value) -> (World, Arc<Self>, TaskGroup) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let target = listener.local_addr().unwrap().to_string();
@@ -71,7 +72,7 @@ impl App {
         self.closed.fetch_add(1, SeqCst);
     }
 
-    /// Waits until so many more requests wait.
+    /// Waits until this many more requests wait.
     async fn watched(&self, times: u32) {
         let waiting = timeout(SOON, self.waiting.acquire_many(times)).await;
         waiting.expect("each reached the app").unwrap().forget();

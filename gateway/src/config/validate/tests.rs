@@ -12,7 +12,7 @@ fn faults(config: Value) -> Vec<String> {
         .collect()
 }
 
-/// The one fault, which names `path` and says `part`.
+/// Returns the only fault, which names `path` and contains `part`.
 fn one_fault(config: Value, path: &str, part: &str) {
     let faults = faults(config);
     assert_eq!(faults.len(), 1, "{faults:#?}");

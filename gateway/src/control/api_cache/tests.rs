@@ -1,4 +1,4 @@
-//! Edges that read, over real connections to a tunnel port.
+//! Edges that read from the gateway, over real connections to a tunnel port.
 
 use super::*;
 use crate::{
@@ -58,7 +58,7 @@ impl ListWatch for Still {
     }
 }
 
-/// Starts a gateway that has read this cluster.
+/// Starts a gateway whose cache has this cluster.
 async fn world(rules: &ApiCache) -> World {
     let world = World::read(rules);
     for store in world.reading.as_ref().unwrap().pool().stores() {
@@ -220,7 +220,7 @@ async fn retirement_of_its_root_ends_an_idle_nodes_watches() {
         .live
         .swap(crate::control::tests::world::new_ca("test.example"));
     world.take_up();
-    // The disk knows of no node, which is a reason too; what it says does not count here.
+    // The disk has no record of the node, which is a reason too; its data does not count here.
     let roll = world.roll();
     let (reading, tls) = (roll.reading.unwrap(), roll.tls.load_full());
     reading.judge(|node, shown| {
@@ -312,10 +312,10 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     assert_eq!(said, expected("edge-1", &[1, 2]));
     let (_alone, said) = member(&world, "edge-3", "10.0.0.3:10271").await;
     assert_eq!(said, NodePoolMembers::default());
-    // Who comes is told all, for it may be cut off before long.
+    // A new member gets the whole list, because it may be cut off soon.
     let (_third, said) = member(&world, "edge-4", "10.0.0.4:10271").await;
     assert_eq!(said, expected("edge-1", &[1, 2, 4]));
-    // The leader is told of each at once, the other with others that may have come as well.
+    // The leader gets each change at once, the other member gets it possibly together with later ones.
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
     assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2, 4]));
@@ -323,7 +323,7 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
         .until(|world| world.counted("api_cache_leaders 1"))
         .await;
     drop(first);
-    // Whoever lost its way to the cloud reads at the other, which is to let it in.
+    // An edge that lost its path to the cloud reads from the other, which has to admit it.
     let said = told(&mut second).await;
     assert_eq!(said, expected("edge-2", &[2, 4, 1]));
     world.nodes.put(name("edge-1"), Node::default());
@@ -340,7 +340,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
     let (second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
     assert_eq!(said.leader.as_deref(), Some("edge-1"));
-    // What a site's uplink does that stalls.
+    // The messages of a site whose uplink stalls.
     first.hushed.send_replace(true);
     second.hushed.send_replace(true);
     let tunnel = |node| world.registry.pick(&name(node)).unwrap().tunnel;
@@ -348,7 +348,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     leading.probe();
     world.until(|_| !other.unanswered_for().is_zero()).await;
     world.until(|_| leading.is_suspect()).await;
-    // Longer than it takes to look again.
+    // Longer than the interval between two checks.
     tokio::time::pause();
     tokio::time::advance(Duration::from_millis(1_200)).await;
     tokio::time::resume();

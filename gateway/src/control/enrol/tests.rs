@@ -225,7 +225,7 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     }
     let is_edge = |node: &str| counter.world.reader().by_name(node).is_some();
     assert!(is_edge("cloud-2"), "a token names it");
-    // One of them is the cluster's node elsewhere from now on.
+    // From now on the cluster has one of them as a node elsewhere.
     assert!(is_edge("edge-3"));
     cluster(false);
     assert!(!is_edge("edge-3"));
@@ -327,7 +327,7 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
         (status, &said["reason"]),
         (401, &json!("certificate_missing"))
     );
-    // Who is to say it has not spoken yet.
+    // The cluster, which decides this, has not answered yet.
     let (status, said) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &said["reason"]), (503, &json!("nodes_unknown")));
     counter.world.nodes.cluster([].into());

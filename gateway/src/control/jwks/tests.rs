@@ -96,7 +96,7 @@ async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, TaskGr
                 head.push(socket.read_u8().await.unwrap());
             }
             assert!(head.starts_with(b"GET /keys?p=secret HTTP/1.1\r\nHost: 127.0.0.1:"));
-            // Who has read enough may have gone.
+            // A client that has read enough may have left.
             let _ = socket.write_all(answers[number].as_bytes()).await;
         }
     });

@@ -100,7 +100,7 @@ fn impatient() -> config::Tunnel {
 /// The tunnel port of a gateway.
 pub(crate) struct World {
     pub(crate) ca: Arc<Ca>,
-    /// The same CA as the gateway uses it.
+    /// The CA that the gateway uses.
     pub(crate) live: LiveCa,
     pub(crate) store: Store,
     pub(crate) nodes: NodesWriter,
@@ -132,7 +132,7 @@ impl World {
         Self::with(workers, false)
     }
 
-    /// Starts a gateway at which edges read by these rules.
+    /// Starts a gateway from which edges read by these rules.
     pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
         Self::made(&Workers::here(), false, Some(api_cache))
     }
@@ -226,7 +226,7 @@ impl World {
         self.nodes.reader()
     }
 
-    /// Makes the tunnel port trust the CA that is in force now. The presented certificate does not change.
+    /// Makes the tunnel port trust the current roots of the CA. The presented certificate does not change.
     pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
         let trust = TrustStore::of(&self.live.get()).unwrap();
@@ -234,7 +234,7 @@ impl World {
         self.tls.store(Arc::new(tls.unwrap()));
     }
 
-    /// Makes the tunnel port accept nodes by certificates of the cluster's own signers.
+    /// Makes the tunnel port accept nodes with certificates of the cluster's own signers.
     pub(crate) fn believe(&self, cluster: ClusterCa, tickets: &TicketSecret) {
         let trust = TrustStore::of(&self.ca).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
@@ -322,8 +322,8 @@ impl World {
         edge
     }
 
-    /// Waits until a condition is met. The conditions are metrics, tables and counts of tasks, most of which tell nobody of a
-    /// change, so this looks again and again.
+    /// Waits until a condition is met. The conditions are metrics, tables and counts of tasks. Most of them do not notify
+    /// of a change, so this checks repeatedly.
     pub(crate) async fn until(&self, what: impl Fn(&Self) -> bool) {
         let looking = async {
             while !what(self) {

@@ -236,7 +236,7 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
     for (config, words) in [
         (offering(&join, wire::ALPN_TUNNEL), "CertificateRequired"),
         (of("other.example"), "UnknownCA"),
-        // Another CA of the same trust domain is a stranger too, and not a bad signature.
+        // A certificate of another CA of the same trust domain is of an unknown issuer, and not a bad signature.
         (of("test.example"), "UnknownCA"),
         (offering(&join, b"spdy/3"), "NoApplicationProtocol"),
     ] {
@@ -383,7 +383,7 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
         serves: false,
     };
     old.control.tell(&leave).await.unwrap();
-    // One of the same kind that is idle has gone meanwhile.
+    // An idle connection of the same kind has been closed meanwhile.
     let idle = world.enrolled("edge-2");
     let mut idle_before = world.joined(&idle, "a", 0).await;
     let takes_over = causeway_tunnel::control_stream::EdgeHello {
@@ -456,7 +456,7 @@ async fn removing_a_node_ends_its_tunnel_despite_a_cluster_node() {
     world
         .until(|world| world.registry.of(&node).0.is_empty())
         .await;
-    // The cluster lets it in again.
+    // The cluster admits the node again.
     let _edge = world.joined(&identity, "b", 0).await;
     assert_eq!(roll.refresh().await.unwrap(), []);
 }
@@ -504,7 +504,7 @@ fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
     world.take_up();
 }
 
-/// The edge has connected by the old root and delays its hello.
+/// The edge has connected under the old root and delays its hello.
 #[tokio::test]
 async fn a_refused_edge_replaces_no_other_tunnel() {
     let world = World::start();
@@ -577,7 +577,7 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     world
         .until(|world| !world.registry.holds(&name("edge-1")))
         .await;
-    // What its process has open by the old root goes on, and the rest comes by the new one.
+    // Open streams under the old root of its process continue, and new ones use the new root.
     let third = request(&world, "edge-2", &mut after).await;
     for open in [first, second, third] {
         answered(open).await;
@@ -623,7 +623,7 @@ async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
             .is_ok()
         {}
     };
-    // Says for how long a gateway waits for a hello.
+    // Sets the time for which a gateway waits for a hello.
     let bound = async { world.dial(&world.enrolled("edge-2")).await.ended().await };
     tokio::select! {
         () = telling => panic!("the tunnel was closed"),
@@ -671,7 +671,7 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     };
     world.until(believes).await;
     step(Ca::activate);
-    // The same roots, in another order: the one that signs comes first.
+    // The same roots, in another order: the signing root comes first.
     assert_eq!(here.hear().await, told(&world.live.get()));
     assert!(matches!(here.hear().await, GatewayMessage::Renew { .. }));
     let (mut late, heard) = world.says(&world.enrolled("edge-3"), asks(&before)).await;
@@ -792,7 +792,7 @@ const FEW: Places = Places {
     renewing: 4,
 };
 
-/// All of them come from the address that the edge comes from as well: the worst case.
+/// All of them come from the edge's own address: the worst case.
 #[tokio::test]
 async fn silent_connections_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -809,7 +809,7 @@ async fn silent_connections_keep_no_edge_out() {
     world.until(|world| world.counted(&line)).await;
 }
 
-/// Each comes from an address of its own, and as many again whenever the edge restarts.
+/// Each comes from a different address, and opens as many again when the edge restarts.
 #[tokio::test]
 async fn silent_connections_from_many_addresses_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -831,7 +831,7 @@ async fn silent_connections_from_many_addresses_keep_no_edge_out() {
     }
 }
 
-/// A peer that has sent half of its `ClientHello` is as good as one that has sent nothing.
+/// A peer that has sent half of its `ClientHello` counts like one that has sent nothing.
 #[tokio::test]
 async fn begun_client_hellos_keep_no_edge_out() {
     let world = World::with_places(FEW);

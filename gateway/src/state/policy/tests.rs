@@ -41,7 +41,7 @@ fn compiled(rules: impl Into<Vec<Rule>>) -> Policy {
     Policy::compile(&policy).unwrap()
 }
 
-/// A question, to be changed.
+/// A request for tests to change.
 struct PolicyCase {
     user: &'static str,
     groups: Vec<String>,
@@ -206,7 +206,7 @@ fn an_anonymous_client_has_no_user_and_no_groups_of_its_own() {
             ..Subjects::default()
         })])
     };
-    // Nobody's name in the log is his address.
+    // The log of a client without a name has its address.
     let nobody = asked(|asked| {
         (asked.known, asked.user) = (false, "10.1.2.3");
         asked.groups.clear();
@@ -269,7 +269,7 @@ fn a_session_is_denied_if_any_possible_request_is_denied() {
         asked.path.clear();
     });
     for narrow in [&paths, &methods] {
-        // What denies some of it denies a session, and what allows some of it does not allow one.
+        // A rule that denies some of it denies a session, and a rule that allows only some of it does not allow one.
         assert!(!session.of(&compiled([
             what(Effect::Deny, narrow.clone()),
             rule(Effect::Allow)
@@ -386,7 +386,7 @@ fn rules_can_be_replaced_while_they_are_read() {
     assert!(reader.is_open() && reader.decide(&PolicyCase::new().question()).allow);
 }
 
-/// One of these, or the key is not there.
+/// One of these values, or the key is absent.
 fn pick<T: Clone>(random: &mut StdRng, from: &[T]) -> Specified<Vec<T>> {
     if random.random_bool(0.5) {
         return Specified(None);
@@ -401,7 +401,7 @@ fn words(random: &mut StdRng, from: &[&str]) -> Specified<Vec<String>> {
     pick(random, &from)
 }
 
-/// A key that says nothing is not there.
+/// A key without a value counts as absent.
 fn said<T: Default + PartialEq>(value: T) -> Specified<T> {
     Specified((value != T::default()).then_some(value))
 }
@@ -622,6 +622,6 @@ fn compiled_rules_decide_like_the_written_rules() {
             decided[first.map_or(2, |index| usize::from(rules[index].then == Effect::Allow))] += 1;
         }
     }
-    // All three came up, or nothing was compared.
+    // Fails if one of the three cases did not occur, because then nothing was compared.
     assert!(decided.iter().all(|count| *count > 100), "{decided:?}");
 }

@@ -12,7 +12,7 @@ use tracing::info_span;
 
 const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
 
-/// A registry, and edges that answer `/bulk` with bulk and keep all else open.
+/// A registry, and edges that answer `/bulk` with bulk and keep all other streams open.
 struct World {
     registry: Registry,
     tasks: TaskGroup,
@@ -151,7 +151,7 @@ async fn one_process_has_so_many_tunnels_and_no_more() {
     }
     let refused = world.register("a", u32::MAX).await.unwrap_err();
     assert_eq!(refused, RegisterError::Full);
-    // One that takes a slot anew is no further tunnel, and another process has its own.
+    // A tunnel that takes a slot again is no further tunnel, and another process has slots of its own.
     world.register("a", 3).await.unwrap();
     world.register("b", u32::MAX).await.unwrap();
 }
@@ -277,7 +277,7 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     assert!(matches!(away, Err(NodeUnavailable::Last { .. })));
 }
 
-/// Its conversation takes a moment to notice that it has ended.
+/// Its session takes a moment to notice the end.
 #[tokio::test]
 async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
     let (world, name, long) = (World::new(), node(), Duration::from_hours(1));

@@ -29,7 +29,7 @@ fn map(content: &LeaderMap) -> ConfigMap {
     map
 }
 
-/// A gateway that looks.
+/// The inputs of a gateway that checks.
 struct Gateway {
     own: &'static str,
     absent: BTreeMap<String, Instant>,
@@ -93,7 +93,7 @@ async fn an_edge_is_listed_while_any_gateway_has_it() {
     let (mut one, mut two) = (Gateway::called("gw-1"), Gateway::called("gw-2"));
     let north = hubs(&[("edge-1", "10.1.0.1")]);
     let first = one.looks(&LeaderMap::default(), Some(&north));
-    // The same edge has tunnels at both: what one has written, the other leaves.
+    // The same edge has tunnels to both gateways: the other one does not change the written data.
     let both = two.looks(&first, Some(&north));
     assert_eq!(one.looks(&both, Some(&north)), both);
     assert_eq!(two.looks(&both, Some(&north)), both);
@@ -130,7 +130,7 @@ async fn entries_of_a_dead_gateway_expire_or_end_with_their_node() {
     let later = other.looks_at(&left, None, CLOCK + ENDED, true);
     assert_eq!(later.leaders(), "");
     assert_eq!(other.looks_at(&left, None, CLOCK, false).leaders(), "");
-    // Who has it says so again in time, and not at each look.
+    // The gateway that has it renews it in time, and not at each check.
     let mut own = Gateway::called("gw-1");
     assert_eq!(
         own.looks_at(&left, Some(&north), CLOCK + AGAIN - 1, true),

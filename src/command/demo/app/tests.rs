@@ -1,4 +1,4 @@
-//! The demo's app: through its routes where that is enough, over real sockets where the connection matters.
+//! The demo's app: through its routes if that is enough, over real sockets if the connection matters.
 
 use super::*;
 use axum::http::Request;

@@ -9,11 +9,11 @@ use tokio::{
     time::{interval, timeout},
 };
 
-/// A tunnel's budget in these tests: little, so that a test moves little.
+/// A tunnel's budget in these tests: small, so that a test moves few bytes.
 const BUDGET: usize = 8 << 20;
-/// The least window there is.
+/// The least possible window.
 const FLOOR: usize = 64 << 10;
-/// Time that a stalled stream is given.
+/// Time that a stalled stream has until it may be evicted.
 const QUIET: Duration = Duration::from_millis(150);
 
 fn settings(pressure: Arc<MemoryBudget>) -> GatewaySideConfig {
@@ -30,7 +30,7 @@ async fn open(tunnel: &Tunnel, end: bool) -> OpenStream {
     opened.await.unwrap()
 }
 
-/// An answer that has begun, and what sends the rest of it.
+/// An answer that has begun, and the sender of the rest.
 async fn answered(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
     let opened = open(&turning.tunnel, true).await;
     let stream = turning.asked.recv().await.unwrap();
@@ -38,7 +38,7 @@ async fn answered(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSen
     (opened.answer.await.unwrap(), send)
 }
 
-/// Sends until nothing is taken any more.
+/// Sends until no more bytes are accepted.
 async fn fill(send: &mut StreamSender) {
     let chunk = Bytes::from(vec![0; 64 << 10]);
     while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
@@ -74,7 +74,7 @@ async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
         "the budget is there to be used"
     );
 
-    // An upload that is read goes on beside them.
+    // An upload that the other end reads continues beside them.
     let mut opened = open(&tunnel, false).await;
     let mut read = asked.recv().await.unwrap();
     let total = 4 << 20;
@@ -121,7 +121,7 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
     }
     assert!(pressure.bytes() >= BUDGET / 2, "{} bytes", pressure.bytes());
 
-    // What nobody wants any more is held by nobody.
+    // Bytes of a dropped stream count for no stream.
     drop(stalled);
     sending.shutdown().await;
     drop(asked);
@@ -156,7 +156,7 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
     let windows = BUDGET - 6 * FLOOR;
     assert!(stalled < windows / 2, "{stalled} bytes for nobody");
 
-    // All of it is there for whoever comes back to it.
+    // The whole budget is available to the next streams.
     for ((answer, _send), sent) in all.into_iter().zip(sent) {
         let mut body = answer.into_body();
         let mut length = 0;
@@ -170,7 +170,7 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
 
 #[tokio::test(start_paused = true)]
 async fn small_frames_that_are_read_at_once_keep_the_windows() {
-    // A share of what is left that is just what fills the link.
+    // A share of the rest that exactly fills the link.
     let settings = GatewaySideConfig {
         budget: 32 << 20,
         round_trip: Duration::from_millis(100),
@@ -197,7 +197,7 @@ async fn under_pressure_of_the_whole_process_every_window_is_small() {
 
     let _stalled = stall(&mut first).await;
     assert!(pressure.is_full(), "{} bytes", pressure.bytes());
-    // The other tunnel finds out with its next stream.
+    // The other tunnel notices it with its next stream.
     let early = stall(&mut second).await;
     drop(early);
     let _stalled = stall(&mut second).await;
@@ -258,7 +258,7 @@ async fn tunnels_of_one_node_share_its_budget() {
         sending.spawn(async move { fill(&mut send).await });
         stalled.push(answer);
         let held: usize = ends.iter().map(|end| end.tunnel.load().weigh().all).sum();
-        // One look may come late at each of them.
+        // For each of them one check may be late.
         let allowed = budget + count * FLOOR + 2 * most;
         assert!(
             held <= allowed,
@@ -267,7 +267,7 @@ async fn tunnels_of_one_node_share_its_budget() {
     }
 }
 
-/// Alive by its bytes, and yet it never says that it took its turn.
+/// Alive by its bytes, but it never reports that it took its turn.
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
@@ -295,13 +295,13 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     });
     let mut control = tunnel.control().await.unwrap();
     tunnel.give_turns();
-    // With a crowd the windows are to be smaller.
+    // With many streams the windows have to be smaller.
     let mut crowd = Vec::new();
     for _ in 0..64 {
         crowd.push(open(&tunnel, false).await);
     }
     let began = Instant::now();
-    // The gateway is no more silent than the edge.
+    // Neither end is silent.
     let hearing = async {
         while control.hear::<EdgeMessage>().await.is_ok() {
             let _ = control.tell(&GatewayMessage::Registered).await;

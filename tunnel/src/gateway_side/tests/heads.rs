@@ -10,7 +10,8 @@ fn field(octet: u8, length: usize) -> HeaderValue {
     HeaderValue::from_bytes(&vec![octet; length]).unwrap()
 }
 
-/// A tunnel whose edge answers with a field as the path says: `/octet/length`; trailers where it begins with `/trailers`.
+/// A tunnel whose edge answers with the field that the path describes: `/octet/length`; with trailers if it begins with
+/// `/trailers`.
 async fn answering() -> (Tunnel, Tasks) {
     serving(async |asked| {
         let path = asked.head.uri().path().to_owned();

@@ -17,7 +17,7 @@ const META: &str = "k8s.io.apimachinery.pkg.apis.meta.v1";
 /// Name, number and type of each field, by message.
 type Messages = HashMap<String, Vec<(String, u32, String)>>;
 
-/// Returns the folders of both modules in Go's cache. `.ci/setup` brings them there.
+/// Returns the folders of both modules in Go's cache. `.ci/setup` installs them.
 fn modules() -> Option<Vec<PathBuf>> {
     let listed = Command::new("go")
         .args(["list", "-m", "-f", "{{.Dir}}"])
@@ -73,8 +73,8 @@ fn read(text: &str, messages: &mut Messages) {
     }
 }
 
-/// Notes each field of a message that is in no table, or is there as something else. What a table has beyond that is in no
-/// object.
+/// Records each field of a message that no table has, or that a table has with a difference. Further fields of a table
+/// occur in no object.
 fn compare(fields: &[Field], message: &str, all: &Messages, missing: &mut Vec<String>) {
     for (name, number, kind) in &all[message] {
         let known = fields

@@ -53,7 +53,7 @@ impl Node {
         }
     }
 
-    /// It shows what this CA issues from now on.
+    /// It shows certificates of this CA from now on.
     async fn shows(&self, ca: &Ca) {
         let node = self.held.identity().node;
         let leaf = identity(ca, node.as_str()).leaf;
@@ -61,7 +61,7 @@ impl Node {
         self.held.change(change).await.unwrap();
     }
 
-    /// It believes these from now on.
+    /// It trusts these roots from now on.
     async fn believes(&self, roots: &[&Ca]) {
         let roots: Vec<_> = roots.iter().map(|ca| ca.root().clone()).collect();
         let change = move |own: &mut EdgeIdentity| own.roots = roots;
@@ -104,7 +104,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let (first, shown) = one.receives(&two).await.unwrap();
     assert_eq!((&first[0], &shown), (&leaf(&two), &leaf(&one)));
 
-    // Both are renewed: what is open stays, and what comes shows what there is now.
+    // Both are renewed: open connections stay, and new ones show the present certificates.
     one.shows(&old).await;
     two.shows(&old).await;
     let (second, again) = one.receives(&two).await.unwrap();
@@ -113,7 +113,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let mut goes = one.host.goes(first);
     assert_eq!(goes.as_mut().now_or_never(), None);
 
-    // A root more, by which one of them is there first.
+    // One more root, which one of them has first.
     one.believes(&[&old, &new]).await;
     two.believes(&[&old, &new]).await;
     two.shows(&new).await;
@@ -121,7 +121,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     two.receives(&one).await.unwrap();
     assert_eq!(goes.as_mut().now_or_never(), None);
 
-    // The old one goes out of use: with it whoever has shown what hangs by it, and nobody else.
+    // The old root is removed. Connections of peers that have shown a certificate under it end, and no others.
     one.shows(&new).await;
     one.believes(&[&new]).await;
     let began = Instant::now();

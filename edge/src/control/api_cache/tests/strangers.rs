@@ -47,7 +47,7 @@ async fn dial(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<TlsStre
     TlsConnector::from(config).connect(name, tcp).await
 }
 
-/// Returns the answer to a client that dials so; with TLS 1.3 a refusal comes after the handshake.
+/// Returns the answer to a client that dials with this configuration; with TLS 1.3 a refusal follows the handshake.
 async fn answered(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<String> {
     let mut tls = dial(edge, config).await?;
     tls.write_all(ASK).await?;
@@ -66,7 +66,7 @@ async fn only_a_pool_member_may_read() {
     assert!(member.starts_with("HTTP/1.1 200"), "{member}");
     let another = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
     let mut of_another = identity(&another, "edge-2");
-    // It believes us, though we do not believe it.
+    // It trusts us, though we do not trust it.
     of_another.roots = identity(&world.ca, "edge-2").roots;
     let mut as_gateway = identity(&world.ca, "edge-2");
     let names = [GatewayName::parse("edge-2").unwrap()];
@@ -143,7 +143,7 @@ async fn an_address_that_shakes_no_hands_loses_its_oldest() {
     let world = World::new();
     let (_gateway, edge, _) = served(&world).await;
     let mut silent = Vec::new();
-    // More than there are handshakes at once.
+    // More than the limit of simultaneous handshakes.
     for _ in 0..300 {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
@@ -186,7 +186,7 @@ async fn one_member_does_not_take_the_places_of_others() {
 
 #[tokio::test]
 async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
-    // Both ends of each connection are here.
+    // Both ends of each connection are in this process.
     let (_, most) = getrlimit(Limit::RLIMIT_NOFILE).unwrap();
     setrlimit(Limit::RLIMIT_NOFILE, most, most).unwrap();
     let resources = [

@@ -1,4 +1,4 @@
-//! A cloud, gateways that serve what it has, and edges.
+//! A cloud, gateways that serve its objects, and edges.
 
 use super::super::{super::http_server::AcceptedConnections, local_server::serve_options};
 use super::Nodes;
@@ -77,7 +77,7 @@ impl Cloud {
         })
     }
 
-    /// There is such an object from now on.
+    /// Adds or changes this object.
     pub(super) fn put(&self, resource: &str, name: &str) {
         let mut objects = self.objects.lock().unwrap();
         objects.0 += 1;
@@ -96,7 +96,7 @@ impl Cloud {
         list.to_string().into()
     }
 
-    /// Events after this version, those that have happened first.
+    /// Returns events after this version, the oldest first.
     fn watch(
         &self,
         resource: &str,
@@ -159,7 +159,7 @@ impl ListWatch for Api {
     }
 }
 
-/// A gateway that takes every edge of its CA, has tunnels and is read from.
+/// A gateway that admits every edge of its CA, has tunnels and serves reads.
 pub(super) struct Gateway {
     pub(super) address: SocketAddr,
     pub(super) cloud: Arc<Cloud>,
@@ -169,7 +169,7 @@ pub(super) struct Gateway {
     tasks: TaskGroup,
 }
 
-/// One that went away.
+/// A gateway that has gone.
 pub(super) struct Gone {
     address: SocketAddr,
     pub(super) cloud: Arc<Cloud>,
@@ -258,7 +258,7 @@ impl Gateway {
         timeout(SOON, welcomes.recv()).await.unwrap().unwrap()
     }
 
-    /// Connections that edges have read by.
+    /// Returns the number of connections on which edges have read.
     pub(super) fn readings(&self) -> usize {
         self.readings.load(Relaxed)
     }
@@ -297,7 +297,7 @@ impl TestListener {
         if !tunnel {
             assert_eq!(tls.get_ref().1.alpn_protocol(), Some(wire::ALPN_H2));
             self.readings.fetch_add(1, Relaxed);
-            // It ends with the gateway, as a real one's connections do.
+            // It ends with the gateway, like a real one's connections.
             let (near, mut far) = tokio::io::duplex(64 * 1024);
             self.reads.send((near, from)).await.unwrap();
             let mut tls = tls;
@@ -366,7 +366,7 @@ pub(super) struct Node {
     data: TempDir,
 }
 
-/// An edge that runs.
+/// A running edge.
 pub(super) struct Edge {
     pub(super) node: &'static str,
     pub(super) endpoint: SocketAddr,
@@ -488,7 +488,7 @@ impl Edge {
     }
 }
 
-/// A member, and where it is.
+/// A member with its address.
 pub(super) fn at(node: &str, site: SocketAddr) -> NodePoolMember {
     NodePoolMember {
         node: node.into(),
@@ -505,7 +505,7 @@ pub(super) fn pool(leader: &str, nodes: Nodes<'_>) -> NodePoolMembers {
     }
 }
 
-/// All that is answered to these bytes.
+/// Returns the whole answer to these bytes.
 pub(super) async fn raw(address: SocketAddr, ask: &str) -> String {
     let mut tcp = TcpStream::connect(address).await.unwrap();
     tcp.write_all(ask.as_bytes()).await.unwrap();
@@ -537,7 +537,7 @@ pub(super) async fn get(endpoint: SocketAddr, path: &str) -> (u16, Value) {
     (status, serde_json::from_slice(&body).unwrap())
 }
 
-/// A watch of what happens after this version.
+/// A watch of the changes after this version.
 pub(super) struct Watch {
     body: Incoming,
     unread: Vec<u8>,
@@ -559,7 +559,7 @@ pub(super) async fn watching(endpoint: SocketAddr, path: &str, version: &str) ->
 }
 
 impl Watch {
-    /// The name of the next object that there is.
+    /// Returns the name of the next object.
     pub(super) async fn next(&mut self) -> String {
         loop {
             if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {

@@ -15,7 +15,7 @@ async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
     Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
 }
 
-/// One attempt came to nothing because the gateway was reached elsewhere.
+/// One attempt was in vain because the edge had reached the gateway at another address.
 const WAITS: &str = "outcome=\"reached\"} 1\n";
 
 fn every() -> Value {
@@ -39,7 +39,7 @@ async fn an_edge_has_independent_tunnels_at_each_gateway() {
     let (one, two) = (first.next().await, second.next().await);
     assert_eq!((one.welcome.slot, two.welcome.slot), (0, 0));
     assert_eq!(one.welcome.instance, two.welcome.instance);
-    // A drain need not wait for it: it is elsewhere already.
+    // A drain need not wait for it: the edge already has another gateway.
     assert!(!one.welcome.elsewhere);
     let address = first.address;
     drop((one, first));
@@ -124,7 +124,7 @@ async fn a_gateway_with_two_addresses_uses_one_and_fails_over() {
     );
     let world = World::joined(&ca);
     let edge = world.run(&addresses(&[&left, &right]), every()).await;
-    // It came to the second one's hello, and left.
+    // It reached the second gateway's hello, and left.
     let began = Instant::now();
     while !edge.admin("/metrics").await.contains(WAITS) {
         assert!(began.elapsed() < SOON, "nobody waits");
@@ -183,7 +183,7 @@ async fn an_unresolvable_name_is_reported_and_delays_no_other_gateway() {
     assert_eq!(status.state, "connected");
 }
 
-/// One address that leads to several gateways, to each in its turn or to the first of them alone.
+/// One address that leads to several gateways, to each in turn or only to the first.
 struct Balancer {
     address: SocketAddr,
     behind: Arc<Mutex<Vec<SocketAddr>>>,
@@ -220,7 +220,7 @@ impl Balancer {
     }
 }
 
-/// A gateway that says how many there are.
+/// A gateway that announces the number of gateways.
 async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
     let says = Says {
         instance: instance.into(),
@@ -246,7 +246,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let (mut first, _second) = (a.next().await, b.next().await);
     edge.until(reached(2, 2)).await;
     assert!(a.registered.try_recv().is_err(), "it was dialled anew");
-    // There is another one, and it is told.
+    // Another gateway is added, and announced.
     let mut c = one_of(&ca, "c", 3).await;
     balancer.behind.lock().unwrap().push(c.address);
     let gateways = vec![balancer.address.to_string()];
@@ -256,14 +256,14 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let third = c.next().await;
     let status = edge.until(reached(3, 3)).await;
     assert_eq!((status.state, status.tunnels.len()), ("connected", 3));
-    // One goes without a word, and comes again.
+    // One ends without notice, and starts again.
     drop((third, c));
     edge.until(reached(2, 3)).await;
     let mut again = one_of(&ca, "c2", 3).await;
     *balancer.behind.lock().unwrap() = vec![a.address, b.address, again.address];
     let found = again.next().await;
     edge.until(reached(3, 3)).await;
-    // One that drains is none to which clients come.
+    // A draining gateway gets no clients.
     let mut draining = found.control;
     let drain = GatewayMessage::Drain { grace_ms: 1000 };
     draining.tell(&drain).await.unwrap();
@@ -320,7 +320,7 @@ async fn a_discovered_gateway_has_its_own_bulk_tunnels() {
     for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
         let (mut send, mut receive) = session(&registered.tunnel).await;
         round_trip(&mut send, &mut receive, 4 << 20).await;
-        // Dropped, it ends, and is dialled anew.
+        // If it is dropped, it ends and is dialled again.
         further.push(gateway.next().await);
         assert_eq!(further.last().unwrap().welcome.slot, 1);
         send.end().unwrap();
@@ -343,7 +343,7 @@ async fn a_lost_first_tunnel_beside_a_bulk_tunnel_redials_its_gateway() {
     assert_eq!(further.welcome.slot, 1);
     let mut first = first;
     for _ in 0..3 {
-        // Where the balancer leads to next is once the one and once the other.
+        // The next address of the balancer is sometimes the one and sometimes the other.
         first.tunnel.close();
         first = a.next().await;
         assert_eq!(first.welcome.slot, 0);
@@ -373,7 +373,7 @@ async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
     while !edge.admin("/metrics").await.contains(sent_away) {
         assert!(began.elapsed() < SOON, "nobody was refused");
     }
-    // Some pauses would have been over, but for the 90 s that it said.
+    // Some pauses would have ended, but the gateway asked for 90 s.
     for _ in 0..4 {
         pass(Duration::from_millis(500)).await;
         // A dial takes no more turns than this.
@@ -399,7 +399,7 @@ fn gateway_messages_parse_without_replicas_or_with_new_fields() {
     assert_eq!(heard(later), gateways(Some(2)));
     let hello = r#"{"type":"hello","protocol":1,"version":"0","gateway":"a","node":"edge-1","gateways":[]}"#;
     assert!(matches!(heard(hello), GatewayMessage::Hello(hello) if hello.replicas.is_none()));
-    // What older edges would not know is not said where there is none.
+    // Without a number of gateways the message has no field that older edges do not know.
     let said = serde_json::to_string(&gateways(None)).unwrap();
     assert_eq!(said, older);
 }

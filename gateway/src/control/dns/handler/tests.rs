@@ -299,7 +299,7 @@ fn an_answer_that_does_not_fit_says_so_and_is_whole_over_tcp() {
         assert_eq!((short.id, short.queries.len()), (4711, 1));
         assert_eq!(short.edns.is_some(), offered.is_some());
     }
-    // 28 records of 28 bytes fit into what EDNS offers, and not into 512 bytes.
+    // 28 records of 28 bytes fit into the size that EDNS offers, and not into 512 bytes.
     desk.zones = zones(&["nodes.example.internal"], &many[..28]);
     let (_, message) = desk.message(&asked, Transport::Udp);
     assert_eq!((message.truncation, message.answers.len()), (false, 28));
@@ -354,7 +354,7 @@ fn only_queries_are_answered_and_errors_are_never_larger() {
     for (place, most) in [(7, 0), (9, 1), (11, 2)] {
         let mut records = bytes.clone();
         records[place] = most + 1;
-        // The root, A, IN, no data: as short as a record is.
+        // The root, A, IN, no data: the shortest possible record.
         records.extend_from_slice(&[0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0].repeat(3));
         assert_malformed(&desk, &records);
     }

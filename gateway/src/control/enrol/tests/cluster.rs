@@ -1,4 +1,4 @@
-//! Joining by a certificate that a signer of the cluster's own has issued.
+//! Joining with a certificate that a signer of the cluster has issued.
 
 use super::{Counter, over_the_port};
 use crate::{
@@ -95,7 +95,7 @@ async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
     assert_eq!(edge.node, name("edge-1"));
     world.joined(&edge, "a", 0).await;
 
-    // Shown again it is as good as before; one from before is not.
+    // A certificate that is shown again is still accepted; an older one is not.
     let again = asks(&counter, "/v1/vouched", &kubelet).await;
     assert_eq!(again["node"], "edge-1");
     signer.1 = Duration::from_mins(10);
@@ -124,7 +124,7 @@ async fn other_cluster_ca_certificates_neither_enrol_nor_open_tunnels() {
     ] {
         let io = world.tls(showing(world, &leaf)).await;
         let mut io = io.unwrap();
-        // The handshake is over for the client before the gateway has judged.
+        // The client's handshake ends before the gateway has verified the certificate.
         let said = tokio::io::AsyncReadExt::read(&mut io, &mut [0; 1]).await;
         assert!(!matches!(said, Ok(1)), "{said:?}");
     }

@@ -1,4 +1,4 @@
-//! Model of the tunnels of one node: a stream ends by its own ends, by its tunnel's loss, or by revocation.
+//! Model of the tunnels of one node: a stream ends in the normal way, by its tunnel's loss, or by revocation.
 //!
 //! Edges follow the rules of real ones in random order: they dial further tunnels, renew, leave before or after the next
 //! dial, lose connections, and are succeeded by other processes. Each failure prints its seed.
@@ -54,8 +54,8 @@ impl Model {
         }
     }
 
-    /// Opens a tunnel in a slot of the newest process. As a real edge does, it says nothing of tunnels before the newest of that
-    /// slot.
+    /// Opens a tunnel in a slot of the newest process. Like a real edge, it sends nothing about tunnels before the newest
+    /// of that slot.
     async fn dial(&mut self, slot: u32) {
         let process = self.process;
         let of_slot = |session: &Session| session.process == process && session.slot == slot;
@@ -92,7 +92,7 @@ impl Model {
             until_idle: true,
             serves: false,
         };
-        // One that the gateway has closed meanwhile says nothing.
+        // A tunnel that the gateway has closed meanwhile sends nothing.
         let _ = session.edge.control.tell(&leave).await;
     }
 
@@ -145,7 +145,7 @@ impl Model {
             0..=3 => {
                 let slot = self.random.random_range(0..2);
                 self.dial(slot).await;
-                // Its predecessors say that they leave once it stands.
+                // Its predecessors announce that they leave once it is registered.
                 let before = &mut self.sessions[..stands.len()];
                 if before.iter().any(|session| session.leaves) && self.random.random() {
                     let nth = self.random.random_range(0..stands.len());

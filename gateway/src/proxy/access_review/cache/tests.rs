@@ -1,4 +1,4 @@
-//! Tests of which questions are asked, how often, and how long an answer counts.
+//! Tests of the questions to the API, their number, and the lifetime of answers.
 
 use super::*;
 use causeway_rt::listener::RemoteAddr;

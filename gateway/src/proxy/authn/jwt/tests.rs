@@ -28,7 +28,7 @@ struct Pair {
 static RSA: LazyLock<Pair> = LazyLock::new(|| {
     let pair = KeyPair::generate(KeySize::Rsa2048).unwrap();
     let pkcs8: Pkcs8V1Der<'_> = pair.as_der().unwrap();
-    // PKCS#1 stands inside of PKCS#8, behind 26 bytes.
+    // PKCS#8 contains PKCS#1 after 26 bytes.
     let key = EncodingKey::from_rsa_der(&pkcs8.as_ref()[26..]);
     Pair {
         algorithm: Algorithm::RS256,
@@ -84,7 +84,7 @@ fn set<'a>(pairs: impl IntoIterator<Item = &'a Pair>) -> KeySet {
     let public = |pair: &Pair| {
         let mut jwk = Jwk::from_encoding_key(&pair.key, pair.algorithm).unwrap();
         jwk.common.key_id = Some(pair.id.to_owned());
-        // An RSA key of the set signs by any of its algorithms.
+        // An RSA key of the set verifies all of its algorithms.
         jwk.common.key_algorithm = None;
         jwk
     };
@@ -155,7 +155,7 @@ async fn a_token_is_accepted_for_every_key_type_of_its_issuer() {
         );
         assert!(named.validity.holds());
     }
-    // It need not say which key it means where only one can be meant.
+    // A token need not name its key if only one key is possible.
     let token = ED.sign_as(Algorithm::EdDSA, None, &good());
     assert!(proven(&jwts, &token).await.is_ok());
     for audience in [json!("other"), json!(["elsewhere", "causeway"])] {
@@ -164,7 +164,7 @@ async fn a_token_is_accepted_for_every_key_type_of_its_issuer() {
     }
 }
 
-/// `none`, a public key taken for a secret, another key of the same set, a key for something else.
+/// `none`, a public key used as a secret, another key of the same set, a key for another use.
 #[tokio::test]
 async fn a_token_cannot_choose_its_own_algorithm() {
     let jwts = all();
@@ -191,7 +191,7 @@ async fn a_token_cannot_choose_its_own_algorithm() {
         refusal(&jwts, &token).await,
         "jwt: its algorithm is not accepted"
     );
-    // Even where somebody had allowed it, no public key is a secret.
+    // Even with a configuration that allowed it, no public key serves as a secret.
     let careless = Issuer {
         checks: vec![(Algorithm::HS256, Validation::new(Algorithm::HS256))],
         ..issuer(ISSUER, JwksCache::fixed(set([&*RSA])))
@@ -352,7 +352,7 @@ async fn a_missing_key_is_fetched_and_then_the_token_is_accepted() {
         tokio::time::advance(crate::state::jwks::PAUSE).await;
         let first = proven(&jwts, &by_old).await.unwrap();
         assert!(first.validity.holds());
-        // Just asked: not again so soon.
+        // Fetched just now: it is not fetched again so soon.
         assert_eq!(
             refusal(&jwts, &by_new).await,
             "jwt: its issuer has no key with this id"
