@@ -55,7 +55,7 @@ impl Exposition {
         let encoded = all.try_for_each(|registry| encode_registry(&mut text, registry));
         encoded
             .and_then(|()| encode_eof(&mut text))
-            .expect("a String takes all that is written");
+            .expect("writing to a String cannot fail");
         match self {
             Self::OpenMetrics => text,
             Self::Prometheus => downgraded(&text),

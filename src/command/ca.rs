@@ -38,11 +38,11 @@ pub(super) fn ensure(
 ) -> anyhow::Result<(Store, Authority)> {
     let store = Store::open(data_dir, OpenMode::Create)?;
     let (ca, news) = if let Some(ca) = store.ca()? {
-        (ca, "there is a CA already, and it stays")
+        (ca, "a CA exists already and stays unchanged")
     } else {
         let ca = Authority::create(trust_domain)?;
         store.save_ca(&ca)?;
-        (ca, "made a CA")
+        (ca, "created a CA")
     };
     outln!("{news}: {}", store.root_path().display())?;
     Ok((store, ca))
@@ -99,7 +99,7 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
     })?;
     let made = UNIX_EPOCH + Duration::from_secs(backup.made_at());
     outln!(
-        "{} is what it was at {}: nodes that were revoked or removed since are welcome again, and tokens that were used since are good again",
+        "{} is restored to its state at {}: nodes that were revoked or removed since then are admitted again, and join tokens that were used since then are valid again",
         directory.display(),
         humantime::format_rfc3339_seconds(made)
     )?;

@@ -81,7 +81,7 @@ fn listener(ask: EgressConfig) -> anyhow::Result<Endpoint> {
     if let Some(path) = ask.socket {
         return Ok(Endpoint::Socket(text(&path)?));
     }
-    let needed = "the command line has asked for it";
+    let needed = "the command line requires it";
     Ok(Endpoint::Tls {
         url: ask.url.context(needed)?,
         ca: ask.ca.as_deref().map(text).transpose()?,

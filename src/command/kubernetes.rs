@@ -21,7 +21,10 @@ pub(super) type CsrClientHandle = Option<std::sync::Arc<dyn causeway_edge::CsrCl
 
 /// The cluster of an edge, if one is configured.
 #[cfg(feature = "k8s")]
-#[allow(clippy::unnecessary_wraps, reason = "as the other build has it")]
+#[allow(
+    clippy::unnecessary_wraps,
+    reason = "the build without the feature has the same signature"
+)]
 pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
     let rules = config.kubernetes.clone();
     Ok(rules.map(|rules| std::sync::Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
@@ -44,7 +47,7 @@ pub(super) type ControllerFuture = Pin<Box<dyn Future<Output = Infallible>>>;
 /// Destinations for the ports and addresses that a cluster reports.
 #[cfg_attr(
     not(feature = "k8s"),
-    expect(dead_code, reason = "only a cluster says any")
+    expect(dead_code, reason = "only a cluster reports any")
 )]
 pub(super) struct ClusterSenders {
     pub(super) ports: watch::Sender<Option<NodePorts>>,

@@ -641,8 +641,9 @@ async fn at_once(edge: Causeway) -> Ended {
 /// Checks that an edge logs that it is refused, the reason and the time of the next attempt, and that the next attempt is
 /// late.
 async fn unwelcome(mut edge: Process, why: &str) {
-    let refused = |line: &str| line.contains("cannot open a tunnel") && line.contains("unwelcome");
-    let said = edge.line("no tunnel: unwelcome", refused).await;
+    let refused =
+        |line: &str| line.contains("cannot open a tunnel") && line.contains("refused_permanently");
+    let said = edge.line("no tunnel: refused permanently", refused).await;
     assert!(said.contains(why), "{said}");
     let delay = said.split_once("retry_in=").unwrap().1;
     let delay: f64 = delay.trim_end_matches('s').parse().unwrap();

@@ -70,10 +70,10 @@ async fn ca_init_is_done_once() {
     };
     let read = |name: &str| fs::read(folder.path().join("data").join(name)).unwrap();
 
-    assert!(init().await.ok().stdout.contains("made a CA"));
+    assert!(init().await.ok().stdout.contains("created a CA"));
     let before = (read("ca.pem"), read("ca.json"));
     let again = init().await.ok();
-    assert!(again.stdout.contains("there is a CA already"), "{again:?}");
+    assert!(again.stdout.contains("a CA exists already"), "{again:?}");
     assert_eq!((read("ca.pem"), read("ca.json")), before);
     assert_eq!(mode(&folder.path().join("data/ca.json")), 0o600);
 }

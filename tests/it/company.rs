@@ -272,11 +272,11 @@ async fn a_chain_for_another_request_is_refused_with_the_reason() {
         ),
         (
             ["chain.signed.pem", "Root.pem", "Issuing.pem"],
-            ["signed by Issuing", "Root stands behind"],
+            ["signed by Issuing", "the next certificate is Root"],
         ),
         (
             ["chain.signed.pem", "Issuing.pem", "Other.pem"],
-            ["signed by Root", "Other stands behind"],
+            ["signed by Root", "the next certificate is Other"],
         ),
     ] {
         import(&data, &part(names)).await.failed(&words);

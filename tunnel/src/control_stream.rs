@@ -43,10 +43,7 @@ pub struct GatewayHello {
 
 /// First message of the edge, which describes the edge.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(
-    clippy::struct_excessive_bools,
-    reason = "each says something of its own"
-)]
+#[allow(clippy::struct_excessive_bools, reason = "the flags are independent")]
 pub struct EdgeHello {
     /// [`crate::wire::VERSION`] of the edge.
     pub protocol: u32,
@@ -178,7 +175,7 @@ impl GoAway {
     pub fn word(self) -> &'static str {
         match self {
             Self::Superseded => "superseded",
-            Self::Unwelcome => "unwelcome",
+            Self::Unwelcome => "not_admitted",
             Self::Malformed => "malformed",
             Self::Full => "full",
         }

@@ -328,7 +328,7 @@ fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
         let issuer = CaConstraints::read(above)?.subject;
         if authority.issuer.der != issuer.der {
             return Err(unusable(format!(
-                "{name} is signed by {}, but {} stands behind it: each certificate stands before the one that has signed it, and no other is in the file",
+                "{name} is signed by {}, but the next certificate is {}: put each certificate before its issuer, and no other certificate into the file",
                 authority.issuer.common, issuer.common
             )));
         }

@@ -85,7 +85,7 @@ impl ConnectError {
 
     /// The gateway sent the tunnel away.
     pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
-        let what = format!("the gateway dismissed this edge ({}): {detail}", why.word());
+        let what = format!("the gateway refused this edge ({}): {detail}", why.word());
         let kind = match why {
             GoAway::Superseded | GoAway::Unwelcome => RetryClass::Unwelcome(retry_after),
             GoAway::Malformed | GoAway::Full => RetryClass::Refused(Some(retry_after)),
@@ -235,7 +235,7 @@ impl ConnectError {
         match self.kind {
             RetryClass::Silent(_) => "silent",
             RetryClass::Refused(_) => "refused",
-            RetryClass::Unwelcome(_) => "unwelcome",
+            RetryClass::Unwelcome(_) => "refused_permanently",
         }
     }
 

@@ -557,8 +557,8 @@ mod tests {
         let socks: &[&[u8]] = &[&[5, 2], &[1, 1]];
         let busy: &[&[u8]] = &[b"HTTP/1.1 502 Bad Gateway\r\n\r\n"];
         for (scheme, answers, word) in [
-            ("http", http, "unwelcome"),
-            ("socks5h", socks, "unwelcome"),
+            ("http", http, "refused_permanently"),
+            ("socks5h", socks, "refused_permanently"),
             ("http", busy, "refused"),
         ] {
             let trouble = trouble_with(scheme, answers).await;

@@ -91,7 +91,7 @@ impl HandshakeError {
             // Counted and logged as such.
             Self::Evicted => return ("evicted", false),
             Self::Full | Self::Unread(AccessDenied::Full) => return ("full", true),
-            Self::Unread(AccessDenied::Unwelcome(_)) => return ("unwelcome", true),
+            Self::Unread(AccessDenied::Unwelcome(_)) => return ("not_admitted", true),
             Self::Tls(error) => tls_error(error),
         };
         match error {

@@ -67,10 +67,7 @@ pub struct PendingReload<'a> {
 
 /// Summary of a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[allow(
-    clippy::struct_excessive_bools,
-    reason = "each says something of its own"
-)]
+#[allow(clippy::struct_excessive_bools, reason = "the flags are independent")]
 pub struct ReloadSummary {
     /// The listeners.
     pub listeners: ListenerDiff,

@@ -471,7 +471,7 @@ fn a_chain_with_wrong_certificates_or_order_is_refused() {
         ),
         (
             own.clone() + &root,
-            "Listeners is signed by Issuing, but Root stands behind it",
+            "Listeners is signed by Issuing, but the next certificate is Root",
         ),
         (
             own.clone() + &root + &issuing,

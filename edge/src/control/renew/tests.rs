@@ -97,7 +97,7 @@ fn an_expired_certificate_needs_a_token_despite_network_errors() {
     let weighed = |now| schedule.weigh(ConnectError::silent("nobody there"), now);
     assert_eq!(weighed(day(115)).word(), "silent");
     let ended = weighed(day(116));
-    assert_eq!(ended.word(), "unwelcome");
+    assert_eq!(ended.word(), "refused_permanently");
     for words in ["rejoin with a new token", "clock", "nobody there"] {
         assert!(ended.what().contains(words), "{}", ended.what());
     }

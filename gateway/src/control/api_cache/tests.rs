@@ -151,7 +151,7 @@ async fn a_reader_needs_an_edge_certificate_and_others_join_as_before() {
     let stranger = crate::control::tests::world::identity(&world.ca, "edge-9");
     let mut stranger = Client::dial(&world, Some(&stranger)).await;
     assert!(stranger.ask(SERVICES).await.is_err());
-    assert!(world.counted(r#"handshakes_failed_total{listener="tunnel",why="unwelcome"} 1"#));
+    assert!(world.counted(r#"handshakes_failed_total{listener="tunnel",why="not_admitted"} 1"#));
     let off = World::start();
     let identity = off.enrolled("edge-1");
     let mut joining = Client::dial(&off, Some(&identity)).await;

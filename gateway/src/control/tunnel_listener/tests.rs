@@ -159,7 +159,7 @@ async fn a_node_that_is_not_enrolled_is_refused() {
     assert!(detail.contains("edge-9 is not enrolled"), "{detail}");
     edge.ended().await;
     world
-        .until(|world| world.counted(r#"registrations_total{outcome="unwelcome"} 1"#))
+        .until(|world| world.counted(r#"registrations_total{outcome="not_admitted"} 1"#))
         .await;
 }
 

@@ -52,7 +52,7 @@ fn of_peer(error: &rustls::Error) -> String {
         rustls::Error::InvalidCertificate(why) => of_certificate(why),
         rustls::Error::AlertReceived(alert) => {
             format!(
-                "refused the TLS handshake or the client certificate from the section apps: {alert:?}"
+                "refused the TLS handshake or the client certificate of upstream_tls: {alert:?}"
             )
         }
         rustls::Error::InvalidMessage(_) => "does not speak TLS".to_owned(),

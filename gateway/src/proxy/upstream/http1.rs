@@ -147,7 +147,10 @@ impl InUse {
         &mut self,
         request: Request<UpstreamRequestBody>,
     ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamRequestBody>>> {
-        let line = self.0.as_mut().expect("a line that is asked on is there");
+        let line = self
+            .0
+            .as_mut()
+            .expect("the connection is open while it is used");
         line.answering.begin();
         line.sender.try_send_request(request).await
     }
