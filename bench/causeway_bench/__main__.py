@@ -30,11 +30,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/run", description="Measures Causeway beside other proxies and tunnels.")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--smoke", action="store_true",
-                      help="one short round of a few rows; fails where somebody cannot be measured or answers wrongly, "
+                      help="one short round of a few rows; fails if a contestant cannot be measured or answers wrongly, "
                       "and never by a figure; needs neither Go nor a compiler")  # fmt: skip
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
-    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds of every row")
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds of every row")
     parser.add_argument("--before", type=Path, metavar="PROGRAM",
                         help="another build of causeway, measured beside this one and HAProxy in two hops")  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="DIR",
@@ -88,7 +88,7 @@ def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Out
             outcomes.append(run_row(bed, row, who))
             print(report.line(outcomes[-1]), file=sys.stderr, flush=True)
     except (KeyboardInterrupt, SystemExit):
-        print("bench: broken off; what was measured so far follows", file=sys.stderr)
+        print("bench: interrupted; the results so far follow", file=sys.stderr)
         return outcomes, False
     finally:
         bed.stop()
@@ -109,7 +109,7 @@ def profile(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]], out: Path) -> int
 def main() -> int:
     asked = arguments()
     if asked.profile and not asked.only:
-        raise SystemExit("bench: --profile wants --only ROW")
+        raise SystemExit("bench: --profile requires --only ROW")
     if asked.list:
         for row in ROWS:
             print(f"{row.name:24}{'smoke' if row.smoke else '':7}{row.title}")

@@ -29,7 +29,7 @@ WRONG = "wrong_answers"
 
 def https_of(contestant: Contestant) -> Https:
     if contestant.https is None:
-        raise Trouble(f"{contestant.name} has no https front")
+        raise Trouble(f"{contestant.name} has no https listener")
     return contestant.https
 
 
@@ -118,7 +118,7 @@ def way_of(contestant: Contestant, connect: bool = False) -> Way:
     """Returns the https listener if there is one, unless CONNECT is requested."""
     way = contestant.connect if connect else contestant.https or contestant.connect or contestant.plain
     if way is None:
-        raise Trouble(f"{contestant.name} has no such front")
+        raise Trouble(f"{contestant.name} has no such listener")
     return way
 
 

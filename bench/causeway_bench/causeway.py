@@ -84,7 +84,7 @@ class Causeway(Contestant):
         self.processes["front"] = gateway
         bound = 120 if self.under else 20
         wait_for("the gateway is ready", lambda: answers(self.admin, "/readyz"), [gateway], bound)
-        wait_for("its front listens", lambda: listens(https), [gateway], bound)
+        wait_for("its listener accepts", lambda: listens(https), [gateway], bound)
         ca = self.folder / "out" / "ca.pem"
         self.https = Https(https, ca, f"{NODE}:{app}")
         self.connect = Connect(connect, ca, f"{NODE}:{app}", "gateway")

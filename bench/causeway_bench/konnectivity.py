@@ -1,4 +1,4 @@
-"""Konnectivity in http-connect mode: mutual TLS for callers and for the agent, the same P-256 keys, log level 0."""
+"""Konnectivity in http-connect mode: mutual TLS for clients and for the agent, the same P-256 keys, log level 0."""
 
 from __future__ import annotations
 

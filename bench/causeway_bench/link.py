@@ -59,7 +59,7 @@ def outage(bed: Bed, contestant: Contestant) -> Figures:
     """The link of an idle tunnel falls silent: measures the seconds until both ends have detected it, and from its
     return until a request succeeds."""
     if not isinstance(contestant, Causeway) or bed.relay is None:
-        raise Trouble("an outage wants Causeway over a link")
+        raise Trouble("an outage requires Causeway over a link")
     silent: dict[str, Callable[[], bool]] = {
         "gateway_knows_s": lambda: contestant.tunnels() == 0,
         "edge_knows_s": lambda: not answers(contestant.edge_admin, "/readyz"),
@@ -70,7 +70,7 @@ def outage(bed: Bed, contestant: Contestant) -> Figures:
         begin = time.monotonic()
         while len(figures) < len(silent):
             if time.monotonic() - begin > _OUTAGE:
-                raise Trouble(f"not known within {_OUTAGE} s: {sorted(silent.keys() - figures.keys())}")
+                raise Trouble(f"not detected within {_OUTAGE} s: {sorted(silent.keys() - figures.keys())}")
             for name, knows in silent.items():
                 with bed.at("rest" if name.startswith("edge") else "cloud"):
                     if name not in figures and knows():

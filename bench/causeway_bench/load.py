@@ -103,7 +103,7 @@ def beside(bed: Bed, words: list[str], begun: str, seconds: float = 120) -> Iter
     """Runs a load until the block is left; the block is entered when the load has printed `begun`."""
     process = bed.spawn(fresh_name(f"load-{words[0]}"), [bed.tools.path(NAME), *words], "rest")
     try:
-        wait_for(f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds)
+        wait_for(f"{NAME} {words[0]} prints {begun}", lambda: event(process.said(), begun) is not None, [process], seconds)
         yield process
     finally:
         process.stop(15)
@@ -113,7 +113,7 @@ def idle(contestant: Contestant, count: int) -> list[str]:
     """Returns the arguments for this many idle upgrades."""
     way = way_of(contestant)
     if not isinstance(way, Https):
-        raise Trouble(f"{contestant.name} has no https front")
+        raise Trouble(f"{contestant.name} has no https listener")
     return ["idle", "--url", "https://localhost/echo", "--to", f"127.0.0.1:{way.port}", "--count", str(count)]
 
 

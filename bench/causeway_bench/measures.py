@@ -112,7 +112,7 @@ def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContex
 
     alone = callers()
     if not alone["requests_per_s"]:
-        raise Trouble("not a single request, even before anybody stalled")
+        raise Trouble("no request was answered, even before a reader stalled")
     before = contestant.memory()
     with begin() as standing:
         time.sleep(bed.pace.settle)
@@ -206,7 +206,7 @@ def restart(bed: Bed, contestant: Contestant, count: int) -> Figures:
         end = time.monotonic() + 300
         while (back := load.event(fleet.said(), "back")) is None:
             if time.monotonic() > end or not fleet.alive():
-                raise Trouble(f"not all back within 300 s: {fleet.tail(2)}")
+                raise Trouble(f"not all edges are back within 300 s: {fleet.tail(2)}")
             time.sleep(0.05)
         used = cpu_seconds(gateway.processes["front"].pid)
         time.sleep(bed.pace.settle)

@@ -37,7 +37,7 @@ def _enter(descriptor: int) -> None:
 def namespaces(*names: str) -> Iterator[None]:
     """Makes them, each with its loopback up and buffers for a long link, and removes them at the end."""
     if os.geteuid() != 0:
-        raise Trouble("network namespaces want root")
+        raise Trouble("network namespaces require root")
     with ExitStack() as made:
         for name in names:
             run(["ip", "netns", "add", name])

@@ -1,4 +1,4 @@
--- Requests to node-1 … node-N in turn: `wrk -s nodes.lua URL -- N`. What it says at the end is wrk.lua's.
+-- Requests to node-1 … node-N in turn: `wrk -s nodes.lua URL -- N`. Its output at the end is that of wrk.lua.
 dofile(debug.getinfo(1, "S").source:match("^@(.*)/") .. "/wrk.lua")
 
 local asked = {}

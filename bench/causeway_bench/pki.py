@@ -26,7 +26,7 @@ class Pki:
         return self.folder / f"{name}-key.pem"
 
     def bundle(self, name: str) -> Path:
-        """Certificate and key in one file, as HAProxy wants them."""
+        """Certificate and key in one file, as HAProxy requires them."""
         return self.folder / f"{name}-bundle.pem"
 
     @property

@@ -95,7 +95,7 @@ class Scene:
         asked = ["slices", "--url", self.cluster.url, *self.cluster.admin, "--count", str(self.scale.slices), *words]
         found = load.result(self.cluster.bed, asked, 300)
         if found["failed"]:
-            raise Trouble(f"the API took not all: {found['failures']}")
+            raise Trouble(f"the API did not accept all: {found['failures']}")
         return found
 
 
@@ -246,7 +246,7 @@ def _delays(counts: list[list[list[int]]]) -> Figures:
             passed += often
             if passed >= total * share:
                 return took / _MILLI
-        raise Trouble("no reader has seen anything")
+        raise Trouble("no reader has seen a change")
 
     return {"delay_p50_ms": at(0.5), "delay_p99_ms": at(0.99), "delay_p999_ms": at(0.999), "delay_max_ms": at(1)}
 

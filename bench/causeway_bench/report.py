@@ -128,7 +128,7 @@ def _markdown(run: Run) -> str:
         f"Requests last {pace.seconds} s a round after {pace.warm} s of warming up; one transfer is {pace.bulk // MIB} MiB,"
         f" each of eight {pace.bulk_of_eight // MIB} MiB. {_PLACED[run.placement]}.",
         "A figure is the median of its rounds with the least and the most; a ratio is taken round by round.",
-        "`docs/explanation/performance.md` says how rows are measured.",
+        "`docs/explanation/performance.md` describes how rows are measured.",
         "",
         "## Ratios",
         "",
@@ -145,7 +145,7 @@ def _markdown(run: Run) -> str:
         "",
         "## Configurations",
         "",
-        "`$SCRATCH` is the run's own folder; ports are chosen anew at each start.",
+        "`$SCRATCH` is the run's own folder; ports are chosen at each start.",
         "",
     ]
     for name, text in sorted(run.configurations.items()):

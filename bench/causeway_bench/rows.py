@@ -89,17 +89,17 @@ def _requests() -> list[Row]:
                 smoke=SMOKE if several else (), before=several)
         )  # fmt: skip
     rows.extend(
-        Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} callers, 1 KiB",
+        Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} clients, 1 KiB",
             partial(measures.connect, callers=callers), PER_REQUEST, CONNECTS, smoke=OWN if callers == 64 else (),
             references=("haproxy", "konnectivity"), needs=("bench-load",))
         for callers in (1, 64, 256)
     )  # fmt: skip
     rows.append(
-        Row("connections", "a new TLS connection for each request, 64 callers",
+        Row("connections", "a new TLS connection for each request, 64 clients",
             partial(measures.connections, callers=64), PER_REQUEST, DIRECT, smoke=SMOKE)
     )  # fmt: skip
     rows.append(
-        Row("connections-connect", "a new TLS connection and CONNECT for each request, 64 callers",
+        Row("connections-connect", "a new TLS connection and CONNECT for each request, 64 clients",
             partial(measures.connect_new, callers=64), PER_REQUEST, CONNECTS,
             references=("haproxy", "konnectivity"), needs=("bench-load",))
     )  # fmt: skip
@@ -135,16 +135,16 @@ def _transfers() -> list[Row]:
 def _neighbours() -> list[Row]:
     readable = ("haproxy", *TUNNELS)
     return [
-        Row("stalled-1", "64 callers beside one reader that reads nothing",
+        Row("stalled-1", "64 clients beside one reader that reads nothing",
             partial(measures.beside_stalled, readers=1), BESIDE, readable, start="fresh", references=(), long=True,
             needs=("bench-load",)),
-        Row("stalled-64", "64 callers beside 64 readers that read nothing",
+        Row("stalled-64", "64 clients beside 64 readers that read nothing",
             partial(measures.beside_stalled, readers=64), BESIDE, readable, start="fresh", references=(),
             long=True, needs=("bench-load",)),
-        Row("stalled-2000", "64 callers beside 2,000 readers that read nothing",
+        Row("stalled-2000", "64 clients beside 2,000 readers that read nothing",
             partial(measures.beside_stalled, readers=2000), BESIDE, PAIR, start="fresh", references=(),
             long=True, needs=("bench-load",)),
-        Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), BESIDE,
+        Row("slow-1", "64 clients beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), BESIDE,
             readable, start="fresh", references=(), long=True, needs=("bench-load",)),
     ]  # fmt: skip
 
@@ -184,36 +184,36 @@ def _standing() -> list[Row]:
         for name, role in (("gateway", "front"), ("edge", "edge"))
     )  # fmt: skip
     rows.extend(
-        Row(f"growth-{count}", f"HTTP/1.1, 64 callers of one node, {count:,} others registered",
+        Row(f"growth-{count}", f"HTTP/1.1, 64 clients of one node, {count:,} others registered",
             partial(measures.growth, count=count), PER_REQUEST, OWN, start="own", references=(),
             long=count > 1000, needs=("bench-load",))
         for count in (0, 100, 1000, 10000)
     )  # fmt: skip
     rows.extend(
-        Row(f"nodes-{nodes}", f"HTTP/1.1, 64 callers that ask {nodes} nodes in turn",
+        Row(f"nodes-{nodes}", f"HTTP/1.1, 64 clients of {nodes} nodes in turn",
             partial(measures.many_nodes, nodes=nodes), PER_REQUEST, OWN, start="own", references=(),
             needs=("bench-load",))
         for nodes in (1, 100)
     )  # fmt: skip
     rows.extend(
-        Row(f"streams-{count}", f"64 callers beside {count:,} idle upgrades on the same tunnel",
+        Row(f"streams-{count}", f"64 clients beside {count:,} idle upgrades on the same tunnel",
             partial(measures.beside_idle, count=count), PER_REQUEST, PAIR, start="fresh", app="load",
             references=("haproxy",), needs=("bench-load",))
         for count in (0, 1000, 4000)
     )  # fmt: skip
     rows += [
-        Row("cores", "64 callers of a gateway with two cores: the node named by SNI, by Host alone, and by CONNECT",
+        Row("cores", "64 clients of a gateway with two workers: the node named by SNI, by Host alone, and by CONNECT",
             measures.cores, ("cpu_host_to_own",), OWN, start="own", references=(), needs=("bench-load",)),
-        Row("turning", "64 callers that turn to another of 8 nodes with each request, on two cores and on one",
+        Row("turning", "64 clients that change to another of 8 nodes with each request, on two workers and on one",
             measures.turning, ("cpu_turning_to_one_core",), OWN, start="own", references=(),
             needs=("bench-load",)),
-        Row("rules", "64 callers of a gateway with 10 rules, and of one with 10,000, of which the last matches",
+        Row("rules", "64 clients of a gateway with 10 rules, and of one with 10,000, of which the last matches",
             measures.rules, ("cpu_10000_to_10",), OWN, start="own", references=()),
         Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
             ("instructions_per_request", "allocations_per_request"), OWN, start="own", references=(), needs=("valgrind",)),
-        Row("system-calls", "system calls of a gateway with two cores for a request, HTTP/1.1, 64 callers", system_calls,
+        Row("system-calls", "system calls of a gateway with two workers for a request, HTTP/1.1, 64 clients", system_calls,
             ("system_calls_per_request",), OWN, start="own", references=(), needs=("strace",)),
-        Row("waits", "locks and wakes of a gateway with two cores, 64 callers that turn to another node with each request",
+        Row("waits", "locks and wakes of a gateway with two workers, 64 clients that change nodes with each request",
             waits, ("futexes_per_request",), OWN, start="own", references=(), needs=("bench-load", "perf")),
     ]  # fmt: skip
     return rows

@@ -84,14 +84,14 @@ is_fresh() { local head; head=$(read_at_edge -f -D - -o /dev/null) && ! grep -qi
 away() { call -o /dev/null -w '%{http_code}' "https://$1:9100/" | grep -q '^503$'; }
 
 up() {
-  say 'everything comes up, each part when what it needs is well'
+  say 'all services start, each when the services that it needs are healthy'
   shown compose up -d --build
   passes
   image=$(docker image inspect -f '{{.Size}}' causeway:local)
   say "the image has $image bytes (60 MB at most), no shell, and does not run as root"
-  [ "$image" -le 60000000 ] || fail "the image has $image bytes; the bound is 60 MB"
+  [ "$image" -le 60000000 ] || fail "the image has $image bytes; the limit is 60 MB"
   [ "$(docker image inspect -f '{{.Config.User}}' causeway:local)" = 65532:65532 ]
-  ! docker run --rm --entrypoint /bin/sh causeway:local -c true 2>/dev/null || fail 'there is a shell'
+  ! docker run --rm --entrypoint /bin/sh causeway:local -c true 2>/dev/null || fail 'the image has a shell'
   passes
 }
 
@@ -102,18 +102,18 @@ no_way_in() {
     ! from gateway "http://$(address "edge-$site"):10266/healthz" || fail "edge-$site answers the gateway"
     ! from gateway "http://$(address "app-$site")/" || fail "app-$site answers the gateway"
     # On the site itself the same address answers: only the network separates the gateway from it.
-    [ "$(from "edge-$site" "http://$(address "app-$site")/")" = "hello from app-$site" ] || fail "app-$site is not there"
+    [ "$(from "edge-$site" "http://$(address "app-$site")/")" = "hello from app-$site" ] || fail "app-$site does not answer"
   done
   passes
 }
 
 calls() {
-  say 'both nodes answer by name, over HTTPS that is verified'
+  say 'both nodes answer by name, over verified HTTPS'
   shown compose exec -T client call https://edge-1:9100/
   shown compose exec -T client call https://edge-2:9100/
   answers_for edge-1 app-1 && answers_for edge-2 app-2
   passes
-  say 'without the certificate of a client there is no answer'
+  say 'without a client certificate there is no answer'
   [ "$(compose exec -T client curl -s --cacert /run/causeway/ca.pem -o /dev/null -w '%{http_code}' https://edge-1:9100/)" = 401 ]
   passes
   say 'a websocket'
@@ -128,7 +128,7 @@ calls() {
 }
 
 outage() {
-  say 'site-1 loses its network for 20 s: clients are told at once, and it comes back by itself'
+  say 'site-1 loses its network for 20 s: clients get an error at once, and it reconnects by itself'
   local edge site began since
   edge=$(id edge-1) site=$(network site-1)
   began=$SECONDS
@@ -144,38 +144,38 @@ outage() {
   printf 'back after %d s\n' $((SECONDS - since))
   passes
 
-  say 'an edge that is paused is away, and is back when it goes on'
+  say 'a paused edge is disconnected, and connects again when it continues'
   shown compose pause edge-2
   within 20 away edge-2
   shown compose unpause edge-2
   within 15 answers_for edge-2 app-2
   passes
 
-  say 'the gateway restarts: both edges come back to it'
+  say 'the gateway restarts: both edges connect again'
   shown compose restart gateway
   within 20 answers_for edge-1 app-1
   within 20 answers_for edge-2 app-2
   passes
 
-  say 'who is there'
+  say 'the connected edges'
   shown compose exec -T gateway /causeway status | tee "$scratch/status"
   [ "$(grep -c '^edge-[12] *connected' "$scratch/status")" = 2 ]
   passes
 }
 
 reading() {
-  say 'a program on a node reads its cluster at the edge, and goes on while the cloud is gone'
+  say 'a program on a node reads its cluster from the edge, also while the cloud is unavailable'
   within 20 is_fresh
   shown compose exec -T node-1 curl -sS "$slices" | tee "$scratch/before"; echo
   [ "$(names "$scratch/before")" = '"name":"web-1" "name":"web-2" ' ] || fail 'not both slices'
   shown compose stop gateway
-  ! call --connect-timeout 3 https://edge-1:9100/ >/dev/null 2>&1 || fail 'the gateway is there'
+  ! call --connect-timeout 3 https://edge-1:9100/ >/dev/null 2>&1 || fail 'the gateway still answers'
   shown compose exec -T node-1 curl -sS "$slices" | tee "$scratch/after"; echo
   cmp <(tail -n 1 "$scratch/before") <(tail -n 1 "$scratch/after")
   # Responses to readers soon have a warning with their age.
   within 20 says_it_is_old
   passes
-  say 'the cloud is back: what is read is fresh again, and both nodes answer'
+  say 'the cloud is back: reads are fresh again, and both nodes answer'
   shown compose start gateway
   within 30 is_fresh
   within 20 answers_for edge-1 app-1
@@ -184,7 +184,7 @@ reading() {
 }
 
 prometheus() {
-  say 'Prometheus scrapes the gateway, and edges and apps through the road'
+  say 'Prometheus scrapes the gateway, and edges and apps through the tunnels'
   shown compose --profile prometheus up -d
   targets_up() {
     compose --profile prometheus exec -T gateway /causeway health --ready &&
@@ -210,7 +210,7 @@ stray() { # name, arguments of docker run...
 says_and_ends() { # container, words that its last line has
   within 20 ended "$1"
   docker logs --tail 1 "$1" 2>&1 | tee "$scratch/said"
-  grep -q "$2" "$scratch/said" || fail "not said: $2"
+  grep -q "$2" "$scratch/said" || fail "not in the last line: $2"
   [ "$(docker inspect -f '{{.State.ExitCode}}' "$1")" != 0 ] || fail 'ended with 0'
   docker rm -f "$1" >/dev/null
 }
@@ -219,26 +219,26 @@ bad_input() {
   local name enrol edge="$PWD/edge.yaml:/etc/causeway/edge.yaml:ro"
   enrol=$(docker volume ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
     --filter label=com.docker.compose.volume=enrol)
-  say 'a token that was already used: the edge says so and ends'
+  say 'a used token: the edge prints the reason and ends'
   name=$(stray spent -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \
     edge --config /etc/causeway/edge.yaml --join-file /run/causeway/edge-1.token)
   says_and_ends "$name" 'already used'
   passes
-  say 'a file that is no token: the edge says so and ends'
+  say 'a file without a token: the edge prints the reason and ends'
   name=$(stray wrong -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \
     edge --config /etc/causeway/edge.yaml --join-file /run/causeway/ca.pem)
   says_and_ends "$name" 'token'
   passes
-  say 'a volume that is missing: the edge names the file and ends'
+  say 'a missing volume: the edge names the file and ends'
   name=$(stray missing -v "$edge" causeway:local \
     edge --config /etc/causeway/edge.yaml --join-file /run/causeway/edge-1.token)
   says_and_ends "$name" '/run/causeway/edge-1.token'
   passes
-  say 'a gateway without its volume: it says how to make a CA and ends'
+  say 'a gateway without its volume: it prints how to make a CA and ends'
   name=$(stray empty --tmpfs /var/lib/causeway:uid=65532,gid=65532,mode=0700 causeway:local gateway)
   says_and_ends "$name" 'ca init'
   passes
-  say 'a gateway that is not to be reached: the edge goes on asking, says why, and is unhealthy'
+  say 'an unreachable gateway: the edge retries, logs the reason, and is unhealthy'
   compose exec -T gateway /causeway token create --node edge-3 2>/dev/null >"$scratch/token"
   name=$(stray away -v "$edge" -e "CAUSEWAY_JOIN=$(cat "$scratch/token")" causeway:local \
     edge --config /etc/causeway/edge.yaml --gateway gateway.example:1)
@@ -251,7 +251,7 @@ bad_input() {
 }
 
 down() {
-  say 'the gateway drains when it is told to stop, as process 1'
+  say 'the gateway, as process 1, drains when it is stopped'
   local gateway
   gateway=$(id gateway)
   shown compose stop gateway

@@ -75,7 +75,7 @@ impl Connection {
         let head = self.any_head().await?;
         ensure!(
             !head.chunked,
-            "an answer in chunks: here one wants a Content-Length"
+            "a chunked answer: this path requires a Content-Length"
         );
         Ok(head)
     }
@@ -126,7 +126,7 @@ impl Connection {
             match httparse::parse_chunk_size(&self.unread) {
                 Ok(httparse::Status::Complete((ahead, length))) => break (ahead, length),
                 Ok(httparse::Status::Partial) => {}
-                Err(_) => bail!("a chunk begins with no size"),
+                Err(_) => bail!("a chunk begins without a size"),
             }
             if self.read(SMALL).await? == 0 {
                 bail!("the connection ended within a body");
@@ -193,7 +193,7 @@ fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
     let mut response = httparse::Response::new(&mut fields);
     let length = match response
         .parse(bytes)
-        .context("this is no HTTP/1.1 answer")?
+        .context("this is not an HTTP/1.1 answer")?
     {
         httparse::Status::Complete(length) => length,
         httparse::Status::Partial => return Ok(None),
@@ -211,13 +211,13 @@ fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
             head.length = Some(
                 text.trim()
                     .parse()
-                    .context("a Content-Length is no number")?,
+                    .context("a Content-Length is not a number")?,
             );
         } else if field.name.eq_ignore_ascii_case("connection") {
             head.close = field.value.eq_ignore_ascii_case(b"close");
         } else if field.name.eq_ignore_ascii_case("transfer-encoding") {
             head.chunked = field.value.eq_ignore_ascii_case(b"chunked");
-            ensure!(head.chunked, "a body comes in a form that is unknown here");
+            ensure!(head.chunked, "a body has an unknown framing");
         }
     }
     if matches!(head.status, 204 | 304) {

@@ -68,7 +68,7 @@ impl Road {
             Some(to) => to,
             None => *resolve(bare, port)
                 .await
-                .with_context(|| format!("cannot resolve {host} (--to says what to dial)"))?
+                .with_context(|| format!("cannot resolve {host} (--to sets the address to dial)"))?
                 .first()
                 .with_context(|| format!("{host} has no address"))?,
         };

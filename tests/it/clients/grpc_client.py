@@ -1,7 +1,7 @@
 """A gRPC client: makes every kind of call of grpc_server.py through a listener and prints a verdict.
 
-The verdict is one line of JSON: "ok", and for each kind of call "ok" or what went wrong; the exit code is 1 if
-anything did. Nothing is asked of the resolver: the node's name goes into SNI and :authority.
+The verdict is one line of JSON: "ok", and for each kind of call "ok" or the error; the exit code is 1 after an
+error. The client resolves no name: the node's name goes into SNI and :authority.
 """
 
 import argparse
@@ -89,7 +89,7 @@ class Calls:
         check(self.call("stream_unary", "ClientStream", requests), b"500 500000", "count and size")
 
     def bidi(self):
-        """Each answer must come before the next request is sent: nothing may be held back."""
+        """Checks that each answer arrives before the next request is sent: nothing may be held back."""
         requests = queue.SimpleQueue()
         answers = self.call("stream_stream", "Bidi", iter(requests.get, None))
         for number in range(100):

@@ -1,4 +1,4 @@
-"""A gRPC app of all kinds of call, messages being plain bytes; ends when its standard input does.
+"""A gRPC app with all kinds of call and plain bytes as messages; ends when its standard input does.
 
 No generated code: generic handlers whose serializers are the identity. Prints one line of JSON per event:
 listening (port), call (method, authority, metadata, time left), cancelled (method).

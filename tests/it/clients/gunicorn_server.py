@@ -1,4 +1,4 @@
-"""gunicorn, as it is configured without a word, with an application that sends whoever comes by http to https.
+"""gunicorn with its default configuration, and an application that redirects clients of http to https.
 
 Prints one line of JSON, listening (port), once it serves.
 """

@@ -1,4 +1,4 @@
-"""An HTTP/2 app by prior knowledge (h2c), to the frame: what it saw, echo, trailers, resets.
+"""An HTTP/2 app by prior knowledge (h2c), exact to the frame: records, echo, trailers, resets.
 
 Ends when its standard input does. Prints one line of JSON per event: listening (port), opened (a connection),
 request (stream, fields in their order), body (stream, size), reset (stream, code).

@@ -1,7 +1,7 @@
 """A websocket client: connects to a listener, sends messages of several kinds and sizes to an echo, prints a verdict.
 
-The verdict is one line of JSON with "ok"; where something went wrong it has "error" too, and the exit code is 1.
-Nothing is asked of the resolver: the node's name goes into SNI and Host, the connection to --address.
+The verdict is one line of JSON with "ok"; after an error it has "error" too, and the exit code is 1.
+The client resolves no name: the node's name goes into SNI and Host, the connection to --address.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A websocket app: sends back each message; ends when its standard input does.
+"""A websocket app: echoes each message; ends when its standard input does.
 
 Prints one line of JSON per event: listening (port), opened (path, fields), message (kind, size), closed (code).
-`/close/4001` is closed by the app with that code; `/speak` gets a message before it has sent one.
+`/close/4001` is closed by the app with that code; on `/speak` the app sends a message first.
 """
 
 import argparse

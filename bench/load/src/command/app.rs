@@ -115,7 +115,10 @@ async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<F
         AppRequest::Sink if matches!(*method, Method::PUT | Method::POST) => count(request).await,
         AppRequest::Echo | AppRequest::Source(_) | AppRequest::Drain => {
             let Some(token) = request.headers().get(UPGRADE).cloned() else {
-                return plain(StatusCode::UPGRADE_REQUIRED, "this wants an Upgrade\n");
+                return plain(
+                    StatusCode::UPGRADE_REQUIRED,
+                    "this path requires an Upgrade\n",
+                );
             };
             let upgrade = hyper::upgrade::on(&mut request);
             tasks.spawn(Span::none(), switched(upgrade, asked));

@@ -35,13 +35,13 @@ pub(crate) async fn run(asked: cli::Connect, stop: Stop) -> anyhow::Result<()> {
     stop.token
         .run_until_cancelled(work)
         .await
-        .unwrap_or_else(|| anyhow::bail!("told to stop before it was done"))
+        .unwrap_or_else(|| anyhow::bail!("stopped before it was done"))
 }
 
 fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
     let (host, _) = host_port(&asked.target).map_err(|why| anyhow::anyhow!("--target: {why}"))?;
     let place = asked.proxy.as_ref().or(asked.front.as_ref());
-    let place = place.context("neither --proxy nor --front")?.clone();
+    let place = place.context("--proxy or --front is required")?.clone();
     let through = asked.proxy.is_some();
     let name = match (&asked.server_name, &place) {
         (Some(name), _) => name.clone(),

@@ -87,7 +87,7 @@ async fn alive(mut line: Connection) -> anyhow::Result<()> {
         line.send(WORD).await?;
         let mut heard = [0; WORD.len()];
         line.exact(&mut heard).await?;
-        ensure!(heard == *WORD, "an echo said something else");
+        ensure!(heard == *WORD, "an echo differs");
         Ok(())
     };
     timeout(BOUND, asked).await.context("no echo in time")?

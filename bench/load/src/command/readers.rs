@@ -211,5 +211,5 @@ async fn complete(line: &mut Connection) -> anyhow::Result<u64> {
         // The bookmark may be split between two reads.
         unread.advance(unread.len().saturating_sub(COMPLETE.len()));
     }
-    bail!("a watch ended before all was told")
+    bail!("a watch ended before all objects had arrived")
 }

@@ -62,7 +62,7 @@ pub(crate) async fn run(asked: cli::Slices, stop: Stop) -> anyhow::Result<()> {
     let (mut latencies, mut failures) = (Latencies::new(), Failures::default());
     let worked = async {
         while let Some(one) = working.join_next().await {
-            match one.context("a caller panicked")? {
+            match one.context("a client panicked")? {
                 Ok(took) => latencies.join(&took),
                 Err(error) => failures.add(format!("{error:#}")),
             }

@@ -65,7 +65,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
     let began = Instant::now();
     let mut all = CallOutcome::new();
     while let Some(met) = callers.join_next().await {
-        all.join(met.context("a caller panicked")?);
+        all.join(met.context("a client panicked")?);
     }
     let took = began.elapsed().min(asked.lasting);
     let requests = all.latencies.count();
@@ -82,7 +82,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
         "full": all.full,
         "resumed": all.resumed,
     }));
-    ensure!(requests > 0, "not one request was answered");
+    ensure!(requests > 0, "no request was answered");
     Ok(())
 }
 
@@ -146,7 +146,7 @@ impl Caller {
         let head = line.ask(&self.request).await?;
         ensure!(head.status == 200, "{} {}", head.status, head.reason);
         let Some(length) = head.length else {
-            bail!("an answer whose length is not said");
+            bail!("an answer without a length");
         };
         line.skip(length).await?;
         if !self.new && !head.close {

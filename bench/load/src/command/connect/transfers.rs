@@ -48,7 +48,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> an
     let began = Instant::now();
     let mut each = Vec::new();
     while let Some(done) = callers.join_next().await {
-        let took: Duration = done.context("a caller panicked")??;
+        let took: Duration = done.context("a client panicked")??;
         each.push(rounded(took.as_secs_f64(), 3));
     }
     let took = began.elapsed();
@@ -110,7 +110,7 @@ async fn transfer(
             let said = String::from_utf8_lossy(&said);
             ensure!(
                 said.trim() == bytes.to_string(),
-                "of {bytes} bytes the app says {said:?}"
+                "of {bytes} bytes the app reports {said:?}"
             );
             Ok(())
         }

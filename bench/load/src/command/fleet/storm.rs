@@ -41,7 +41,7 @@ pub(super) async fn run(
 ) -> anyhow::Result<()> {
     anyhow::ensure!(
         asked.callers <= identities.len(),
-        "{} callers need a node each, and there are {}",
+        "{} clients need a node each, and there are {}",
         asked.callers,
         identities.len()
     );
