@@ -63,7 +63,7 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/cau
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Causeway" \
-      org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you" \
+      org.opencontainers.image.description="Reach services of nodes behind NAT over tunnels that the nodes dial" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.source="https://github.com/causeway/causeway" \
@@ -79,7 +79,7 @@ USER 0:0
 ENTRYPOINT ["/causeway"]
 HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health"]
 LABEL org.opencontainers.image.title="Causeway" \
-      org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you; with nft" \
+      org.opencontainers.image.description="Reach services of nodes behind NAT over tunnels that the nodes dial; with nft" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 # The default target is the small image. (Builders before BuildKit make all stages above: name the target there.)

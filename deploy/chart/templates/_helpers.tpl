@@ -13,8 +13,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- /*
-The objects of the release, as JSON: what kustomize makes of ../overlays (../render writes it into manifests), with the values
-laid over it. With no values but way and address it is the same objects.
+The objects of the release, as JSON: the output of kustomize for ../overlays (../render writes it into manifests), with the values
+merged into it. With only the values way and address the objects are the same.
 */ -}}
 {{- define "causeway.objects" -}}
 {{- $found := dict }}
@@ -68,7 +68,7 @@ laid over it. With no values but way and address it is the same objects.
 {{- dict "items" $objects | toJson }}
 {{- end }}
 
-{{- /* Lays the values over the ConfigMap of a side. */ -}}
+{{- /* Merges the values into the ConfigMap of a side. */ -}}
 {{- define "causeway.config" -}}
 {{- $file := printf "%s.yaml" .side }}
 {{- $data := .object.data }}
@@ -94,7 +94,7 @@ laid over it. With no values but way and address it is the same objects.
 {{- if $given }}{{ $_ := set $data $file (printf "%s\n" (mergeOverwrite (get $data $file | fromYaml) $given | toYaml)) }}{{ end }}
 {{- end }}
 
-{{- /* Lays the values over the Deployment or DaemonSet of a side. */ -}}
+{{- /* Merges the values into the Deployment or DaemonSet of a side. */ -}}
 {{- define "causeway.workload" -}}
 {{- $values := .values }}
 {{- $spec := .object.spec }}
@@ -135,7 +135,7 @@ laid over it. With no values but way and address it is the same objects.
 {{- end }}
 {{- end }}
 
-{{- /* Lays the values over the Service to which edges dial. */ -}}
+{{- /* Merges the values into the Service to which edges dial. */ -}}
 {{- define "causeway.service" -}}
 {{- $service := .values.service }}
 {{- if $service.annotations }}{{ $_ := set .object.metadata "annotations" $service.annotations }}{{ end }}
