@@ -536,7 +536,7 @@ mod tests {
         let flood: Vec<_> = (0..4_000)
             .filter_map(|_| limit.admit(source(1)).ok())
             .collect();
-        assert_eq!(flood.len(), 4_000, "each takes the place of the oldest");
+        assert_eq!(flood.len(), 4_000, "each replaces the oldest");
         assert_eq!(flood.iter().filter(|slot| !is_evicted(slot)).count(), 768);
         assert!(is_evicted(&flood[0]) && !is_evicted(&flood[3_999]));
         let others: Vec<_> = (2..60)

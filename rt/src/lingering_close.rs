@@ -69,7 +69,7 @@ mod tests {
             sent
         };
         let ((), sent) = tokio::join!(close(near), talks);
-        assert!(sent < MOST + 128 * 1024, "{sent} bytes were taken");
+        assert!(sent < MOST + 128 * 1024, "{sent} bytes were accepted");
         assert_eq!(begun.elapsed(), LONGEST, "and that took no time");
     }
 }

@@ -130,8 +130,8 @@ mod tests {
             .unwrap();
         run(&ask).unwrap();
         assert_eq!(read("ca.pem"), first[0]);
-        assert_ne!(read("edge-1.token"), first[1], "it was spent");
-        assert_eq!(read("edge-2.token"), first[2], "nobody has used it");
+        assert_ne!(read("edge-1.token"), first[1], "the token was used up");
+        assert_eq!(read("edge-2.token"), first[2], "the token was not used");
 
         let joined = NodeRecord {
             node: NodeName::parse("edge-2").unwrap(),

@@ -91,7 +91,7 @@ mod tests {
         let store = Store::open(&edge, OpenMode::Create).unwrap();
         assert!(
             running(&places).is_err(),
-            "it has not noted its address yet"
+            "it has not stored its address yet"
         );
         store
             .write_runtime(admin_client::NAME, "127.0.0.1:1\n")
@@ -102,7 +102,7 @@ mod tests {
         std::fs::write(gateway.join("version"), "99").unwrap();
         assert!(
             running(&places).is_err(),
-            "what cannot be read is not passed over"
+            "an unreadable file is not skipped"
         );
     }
 }

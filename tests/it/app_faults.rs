@@ -1,4 +1,4 @@
-//! Faults and oddities of an upstream. The client gets the row of the table of errors, whatever HTTP version it uses. The tunnel
+//! Faults and oddities of an upstream. The client gets the row of the table of errors, with every HTTP version. The tunnel
 //! stays up, the next request is served, and nothing is left behind.
 
 use crate::{

@@ -85,7 +85,7 @@ async fn import_below(data: &Path, chain: &Path, root: &Path) -> Ended {
     order.flag("--data-dir", data).run().await
 }
 
-/// The client alice with curl, who trusts only the certificates of this file.
+/// curl of the client alice, which trusts only the certificates of this file.
 async fn trusting(site: &Site, roots: PathBuf) -> Ran {
     let curl = site.curl("edge-1", "");
     curl.args(["--cacert".into(), roots]).run().await

@@ -1,4 +1,4 @@
-//! Apps with pinned keys: the gateway trusts the key of the first connection, whatever the certificates contain.
+//! Apps with pinned keys: the gateway trusts the key of the first connection, independent of the certificates' contents.
 
 use crate::{
     apps::by_path,

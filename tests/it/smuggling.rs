@@ -1,9 +1,9 @@
 //! Requests that two parsers could read differently: tests their results, and that no other request arrives.
 //!
 //! The cases are data (`tests/fixtures/hostile`, one file for each protocol). Each is sent over a connection of its own to
-//! a real listener, and behind it, where that is still open, an ordinary request whose head a leftover byte would spoil.
-//! Then three records must agree: the answers to the client, the requests that the policy saw, and the bytes that an app
-//! got which reads as strictly as the RFC allows (`world::recorder`).
+//! a real listener, followed, if the connection is still open, by an ordinary request whose head a leftover byte would
+//! spoil. Then three records must agree: the answers to the client, the requests that the policy saw, and the bytes that an
+//! app got which reads as strictly as the RFC allows (`world::recorder`).
 
 mod http1;
 mod http2;

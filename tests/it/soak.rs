@@ -209,7 +209,7 @@ fn request(method: &str, path: &str, node: &str, fields: &str) -> String {
     format!("{method} {path} HTTP/1.1\r\nHost: {node}:9100\r\n{fields}\r\n")
 }
 
-/// All received bytes must be right, whatever else fails.
+/// All received bytes must be right, even if other parts fail.
 fn same(found: &[u8], wanted: &[u8]) {
     assert!(
         found == wanted,

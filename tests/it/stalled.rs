@@ -96,7 +96,7 @@ async fn stalled_readers_block_no_client_and_stay_within_the_budget() {
     }
     others_are_served(&road, &whole).await;
     let unread = usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
-    // Bulk has brought a second tunnel, and both share one budget.
+    // A second tunnel for bulk exists, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     assert!(
         unread <= allowed,
@@ -375,7 +375,7 @@ async fn stalled_over_http2(window: u32) {
     others_are_served(&road, &whole).await;
     let unread = async || usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
     until("they stall", async || unread().await > 4 * MIB).await;
-    // Bulk has brought a second tunnel, and both share one budget.
+    // A second tunnel for bulk exists, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     let held = unread().await;
     assert!(held <= allowed, "{held} bytes unread, {allowed} allowed");

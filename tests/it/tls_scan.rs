@@ -1,7 +1,7 @@
 //! Results of OpenSSL's scan of each port that speaks TLS: versions, suites, renegotiation, ALPN. A client that shows no
-//! certificate gets not a byte of service.
+//! certificate gets no byte of an answer.
 //!
-//! Each refusal is the server's own alert: OpenSSL is told to offer parameters that it would not offer by itself.
+//! Each refusal is the server's own alert: the test sets OpenSSL to offer parameters that it would not offer by itself.
 
 use crate::world::{
     GATEWAY_NAME, LIFE, World,

@@ -13,8 +13,8 @@
 //! | 9 bytes behind a 101, like-named fields | `trap_9_…` | `edge::proxy::an_upgrade_keeps_…` |
 //! | 10 resumed sessions | `trap_10_…` | `certs::verify`: `trap_10_…`, `a_session_made_without_…` |
 //! | 11 two ends that wait for each other | | `tunnel::client`: `trap_11_…`: its rates are 100 times the real ones |
-//! | 12 what a CSR asks for | | `certs::ca`: `trap_12_…` |
-//! | 13 what the parser lets through | `trap_13_…` | `gateway::proxy::request` |
+//! | 12 contents of a CSR | | `certs::ca`: `trap_12_…` |
+//! | 13 input that the parser accepts | `trap_13_…` | `gateway::proxy::request` |
 //! | 14 one crypto provider | `trap_14_…` | `certs::verify`: `trap_14_…`; `deny.toml` |
 
 use crate::{
@@ -122,7 +122,7 @@ async fn trap_3_an_aborting_upstream_is_a_reset_on_every_listener() {
             "connect" => Box::new(road.connect("edge-1:9100").await),
             bare => Box::new(road.tcp(bare).await),
         };
-        // HTTP/1.0: the answer ends with its connection, where only a reset tells a break from an end.
+        // HTTP/1.0: the answer ends with its connection, so that only a reset distinguishes a break from an end.
         let head = exchange(&mut wire, "GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await;
         assert!(head.starts_with("HTTP/1."), "{head}");
         assert_eq!(read(&mut wire, 5).await, b"hello");

@@ -414,7 +414,7 @@ fn a_foreign_configmap_stays_unchanged_until_handed_over() {
     assert_eq!(gateway.writes(), 0);
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     assert!(gateway.metric("writes_total{outcome=\"failed\"}") > 0);
-    // As the log says.
+    // Runs the command from the log.
     let said = gateway.process.said();
     let (_, rest) = said
         .split_once("transfer it to Causeway (kubectl ")

@@ -68,7 +68,7 @@ const CALLED: &str = "127.0.0.2";
 /// Owner of the list of ports at the edge.
 #[derive(Clone, Copy)]
 enum Whose {
-    /// Its owner, as the example has it.
+    /// Its owner, as in the example.
     Owners,
     /// No owner: its node belongs to the cluster.
     Clusters,

@@ -344,7 +344,7 @@ mod tests {
 
         load.set_bulk(1000);
         ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap()).received(1001);
-        assert!(load.is_bulky(Instant::now()), "as the edge has it");
+        assert!(load.is_bulky(Instant::now()), "as at the edge");
         tokio::time::advance(Duration::from_millis(2_001)).await;
         load.set_bulk(BULK_BYTES);
 

@@ -101,7 +101,7 @@ mod tests {
     fn buffered_bytes_are_counted_while_their_stream_is_open() {
         let small = Arc::new(SmallFrames::default());
         small.received(1, 1);
-        assert_eq!(small.cost(1), 0, "nobody has opened it");
+        assert_eq!(small.cost(1), 0, "no stream was opened");
         let stream = SmallFrameCounter::new(&small, 1);
         for length in [0, 1, LARGE - 1, LARGE, 60_000] {
             small.received(1, length);
@@ -119,6 +119,10 @@ mod tests {
         assert_eq!((small.cost(1), small.cost_of_all()), (0, PLACE));
         drop((stream, other));
         assert!(small.streams().is_empty());
-        assert_eq!(small.cost_of_all(), 0, "what a stream held goes with it");
+        assert_eq!(
+            small.cost_of_all(),
+            0,
+            "the bytes of a stream are released with it"
+        );
     }
 }

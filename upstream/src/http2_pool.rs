@@ -289,7 +289,7 @@ mod tests {
     async fn one_request_dials_and_others_wait_for_its_connection() {
         let places = Http2Pool::default();
         let Some(Checkout::Dial(turn)) = now(&places, 0) else {
-            panic!("nobody dials");
+            panic!("no dial is made");
         };
         assert!(now(&places, 0).is_none(), "two dial at a time");
         let mut waits = pin!(places.turn(0, all));
@@ -332,7 +332,7 @@ mod tests {
     async fn an_http1_upstream_delays_no_request_until_it_chooses_http2() {
         let places = Http2Pool::default();
         let Some(Checkout::Dial(_turn)) = now(&places, 0) else {
-            panic!("nobody dials");
+            panic!("no dial is made");
         };
         places.chose_http1();
         assert!(matches!(now(&places, 0), Some(Checkout::Http1)));
@@ -361,7 +361,7 @@ mod tests {
         says.send_replace(Some(0));
         assert!(
             matches!(now(&places, 0), Some(Checkout::Dial(_))),
-            "the app takes no stream"
+            "the app accepts no stream"
         );
         says.send_replace(Some(10));
         places.forget(3);

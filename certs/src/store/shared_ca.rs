@@ -171,7 +171,7 @@ mod tests {
                 .unwrap();
             let shared = one.shared().unwrap();
             let gone = shared.ca().other().is_none();
-            assert_eq!(secret(&one) != before, gone, "with a root that is gone");
+            assert_eq!(secret(&one) != before, gone, "with a removed root");
             keep(folder.path(), &shared);
             assert_eq!(other.take_up(&read()).unwrap(), ImportOutcome::Now);
             let roots = |store: &Store| store.ca().unwrap().unwrap().bundle_pem();

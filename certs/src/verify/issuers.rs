@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(
             passes(&stranger, &ann),
             Some(Some(IssuerPurpose::Clients)),
-            "it was not asked again"
+            "no second verification was made"
         );
         assert_eq!(passes(&stranger, &bob), None);
     }

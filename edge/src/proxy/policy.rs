@@ -391,7 +391,11 @@ mod tests {
             tcp: vec![9443],
         };
         let with = policy(json!({ "kubernetes": {} })).listing(&twice, &at("10.0.0.5"));
-        assert_eq!(with.ports().len(), 65_534, "neither 0 nor its own");
+        assert_eq!(
+            with.ports().len(),
+            65_534,
+            "neither port 0 nor its own port"
+        );
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9443"), Err(RejectCode::Policy));
         assert!(decide_as(&with, "edge-1:9443", &StreamKind::Tcp).is_ok());

@@ -207,7 +207,7 @@ mod tests {
                 tell,
             }])
         };
-        assert!(!note("edge-9", "a"), "it is not welcome");
+        assert!(!note("edge-9", "a"), "the node is not admitted");
         assert!(note("edge-1", "a"));
         assert!(!note("edge-1", "b"), "it is refused");
         assert!(!note("edge-2", "a"));

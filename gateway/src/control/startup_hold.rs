@@ -141,7 +141,7 @@ mod tests {
         let edge = world.joined(&one, "a", 0).await;
         assert!(
             waits(&world, long).await,
-            "without a note all are waited for"
+            "without a record it waits for all"
         );
         save_connected_nodes(&world.store, &world.registry).await;
         assert!(!waits(&world, long).await, "edge-2 was not there before");

@@ -41,10 +41,7 @@ pub(crate) fn dismissal(line: &GatewayMessage) -> Option<(GoAway, &str)> {
             detail,
             retry_after_ms,
         } => {
-            assert!(
-                *retry_after_ms >= 40_000,
-                "an edge that was refused comes back late"
-            );
+            assert!(*retry_after_ms >= 40_000, "a refused edge dials again late");
             Some((*why, detail))
         }
         _ => None,

@@ -158,14 +158,18 @@ mod tests {
         let mut fields = forged();
         client.method = AuthMethod::Anonymous;
         told().put(&mut fields, &client);
-        assert_eq!(fields.keys_len(), 1, "nobody has no name: {fields:?}");
+        assert_eq!(
+            fields.keys_len(),
+            1,
+            "an anonymous client has no name: {fields:?}"
+        );
         let mut fields = forged();
         told().strip(&mut fields);
         assert_eq!(all(&fields, "x-other"), ["root", "admin"]);
         assert_eq!(fields.keys_len(), 1);
         let mut fields = forged();
         IdentityHeaderFields::default().put(&mut fields, &client);
-        assert_eq!(fields, forged(), "where nobody is told, nothing is touched");
+        assert_eq!(fields, forged(), "without the setting no field is changed");
     }
 
     #[test]

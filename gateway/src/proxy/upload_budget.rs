@@ -132,7 +132,7 @@ mod tests {
                 sleep(wait).await;
                 pressure.bytes()
             };
-            assert_eq!(after(LONG).await, 0, "nothing has come");
+            assert_eq!(after(LONG).await, 0, "nothing has arrived");
             say.send(70).await.unwrap();
             assert_eq!(after(LITTLE).await, 0, "it is young");
             assert_eq!(after(LONG).await, 70);

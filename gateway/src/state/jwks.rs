@@ -221,7 +221,7 @@ mod tests {
         assert!(matches!(keys.now(), Err(KeyError::TooOld(age)) if age > DAY));
         assert!(!keys.are(&first));
         assert!(!writer.ended(Some(set("one"))), "the same as before");
-        assert!(keys.are(&first), "what was proven by them still is");
+        assert!(keys.are(&first), "tokens that they verified stay valid");
         assert!(writer.ended(Some(set("two"))));
         assert!(!keys.are(&first));
     }
@@ -240,7 +240,11 @@ mod tests {
         tokio::join!(fetches, missing);
         assert_eq!(began.elapsed(), Duration::from_secs(1));
         keys.anew(BOUND).await;
-        assert_eq!(began.elapsed(), Duration::from_secs(1), "told at once");
+        assert_eq!(
+            began.elapsed(),
+            Duration::from_secs(1),
+            "the change is announced at once"
+        );
         assert!(writer.wanted().now_or_never().is_some(), "and noted");
         assert!(writer.wanted().now_or_never().is_none(), "once");
     }

@@ -585,7 +585,7 @@ mod tests {
         assert_eq!(told(), ["edge-1"]);
         writer.remove(&name("edge-2"));
         writer.put(name("edge-3"), labelled("", "north"));
-        assert_eq!(told(), ["edge-2", "edge-3"], "what is gone has none");
+        assert_eq!(told(), ["edge-2", "edge-3"], "a removed node has none");
         assert!(told().is_empty());
     }
 
@@ -613,7 +613,7 @@ mod tests {
         }
         assert!(
             nodes.place("edge-1.nodes.example").is_none(),
-            "to DNS a zone is a zone once"
+            "duplicates of a zone count once"
         );
         writer.zones(&[]);
         assert_eq!(nodes.by_name("edge-1.nodes.example"), None);
@@ -777,7 +777,10 @@ mod tests {
         assert!(matches!(nodes.place("n"), Some(NodeLocation::Elsewhere(_))));
         assert_eq!(nodes.is_clusters_edge(&name("n")), Some(false));
         assert_eq!(nodes.by_name("n"), None);
-        assert!(nodes.revoked(&name("n")).is_some(), "it stays so");
+        assert!(
+            nodes.revoked(&name("n")).is_some(),
+            "the node stays revoked"
+        );
         writer.cluster([(name("n"), member(true, &["10.0.9.1"], &[]))].into());
         assert_eq!(nodes.place("n"), edge);
         writer.cluster(BTreeMap::new());
@@ -889,7 +892,7 @@ mod tests {
         assert_eq!(
             listed(&nodes),
             ["10.0.0.1", "10.0.0.2", "192.168.0.2"],
-            "the gateway says that two nodes have the last one"
+            "the gateway reports that two nodes have the last one"
         );
         assert_eq!(nodes.address_conflicts().len(), 1);
         changes.mark_unchanged();

@@ -197,7 +197,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
     ask.url = url;
     for (pool, may) in [("south", true), ("", true), ("north-1", true)] {
         ask.pool = Some(pool.to_owned());
-        assert_eq!(check(&ask).is_ok(), may, "{pool}: a label is lacking");
+        assert_eq!(check(&ask).is_ok(), may, "{pool}: a label is missing");
     }
     ask.labels = vec![("tier".into(), "gold".into())];
     assert!(check(&ask).unwrap_err().is::<Denied>());

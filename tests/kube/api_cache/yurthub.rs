@@ -114,7 +114,7 @@ fn both_edges_are_listed(scene: &Scene) -> bool {
 fn start(scene: &Scene) -> Vec<Process> {
     furnish(scene);
     if !within(LOOKS, || both_edges_are_listed(scene)) {
-        scene.fail(&format!("hubs are told {:#}", told(scene)));
+        scene.fail(&format!("hubs get {:#}", told(scene)));
     }
     let bootstrap = bootstrap(scene);
     let edges = scene.edges.iter();

@@ -439,7 +439,7 @@ fn names(folder: &Path, assets: &Path) -> Process {
     names
 }
 
-/// `CoreDNS` as `examples/hosts` has it, with the file that this gateway has written.
+/// `CoreDNS` as in `examples/hosts`, with the file that this gateway has written.
 fn hosted(folder: &Path, cluster: &Cluster) -> Process {
     let folder = folder.join("hosted");
     fs::create_dir_all(&folder).unwrap();

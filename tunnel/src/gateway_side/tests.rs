@@ -348,7 +348,7 @@ async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
     .await;
     let body = fetch(&tunnel, "/").await.unwrap();
     assert_eq!(body.len(), 64 * 200_000);
-    assert!(fetch(&tunnel, "/").await.is_ok(), "the tunnel lives on");
+    assert!(fetch(&tunnel, "/").await.is_ok(), "the tunnel still works");
 }
 
 #[tokio::test]
@@ -374,7 +374,7 @@ async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
     let opened = tunnel
         .open(get("/"), &StreamKind::Request, &target(), true)
         .await;
-    assert!(opened.is_ok(), "5,000 resets are ordinary on a tunnel");
+    assert!(opened.is_ok(), "5,000 resets are permitted on a tunnel");
 }
 
 #[tokio::test]
@@ -464,7 +464,7 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
     assert_eq!(receive.data().await.unwrap().unwrap(), "answer");
     drop(app);
     let end = receive.data().await;
-    assert!(end.is_none(), "a clean end stays one: {end:?}");
+    assert!(end.is_none(), "a clean end stays clean: {end:?}");
 
     let (_send, mut receive, app) = open().await;
     socket2::SockRef::from(&app)
@@ -760,7 +760,7 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
     tokio::time::timeout(bound, crowd.join())
         .await
         .expect("it hangs");
-    assert!(ended.receiver.try_recv().is_err(), "the tunnel lives on");
+    assert!(ended.receiver.try_recv().is_err(), "the tunnel still works");
     assert!(tunnel.round_trip() > Duration::ZERO);
 }
 

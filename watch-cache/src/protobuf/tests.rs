@@ -21,8 +21,8 @@ macro_rules! sample {
 fn with_every_field(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
     let ours = super::object(&object).unwrap();
-    assert_eq!(decoded(&go), object, "what Go wrote");
-    assert_eq!(decoded(&ours), object, "what we write");
+    assert_eq!(decoded(&go), object, "the output of Go");
+    assert_eq!(decoded(&ours), object, "our output");
     assert_eq!(ours, go);
 }
 

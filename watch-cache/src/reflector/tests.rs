@@ -314,13 +314,13 @@ async fn a_view_never_goes_back_except_after_30_s_of_an_older_cloud() {
     while store.version() == 100 {
         assert!(
             begun.elapsed() < Duration::from_secs(90),
-            "it does not believe"
+            "it does not trust"
         );
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     assert!(
         begun.elapsed() > Duration::from_secs(25),
-        "it believes too soon"
+        "it trusts too soon"
     );
     assert_eq!(held(&own), held(&gateway));
 }
@@ -507,7 +507,7 @@ async fn change(
         }
         assert!(
             tasks.try_join_next().is_none(),
-            "a reader was told nonsense"
+            "a reader got an inconsistent event"
         );
     }
     for cut in cuts {
@@ -563,7 +563,7 @@ async fn readers_stay_consistent_through_10000_changes_and_cuts() {
     }
     assert!(
         tasks.try_join_next().is_none(),
-        "a reader was told nonsense"
+        "a reader got an inconsistent event"
     );
 }
 

@@ -271,10 +271,7 @@ async fn a_reader_that_does_not_read_is_dropped_and_frees_its_memory() {
             .store()
             .apply(labelled("n", "s0007", version, &filler), false);
     }
-    assert!(
-        weak.upgrade().is_none(),
-        "the state that was to be told is gone"
-    );
+    assert!(weak.upgrade().is_none(), "the state for the client is gone");
     assert!(initial.until_gone().await < 100);
     assert_eq!(later.until_gone().await, 0);
     drop((initial, later));

@@ -72,7 +72,10 @@ fn only_a_nodes_own_certificate_of_the_clusters_ca_reads() {
     };
     let good = cluster.made(node, client.clone(), day);
     assert_eq!(judged(&good, Duration::ZERO).unwrap(), "edge-1");
-    assert!(judged(&good, 2 * day).is_err(), "it has ended by then");
+    assert!(
+        judged(&good, 2 * day).is_err(),
+        "the certificate has expired by then"
+    );
     for (leaf, why) in [
         (other.made(node, client.clone(), day), "another CA's"),
         (cluster.made(node, server, day), "a server's"),

@@ -218,7 +218,7 @@ mod tests {
             drop(newer);
             assert_eq!(leader(), "newer-by-2");
             drop(two);
-            assert_eq!(leader(), "newer-by-2", "nobody says otherwise");
+            assert_eq!(leader(), "newer-by-2", "no other announcement exists");
         }
     }
 }

@@ -115,10 +115,10 @@ async fn a_follower_switches_sources_without_losing_events() {
     gateway.cloud.put("v1/services", "by the leader");
     assert_eq!(events.next().await, "by the leader");
     leader.kill().await;
-    gateway.cloud.put("v1/services", "while nobody leads");
+    gateway.cloud.put("v1/services", "while no edge leads");
     follower.until(reads_at(&gateway.address.to_string())).await;
     gateway.cloud.put("v1/services", "by a gateway");
-    assert_eq!(events.next().await, "while nobody leads");
+    assert_eq!(events.next().await, "while no edge leads");
     assert_eq!(events.next().await, "by a gateway");
     let leader = one.start(&[&gateway], json!({})).await;
     gateway.tell(&world::pool("edge-1", &[&leader, &follower]));

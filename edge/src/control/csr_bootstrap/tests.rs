@@ -176,7 +176,10 @@ async fn a_certificate_expired_at_run_time_is_requested_again() {
     let stop = CancellationToken::new();
     let edge = Edge::open_by(config, Some(api.clone()), (&stop, &|_| {}));
     let bound = edge.await.unwrap().bind().await.unwrap();
-    assert!(api.asked.lock().unwrap().is_empty(), "it holds yet");
+    assert!(
+        api.asked.lock().unwrap().is_empty(),
+        "the certificate is still valid"
+    );
     let key = key.key_pem();
     let reader = bound.reader();
     let is_another = |_: &_| store.edge().unwrap().unwrap().leaf.key_pem() != key;

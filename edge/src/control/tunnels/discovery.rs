@@ -285,7 +285,7 @@ mod tests {
         for _ in 0..ANEW {
             takes(&mut pace, 36, 1.0);
             pace.changed(MOST);
-            assert_eq!(pace.pause(3, MOST, 1.0), FIRST, "some are a roll");
+            assert_eq!(pace.pause(3, MOST, 1.0), FIRST, "some are a rolling update");
         }
         takes(&mut pace, 36, 1.0);
         pace.changed(MOST);

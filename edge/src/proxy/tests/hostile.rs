@@ -62,5 +62,5 @@ async fn no_address_spelling_reaches_a_target_that_is_not_allowed() {
         }
     }
     let reached = timeout(Duration::from_millis(100), secret.accept()).await;
-    assert!(reached.is_err(), "nobody was to come");
+    assert!(reached.is_err(), "no connection was expected");
 }

@@ -355,7 +355,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     assert!(leads_north(&world, "edge-1"));
     second.hushed.send_replace(false);
     world.until(|world| leads_north(world, "edge-2")).await;
-    assert!(!leading.leaving().is_cancelled(), "it is there still");
+    assert!(!leading.leaving().is_cancelled(), "it still exists");
 }
 
 fn is_of_north(world: &World, node: &str) {

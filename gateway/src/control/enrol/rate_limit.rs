@@ -88,7 +88,7 @@ mod tests {
         tokio::time::advance(FORGET + Duration::from_secs(1)).await;
         assert_eq!(strangers.wait(one), None);
         strangers.failed(one, "a");
-        assert_eq!(strangers.wait(one), None, "it begins anew");
+        assert_eq!(strangers.wait(one), None, "the count starts again");
     }
 
     #[test]

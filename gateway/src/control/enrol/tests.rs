@@ -161,7 +161,7 @@ async fn each_refusal_has_its_reason() {
     assert_eq!(
         counter.join(&other, Some("edge-2"), &counter.csr()).await.0,
         200,
-        "not spent"
+        "the token is not used up"
     );
 }
 

@@ -187,5 +187,5 @@ async fn listeners_share_a_key_set_and_the_last_one_stops_the_fetches() {
     .await
     .unwrap();
     let third = issuers.keys(&jwt, None).unwrap();
-    assert!(third.now().is_err(), "begun anew");
+    assert!(third.now().is_err(), "the pauses start again");
 }

@@ -332,7 +332,7 @@ impl World {
         };
         timeout(LONG, looking)
             .await
-            .expect("it never came to be so");
+            .expect("the condition was never met");
     }
 
     /// Whether a metric has this value.

@@ -177,7 +177,7 @@ async fn before_the_node_list_is_known_refusals_are_short() {
     else {
         panic!("{heard:?}")
     };
-    assert!(matches!(why, GoAway::Full), "it is to come again: {why:?}");
+    assert!(matches!(why, GoAway::Full), "it must dial again: {why:?}");
     assert!(detail.contains("try again later"), "{detail}");
     assert_eq!(retry_after_ms, 10_000, "edges add up to half of that");
     early.ended().await;
@@ -524,7 +524,7 @@ async fn a_refused_edge_replaces_no_other_tunnel() {
     late.ended().await;
     let _marker = world.joined(&marker, "a", 1).await;
     let said = rightful.control.hear::<GatewayMessage>().now_or_never();
-    assert!(said.is_none(), "it was told to leave");
+    assert!(said.is_none(), "it was asked to leave");
     assert!(world.registry.pick(&name("edge-1")).is_ok());
 }
 
@@ -877,6 +877,6 @@ async fn unknown_tls_peers_block_neither_enrolment_nor_renewal() {
     let metrics = world.metrics.encode(causeway_rt::Exposition::OpenMetrics);
     assert!(
         !metrics.contains("limit=\"renewing\""),
-        "no stranger has a place there"
+        "no unauthenticated connection is counted there"
     );
 }

@@ -87,7 +87,10 @@ mod tests {
         let idle = Arc::new(IdleTimer::default());
         let bound = Duration::from_secs(3);
         let long = 10 * bound;
-        assert!(timeout(long, idle.idle(bound)).await.is_err(), "not asked");
+        assert!(
+            timeout(long, idle.idle(bound)).await.is_err(),
+            "no shutdown was requested"
+        );
         let (first, second) = (idle.busy(), idle.busy());
         drop(first);
         assert!(

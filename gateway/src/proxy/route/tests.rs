@@ -30,10 +30,7 @@ fn route(asked: &RouteInput<'_>) -> Routed {
     }
 }
 
-#[allow(
-    clippy::unnecessary_wraps,
-    reason = "compared with what may be an error"
-)]
+#[allow(clippy::unnecessary_wraps, reason = "compared with a possible error")]
 fn to(node: &str, target: &str) -> Routed {
     Ok((node.to_owned(), target.to_owned()))
 }

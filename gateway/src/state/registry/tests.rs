@@ -226,7 +226,7 @@ async fn a_tunnel_that_moves_bulk_is_chosen_last() {
     assert_eq!(
         world.registry.pick(&node()).unwrap().id,
         second,
-        "though it has more streams"
+        "although it has more streams"
     );
     calm.tunnel.drain();
     assert_ne!(

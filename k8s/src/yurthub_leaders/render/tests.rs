@@ -84,7 +84,11 @@ async fn yurthub_config_matches_openyurts_with_unused_node_names() {
     for name in ["causeway:edge-1", "causeway:edge-2"] {
         assert!(NodeName::parse(name).is_err());
     }
-    assert_eq!(LeaderMap::read(&map), content, "it reads as it was written");
+    assert_eq!(
+        LeaderMap::read(&map),
+        content,
+        "parsing returns the same data"
+    );
     assert_eq!(gateway.looks(&content, Some(&both)), content, "and stays");
 }
 
@@ -97,7 +101,7 @@ async fn an_edge_is_listed_while_any_gateway_has_it() {
     let both = two.looks(&first, Some(&north));
     assert_eq!(one.looks(&both, Some(&north)), both);
     assert_eq!(two.looks(&both, Some(&north)), both);
-    assert_eq!(one.looks(&both, None), both, "it may come back");
+    assert_eq!(one.looks(&both, None), both, "the node may return");
     tokio::time::advance(GRACE).await;
     let left = one.looks(&both, None);
     assert_eq!(left.leaders(), both.leaders());

@@ -69,10 +69,7 @@ async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
             "{held} bytes in {count} uploads, {allowed} allowed"
         );
     }
-    assert!(
-        edge.weigh().all >= BUDGET / 2,
-        "the budget is there to be used"
-    );
+    assert!(edge.weigh().all >= BUDGET / 2, "the budget is used");
 
     // An upload that the other end reads continues beside them.
     let mut opened = open(&tunnel, false).await;
@@ -154,7 +151,7 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
     let sent = join_all(sending).await;
     let stalled: usize = sent.iter().sum();
     let windows = BUDGET - 6 * FLOOR;
-    assert!(stalled < windows / 2, "{stalled} bytes for nobody");
+    assert!(stalled < windows / 2, "{stalled} bytes for no stream");
 
     // The whole budget is available to the next streams.
     for ((answer, _send), sent) in all.into_iter().zip(sent) {
@@ -234,7 +231,7 @@ async fn data_of_a_dead_tunnel_counts_until_its_readers_are_gone() {
     drop((opened.send, tunnel));
     assert!(held > 0);
     let counted = || (pressure.bytes(), siblings.stalled());
-    assert_eq!(counted(), (held, held), "it is in memory still");
+    assert_eq!(counted(), (held, held), "the bytes are still in memory");
     drop(stalled);
     assert_eq!(counted(), (0, 0));
 }

@@ -125,7 +125,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     one.shows(&new).await;
     one.believes(&[&new]).await;
     let began = Instant::now();
-    let why = timeout(6 * SOON, goes).await.expect("it goes");
+    let why = timeout(6 * SOON, goes).await.expect("the connection ends");
     assert!(began.elapsed() <= 4 * SOON, "{:?}", began.elapsed());
     assert!(!why.is_empty());
     assert_eq!(one.host.goes(third).now_or_never(), None);

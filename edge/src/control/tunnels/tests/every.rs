@@ -127,7 +127,7 @@ async fn a_gateway_with_two_addresses_uses_one_and_fails_over() {
     // It reached the second gateway's hello, and left.
     let began = Instant::now();
     while !edge.admin("/metrics").await.contains(WAITS) {
-        assert!(began.elapsed() < SOON, "nobody waits");
+        assert!(began.elapsed() < SOON, "no task waits");
     }
     let (lost, mut other) = tokio::select! {
         registered = left.next() => ((registered, left), right),
@@ -245,7 +245,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let edge = world.run(&[balancer.address.to_string()], every()).await;
     let (mut first, _second) = (a.next().await, b.next().await);
     edge.until(reached(2, 2)).await;
-    assert!(a.registered.try_recv().is_err(), "it was dialled anew");
+    assert!(a.registered.try_recv().is_err(), "it was dialled again");
     // Another gateway is added, and announced.
     let mut c = one_of(&ca, "c", 3).await;
     balancer.behind.lock().unwrap().push(c.address);
@@ -269,7 +269,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     draining.tell(&drain).await.unwrap();
     edge.until(reached(2, 3)).await;
     for gateway in [&mut a, &mut b] {
-        assert!(gateway.registered.try_recv().is_err(), "dialled anew");
+        assert!(gateway.registered.try_recv().is_err(), "dialled again");
     }
     edge.stop.cancel();
     edge.tasks.drain(SOON).await;
@@ -290,13 +290,16 @@ async fn a_sticky_balancer_costs_few_attempts_and_no_tunnel() {
     let (began, mut dialled) = (Instant::now(), balancer.dialled.subscribe());
     let before = *dialled.borrow();
     let again = dialled.wait_for(|dialled| *dialled >= before + 4);
-    timeout(SOON, again).await.expect("nobody dials").unwrap();
+    timeout(SOON, again)
+        .await
+        .expect("no dial is made")
+        .unwrap();
     let took = began.elapsed();
     assert!(
         took >= Duration::from_millis(1_500),
         "three pauses in {took:?}"
     );
-    assert!(only.registered.try_recv().is_err(), "dialled anew");
+    assert!(only.registered.try_recv().is_err(), "dialled again");
     assert_eq!(edge.reader.status().tunnels.len(), 1);
 }
 
@@ -325,7 +328,7 @@ async fn a_discovered_gateway_has_its_own_bulk_tunnels() {
         assert_eq!(further.last().unwrap().welcome.slot, 1);
         send.end().unwrap();
     }
-    assert!(a.registered.try_recv().is_err(), "dialled anew");
+    assert!(a.registered.try_recv().is_err(), "dialled again");
 }
 
 #[tokio::test]
@@ -348,7 +351,7 @@ async fn a_lost_first_tunnel_beside_a_bulk_tunnel_redials_its_gateway() {
         first = a.next().await;
         assert_eq!(first.welcome.slot, 0);
     }
-    assert!(b.registered.try_recv().is_err(), "dialled anew");
+    assert!(b.registered.try_recv().is_err(), "dialled again");
     edge.until(reached(2, 2)).await;
 }
 
@@ -371,7 +374,7 @@ async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
     let sent_away = "outcome=\"refused\"} 1\n";
     let began = Instant::now();
     while !edge.admin("/metrics").await.contains(sent_away) {
-        assert!(began.elapsed() < SOON, "nobody was refused");
+        assert!(began.elapsed() < SOON, "no edge was refused");
     }
     // Some pauses would have ended, but the gateway asked for 90 s.
     for _ in 0..4 {

@@ -250,7 +250,7 @@ async fn a_token_never_counts_beyond_its_own_end() {
     assert_eq!(
         world.fake.count(),
         asked,
-        "nobody is asked about what is over"
+        "no question is asked for an ended request"
     );
 }
 

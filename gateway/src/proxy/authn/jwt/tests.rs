@@ -385,7 +385,11 @@ async fn a_token_expires_at_its_stated_time() {
     assert!(!validity.holds());
     let refused = refusal(&jwts, &token).await;
     assert!(refused.starts_with("jwt: expired at "), "{refused}");
-    assert_eq!(expired(validity.until), refused, "said alike without keys");
+    assert_eq!(
+        expired(validity.until),
+        refused,
+        "the message is the same without keys"
+    );
     let proven_again = jwts
         .identify(
             (&token, Expired::Taken(&ClientIdentity::for_test("ann"))),
