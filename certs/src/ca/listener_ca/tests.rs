@@ -475,7 +475,7 @@ fn a_chain_with_wrong_certificates_or_order_is_refused() {
         ),
         (
             own.clone() + &root + &issuing,
-            "Listeners is signed by Issuing, but Root stands",
+            "Listeners is signed by Issuing, but the next certificate is Root",
         ),
         (
             issuing.clone() + &root,
