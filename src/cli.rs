@@ -89,6 +89,11 @@ pub(crate) enum Command {
     },
     /// Print the table of error reasons, with their meaning and what to do
     Errors,
+    /// Print the OpenAPI 3.1 document of an admin listener
+    Openapi {
+        /// The process that has the listener
+        side: ConfigKind,
+    },
     /// Print a page of the reference
     #[command(hide = true)]
     Reference {
@@ -262,9 +267,9 @@ pub(crate) enum Config {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum ConfigKind {
-    /// The configuration of `gateway`
+    /// The process `causeway gateway`
     Gateway,
-    /// The configuration of `edge`
+    /// The process `causeway edge`
     Edge,
 }
 

@@ -143,6 +143,10 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
             outln!("{}", reference::errors_table())?;
             return Ok(None);
         }
+        Command::Openapi { side } => {
+            output::write(format_args!("{}", reference::openapi(side)))?;
+            return Ok(None);
+        }
         Command::Reference { page } => {
             output::write(format_args!("{}", reference::page(page)))?;
             return Ok(None);

@@ -8,7 +8,7 @@ use causeway_gateway::Reason;
 use clap::CommandFactory;
 use serde_json::Value;
 
-use crate::cli::{Cli, ReferencePage};
+use crate::cli::{Cli, ConfigKind, ReferencePage};
 use crate::config_loader::{ProcessConfig, keys, plain};
 
 /// Returns the page as Markdown.
@@ -20,6 +20,16 @@ pub(crate) fn page(page: ReferencePage) -> String {
         ReferencePage::Errors => errors(),
         ReferencePage::Metrics => metrics(),
     }
+}
+
+/// Returns the OpenAPI document of an admin listener.
+pub(crate) fn openapi(side: ConfigKind) -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    let document = match side {
+        ConfigKind::Gateway => causeway_gateway::control::admin::openapi(version),
+        ConfigKind::Edge => causeway_edge::openapi(version),
+    };
+    format!("{document:#}\n")
 }
 
 /// All keys of a configuration: key, default, meaning.
@@ -161,6 +171,8 @@ fn cell(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     #[cfg(feature = "k8s")]
     use clap::ValueEnum;
@@ -180,13 +192,14 @@ mod tests {
     #[cfg(feature = "k8s")]
     #[test]
     fn reference_pages_equal_the_code() {
-        for each in ReferencePage::value_variants() {
-            let path = format!(
-                "{}/docs/reference/{}",
-                env!("CARGO_MANIFEST_DIR"),
-                file(*each)
-            );
-            let expected = page(*each);
+        let pages = ReferencePage::value_variants().iter();
+        let pages = pages.map(|each| (file(*each), page(*each)));
+        let documents = [
+            ("openapi-gateway.json", openapi(ConfigKind::Gateway)),
+            ("openapi-edge.json", openapi(ConfigKind::Edge)),
+        ];
+        for (name, expected) in pages.chain(documents) {
+            let path = format!("{}/docs/reference/{name}", env!("CARGO_MANIFEST_DIR"));
             if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
                 std::fs::write(&path, expected).unwrap();
                 continue;
@@ -196,6 +209,42 @@ mod tests {
                 written == expected,
                 "{path} is not what the code says; run CAUSEWAY_TEST_BLESS=1 cargo test -p causeway --bin causeway reference"
             );
+        }
+    }
+
+    /// Returns the names of all properties of an OpenAPI document's schemas.
+    fn properties(document: &str) -> BTreeSet<String> {
+        let document: Value = serde_json::from_str(document).unwrap();
+        let schemas = document["components"]["schemas"].as_object().unwrap();
+        let named = schemas
+            .values()
+            .filter_map(|schema| schema["properties"].as_object());
+        named.flat_map(|named| named.keys().cloned()).collect()
+    }
+
+    #[test]
+    fn the_admin_page_names_each_path_and_each_field() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/admin-api.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        let (gateway, edge) = text.split_once("\n## Edge\n").unwrap();
+        // The edge's part refers to the gateway's for resources.
+        let (_, resources) = gateway.split_once("\n### API cache\n").unwrap();
+        let edge = format!("{edge}{resources}");
+        for (side, kind) in [(gateway, ConfigKind::Gateway), (&edge, ConfigKind::Edge)] {
+            let document = openapi(kind);
+            let fields = properties(&document);
+            assert!(fields.len() > 20, "{fields:?}");
+            for field in fields {
+                let forms = ["`", "."].map(|before| format!("{before}{field}`"));
+                assert!(forms.iter().any(|form| side.contains(form)), "{field}");
+            }
+            let document: Value = serde_json::from_str(&document).unwrap();
+            for (path, item) in document["paths"].as_object().unwrap() {
+                for method in item.as_object().unwrap().keys() {
+                    let row = format!("| {} | `{path}` |", method.to_uppercase());
+                    assert!(side.contains(&row), "{row}");
+                }
+            }
         }
     }
 

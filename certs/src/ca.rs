@@ -22,6 +22,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use rcgen::KeyPair;
 use rustls_pki_types::{CertificateDer, UnixTime};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::certificate::Certificate;
@@ -68,7 +69,7 @@ impl IssuedCertificate {
 }
 
 /// Role of a root.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum RootStage {
     /// The root signs.

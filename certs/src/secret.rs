@@ -22,7 +22,7 @@ pub(crate) fn random_secret() -> Secret {
 }
 
 /// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (its stored form).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint([u8; 32]);
 

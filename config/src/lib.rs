@@ -1,12 +1,13 @@
 //! Configuration types that gateway and edge share.
 //!
 //! Durations and sizes as people write them, secrets that no log shows, addresses that may be a unix socket, `ConfigError` for
-//! the fault of a value and its path, and the channel by which a running process is asked to reload. Knows neither YAML nor
-//! flags: the binary reads those, these types only parse text.
+//! the fault of a value and its path, the channel by which a running process is asked to reload, and the description of admin
+//! listeners (OpenAPI). Knows neither YAML nor flags: the binary reads those, these types only parse text.
 
 mod address;
 mod error;
 mod log;
+pub mod openapi;
 mod reload;
 mod secret;
 mod specified;

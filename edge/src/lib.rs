@@ -17,6 +17,7 @@ mod control;
 mod metrics;
 
 pub use config::Config;
+pub use control::admin::openapi;
 pub use control::csr_bootstrap::{CsrClient, CsrRequestError, CsrStatus};
 pub use control::enrol::EnrolError;
 pub use control::rejoin_state::TokenReadError;

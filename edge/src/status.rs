@@ -7,6 +7,7 @@ mod api_cache;
 
 use crate::control::dial::GatewayAddr;
 use causeway_tunnel::load::TunnelLoad;
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
@@ -23,7 +24,7 @@ pub use api_cache::ApiCacheStatus;
 use api_cache::ApiCacheStatusSlot;
 
 /// Status of an edge, for `/status` and for the program that embeds it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct Status {
     /// The node, as the certificate says.
     pub node: String,
@@ -52,7 +53,7 @@ pub struct Status {
 }
 
 /// One tunnel.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct TunnelStatus {
     /// Index of this tunnel among those of the edge, from 0.
     pub slot: u32,
@@ -79,7 +80,7 @@ pub struct TunnelStatus {
 }
 
 /// How far tunnels at every gateway are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ConnectedGatewaysStatus {
     /// Gateways with a tunnel that do not drain.
     pub gateways: u32,
@@ -88,7 +89,7 @@ pub struct ConnectedGatewaysStatus {
 }
 
 /// This node's certificate.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct CertificateStatus {
     /// When it ends, in milliseconds of the Unix epoch.
     pub not_after: u64,
@@ -99,7 +100,7 @@ pub struct CertificateStatus {
 }
 
 /// Last failure.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct LastErrorStatus {
     /// When, in milliseconds of the Unix epoch.
     pub at: u64,

@@ -2,6 +2,7 @@
 
 use crate::world::{
     app::App,
+    client::Place,
     cluster::Cluster,
     process::{Causeway, Ended, OPEN, Site, address_after, causeway},
     tool::need,
@@ -180,6 +181,70 @@ async fn health_is_an_exit_code_for_gateways_and_edges() {
     assert_eq!(ask().await.ok().stdout, "connected\n");
     edge.stop().await.ok();
     ask().await.failed(&[&of_edge, "is the process running?"]);
+}
+
+/// Each answer has a status, a media type and fields that the document lists, and lacks no required field.
+#[tokio::test]
+async fn admin_listeners_answer_as_their_openapi_documents_say() {
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let running = edge.written();
+    let running = running.line(|line| line.contains("edge is running"));
+    let of_edge = address_after(running.unwrap(), "admin=");
+    for (side, admin, least) in [("gateway", &site.admin, 8), ("edge", &of_edge, 4)] {
+        let printed = causeway("openapi").args([side]).run().await.ok().stdout;
+        let mut document: Value = serde_json::from_str(&printed).unwrap();
+        refuse_other_fields(&mut document);
+        let client = site.nobody_at(Place::Plain(admin.parse().unwrap()));
+        let mut count = 0;
+        for (path, item) in document["paths"].as_object().unwrap() {
+            if item.get("get").is_none() {
+                continue;
+            }
+            let asked = path.replace("{node}", "edge-1");
+            let answer = client.get(&format!("http://{admin}{asked}")).await;
+            let media_type = answer.field("content-type").split(';').next().unwrap();
+            let at = ["", "paths", path, "get", "responses"]
+                .map(escape)
+                .join("/");
+            let rest = ["content", media_type, "schema"].map(escape).join("/");
+            let at = format!("{at}/{}/{rest}", answer.status);
+            assert!(document.pointer(&at).is_some(), "{side}: {at}: {answer}");
+            if media_type.ends_with("json") {
+                validate(&document, &at, &answer.json());
+            }
+            count += 1;
+        }
+        assert!(count >= least, "{side}: {count}");
+    }
+}
+
+/// Returns the text as a segment of a JSON pointer (RFC 6901).
+fn escape(segment: &str) -> String {
+    segment.replace('~', "~0").replace('/', "~1")
+}
+
+fn refuse_other_fields(document: &mut Value) {
+    let schemas = document["components"]["schemas"].as_object_mut().unwrap();
+    for schema in schemas.values_mut() {
+        if schema.get("properties").is_some() {
+            schema["additionalProperties"] = false.into();
+        }
+    }
+}
+
+fn validate(document: &Value, at: &str, value: &Value) {
+    let mut compiler = boon::Compiler::new();
+    compiler
+        .add_resource("openapi.json", document.clone())
+        .unwrap();
+    let mut schemas = boon::Schemas::new();
+    // A pointer in the fragment of a URL.
+    let at = at.replace('{', "%7B").replace('}', "%7D");
+    let index = compiler.compile(&format!("openapi.json#{at}"), &mut schemas);
+    if let Err(error) = schemas.validate(value, index.unwrap()) {
+        panic!("{at}: {error:#}\n{value:#}");
+    }
 }
 
 async fn status(site: &Site, line: &str) -> Ended {

@@ -72,7 +72,8 @@ pub struct Snapshot {
 }
 
 /// Status of a store.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, schemars::JsonSchema)]
+#[schemars(rename = "ResourceStatus")]
 pub struct Status {
     /// The resource.
     pub resource: String,

@@ -8,23 +8,26 @@ use super::http_server::{
     AllowedHosts, ConnectionPlace, LimitedListener, announcing_close, check_host, keep_place,
 };
 use crate::{
-    config::ReloadSender,
+    config::{Admin, ReloadSender},
     metrics::Metrics,
     status::{Status, StatusReader},
 };
 use axum::{
     Json, Router,
     extract::State,
+    handler::Handler,
     http::{
         HeaderMap, StatusCode,
         header::{ACCEPT, CONTENT_TYPE, ORIGIN},
     },
     middleware,
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{MethodFilter, MethodRouter, on},
 };
+use causeway_config::openapi::{self, Operation, Response as ApiResponse};
 use causeway_rt::Exposition;
 use causeway_tunnel::buffered::MemoryBudget;
+use serde_json::Value;
 use std::{future::pending, sync::Arc, time::Duration};
 use tokio::net::{TcpListener, UnixListener};
 use tokio_util::sync::CancellationToken;
@@ -48,6 +51,63 @@ struct AdminState {
     reloads: ReloadSender,
 }
 
+/// Operation with the handler of its method.
+type Route = (Operation, MethodRouter<AdminState>);
+
+/// Returns the operations. The router and the OpenAPI document are made from this one table.
+fn operations() -> Vec<Route> {
+    let state = "State, and the last failure";
+    vec![
+        route(
+            Operation::get("/healthz", "Health")
+                .text(200, state)
+                .text(503, "The same: gateways refuse the edge"),
+            health,
+        ),
+        route(
+            Operation::get("/readyz", "Readiness")
+                .text(200, state)
+                .text(503, "The same: the edge has no tunnel"),
+            ready,
+        ),
+        route(
+            Operation::get("/metrics", "Metrics").metrics(),
+            metrics_text,
+        ),
+        route(
+            Operation::get("/status", "Status of the edge").json::<Status>("The status"),
+            status,
+        ),
+        route(
+            Operation::post("/api/v1/reload", "Reload the configuration").reload(),
+            reload,
+        ),
+    ]
+}
+
+fn route<H: Handler<T, AdminState>, T: 'static>(operation: Operation, handler: H) -> Route {
+    let method = if operation.is_post {
+        MethodFilter::POST
+    } else {
+        MethodFilter::GET
+    };
+    (operation, on(method, handler))
+}
+
+/// Returns the OpenAPI document of the admin listener.
+pub fn openapi(version: &str) -> Value {
+    let operations = operations();
+    openapi::document(
+        ("Admin API of the Causeway edge", version),
+        &Admin::default().listen.to_string(),
+        operations.iter().map(|(operation, _)| operation),
+        &[
+            ApiResponse::text(421, "The `Host` is another one"),
+            ApiResponse::text(504, "The edge did not answer within 5 s"),
+        ],
+    )
+}
+
 /// Serves until `stop`; connections end with their next response once the edge is `stopping`.
 pub(crate) async fn run(
     (listener, socket): Listeners,
@@ -64,12 +124,11 @@ pub(crate) async fn run(
         node: reader.status().node,
         shown: None,
     });
-    let router = Router::new()
-        .route("/healthz", get(health))
-        .route("/readyz", get(ready))
-        .route("/metrics", get(metrics_text))
-        .route("/status", get(status))
-        .route("/api/v1/reload", post(reload))
+    let router = operations()
+        .into_iter()
+        .fold(Router::new(), |router, (operation, handler)| {
+            router.route(operation.path, handler)
+        })
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
             BOUND,

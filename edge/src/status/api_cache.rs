@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::{fmt, sync::OnceLock};
 
 /// State of the API cache of an edge.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, schemars::JsonSchema)]
 pub struct ApiCacheStatus {
     /// `pending` (has not read everything yet), `follower` or `leader`.
     pub role: &'static str,

@@ -6,6 +6,7 @@
 //! A request to reload the configuration gives no more power than write access to its files. A page in a browser cannot send it.
 
 mod edges;
+mod operations;
 
 #[cfg(test)]
 mod tests;
@@ -29,12 +30,15 @@ use axum::{
     http::{HeaderMap, StatusCode, header, uri::Authority},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::get,
 };
 use causeway_certs::{LiveCa, NodeName};
 use causeway_rt::Exposition;
 use causeway_tunnel::{buffered::MemoryBudget, target};
 use edges::{EdgeDetail, EdgeSummary};
+pub use operations::openapi;
+use operations::operations;
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
@@ -83,17 +87,11 @@ pub struct AdminState {
 /// Returns the admin listener's routes.
 pub fn router(app: AdminState) -> Router {
     let address = app.address.ip();
-    let router = Router::new()
-        .route("/healthz", get(|| async { "ok\n" }))
-        .route("/readyz", get(readyz))
-        .route("/metrics", get(scrape))
-        .route("/api/v1/edges", get(all))
-        .route("/api/v1/edges/{node}", get(one))
-        .route("/api/v1/certificates", get(certificates))
-        .route("/api/v1/pool", get(pool))
-        .route("/api/v1/reload", post(reload))
-        .route("/api/v1/refresh", post(refresh))
-        .route("/api/v1/ca", get(rotation).post(take_up))
+    let router = operations()
+        .into_iter()
+        .fold(Router::new(), |router, (operation, handler)| {
+            router.route(operation.path, handler)
+        })
         .fallback(path_unknown)
         .with_state(app);
     bounded(router.layer(middleware::from_fn(move |request, next| {
@@ -211,9 +209,11 @@ fn led(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
 }
 
 /// Resources that edges may read, and the leader of each pool.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ApiCacheSummary {
+    /// The resources.
     resources: Vec<causeway_watch_cache::Status>,
+    /// Leading node of each pool.
     leaders: BTreeMap<String, NodeName>,
 }
 

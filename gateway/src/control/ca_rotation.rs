@@ -8,6 +8,7 @@ use super::broadcast::announce;
 use crate::state::{Registry, TunnelInfo, registry::NewTunnel};
 use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, RootStage};
 use causeway_tunnel::control_stream::GatewayMessage;
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
@@ -74,8 +75,9 @@ pub(crate) fn tell(ca: &Ca, registry: &Registry) {
 }
 
 /// The roots, and the progress of the connected edges.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct RotationStatus {
+    /// The roots that this gateway trusts.
     roots: Vec<RootStatus>,
     /// Number of connected nodes.
     connected: usize,
@@ -87,9 +89,12 @@ pub(super) struct RotationStatus {
     on_another_root: BTreeSet<NodeName>,
 }
 
-#[derive(Debug, Serialize)]
+/// Root of the gateway's CA.
+#[derive(Debug, Serialize, JsonSchema)]
 struct RootStatus {
+    /// Role of the root.
     stage: RootStage,
+    /// SHA-256 of the root, in hexadecimal.
     fingerprint: Fingerprint,
 }
 

@@ -5,6 +5,7 @@
 use crate::metrics::Metrics;
 use causeway_certs::Certificate;
 use rustls_pki_types::{CertificateDer, UnixTime};
+use schemars::JsonSchema;
 use serde::{Serialize, Serializer};
 use std::{
     collections::BTreeMap,
@@ -25,7 +26,7 @@ const WARN_BEFORE: u64 = 30 * 24 * 3600;
 const OWN_WARN_BEFORE: u64 = 24 * 3600;
 
 /// Certificate that the gateway presents or trusts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct CertificateInUse {
     /// Use of the certificate, such as `tunnel` or `listener_client_ca:NAME`.
     pub used_for: String,
@@ -34,8 +35,9 @@ pub struct CertificateInUse {
     /// Start of its validity, in Unix time.
     #[serde(skip)]
     pub not_before: u64,
-    /// End of its validity.
+    /// End of its validity (RFC 3339).
     #[serde(serialize_with = "rfc3339")]
+    #[schemars(with = "String")]
     pub not_after: u64,
     /// Its file, if an operator or an external CA provides it.
     pub file: Option<PathBuf>,

@@ -6,7 +6,7 @@
 //! (`control::api_cache`).
 
 use axum::{
-    Router,
+    Json, Router,
     http::{HeaderValue, StatusCode, Version, header},
     response::{IntoResponse, Response},
 };
@@ -22,7 +22,8 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
 };
-use serde_json::json;
+use schemars::JsonSchema;
+use serde::Serialize;
 use std::{
     borrow::Cow,
     convert::Infallible,
@@ -253,6 +254,26 @@ pub struct ProblemDetails {
     pub retry_after: Option<u16>,
 }
 
+/// Media type of [`ProblemBody`].
+pub(super) const PROBLEM_JSON: &str = "application/problem+json";
+
+/// Error as a body (RFC 9457).
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "Problem")]
+pub(super) struct ProblemBody<'a> {
+    /// `urn:causeway:problem:` and the reason.
+    #[serde(rename = "type")]
+    kind: String,
+    /// Name of the status.
+    title: Option<&'static str>,
+    /// The status.
+    status: u16,
+    /// The cause, and how to correct it.
+    detail: &'a str,
+    /// One word that programs compare.
+    reason: &'static str,
+}
+
 impl ProblemDetails {
     /// Returns an error that a retry does not change.
     pub fn new(
@@ -271,20 +292,16 @@ impl ProblemDetails {
 
 impl IntoResponse for ProblemDetails {
     fn into_response(self) -> Response {
-        let body = json!({
-            "type": format!("urn:causeway:problem:{}", self.reason),
-            "title": self.status.canonical_reason(),
-            "status": self.status.as_u16(),
-            "detail": self.detail,
-            "reason": self.reason,
-        });
-        let problem = HeaderValue::from_static("application/problem+json");
-        let mut response = (
-            self.status,
-            [(header::CONTENT_TYPE, problem)],
-            body.to_string(),
-        )
-            .into_response();
+        let body = ProblemBody {
+            kind: format!("urn:causeway:problem:{}", self.reason),
+            title: self.status.canonical_reason(),
+            status: self.status.as_u16(),
+            detail: &self.detail,
+            reason: self.reason,
+        };
+        let problem = HeaderValue::from_static(PROBLEM_JSON);
+        let mut response = (self.status, Json(body)).into_response();
+        response.headers_mut().insert(header::CONTENT_TYPE, problem);
         if let Some(seconds) = self.retry_after {
             response
                 .headers_mut()

@@ -6,6 +6,7 @@
 use crate::state::{Nodes, Registry, TunnelInfo};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
@@ -14,7 +15,7 @@ use std::{
 };
 
 /// State of a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum NodeState {
     /// A tunnel accepts streams.
@@ -30,30 +31,40 @@ pub(super) enum NodeState {
 }
 
 /// One node.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub(super) struct EdgeSummary {
+    /// Name of the node.
     node: NodeName,
+    /// State of the node.
     state: NodeState,
-    /// Start of the current state, connected or away; unknown if this process never saw the node.
+    /// Start of the current state, connected or away (RFC 3339); `null` if this process never saw the node.
     since: Option<String>,
+    /// Time at which the gateway last saw the node (RFC 3339).
     last_seen: Option<String>,
-    /// Round-trip time of the nearest tunnel.
+    /// Round-trip time of the nearest tunnel, in milliseconds.
     rtt_ms: Option<f64>,
+    /// Open streams.
     streams: usize,
     /// Bytes from clients to the node, over the tunnels that are open.
     bytes_up: u64,
+    /// Bytes from the node to clients, over the tunnels that are open.
     bytes_down: u64,
+    /// Version of the edge.
     version: Option<String>,
     /// Address from which the edge connected.
     address: Option<SocketAddr>,
+    /// Number of tunnels.
     tunnels: usize,
+    /// Random identifier of the edge process.
     instance: Option<String>,
+    /// Confirmed node pool.
     pool: Option<String>,
     /// Confirmed addresses, by which clients may name the node.
     addresses: Vec<IpAddr>,
     /// Other nodes that share a confirmed address of this node, by address: none of these nodes is reached by it.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     address_conflicts: BTreeMap<IpAddr, Vec<NodeName>>,
+    /// Ports that the edge serves, as the edge reports them.
     ports: Vec<u16>,
     /// Labels that the edge reports.
     labels: BTreeMap<String, String>,
@@ -67,7 +78,7 @@ pub(super) struct EdgeSummary {
 }
 
 /// Role of an edge in reading the cluster's resources.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum CacheRole {
     /// Reads at the gateway, for its pool.
@@ -82,30 +93,42 @@ enum CacheRole {
 pub(super) type Leaders = Option<BTreeMap<String, NodeName>>;
 
 /// One node with its tunnels.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub(super) struct EdgeDetail {
     #[serde(flatten)]
     row: EdgeSummary,
     /// Addresses of the node as its edge sees them; the gateway does not route by these.
     claimed_addresses: Vec<IpAddr>,
+    /// The tunnels.
     details: Vec<TunnelSummary>,
 }
 
 /// One tunnel.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 struct TunnelSummary {
+    /// Number of the tunnel at this gateway.
     id: u64,
+    /// Index of the tunnel among those of the edge.
     slot: u32,
+    /// State of the tunnel.
     state: NodeState,
+    /// Start of the tunnel (RFC 3339).
     since: String,
+    /// Round-trip time, in milliseconds.
     rtt_ms: f64,
+    /// Open streams.
     streams: usize,
+    /// Streams opened so far.
     streams_opened: u64,
+    /// Bytes from clients to the node.
     bytes_up: u64,
+    /// Bytes from the node to clients.
     bytes_down: u64,
+    /// Address from which the edge connected.
     address: SocketAddr,
-    /// Serial number of the certificate that the tunnel was opened with, and its expiry.
+    /// Serial number of the certificate that the tunnel was opened with.
     certificate: String,
+    /// Expiry of that certificate (RFC 3339).
     certificate_ends: String,
 }
 
