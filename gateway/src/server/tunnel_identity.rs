@@ -72,14 +72,25 @@ pub(super) struct PendingIdentity {
 
 /// Reads the files of external certificates.
 pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
-    config
-        .tunnel
-        .identity
-        .as_ref()
-        .map(ExternalIdentity::read)
-        .transpose()?;
+    if let Some(identity) = &config.tunnel.identity {
+        // A signer issues the certificate after the start.
+        match &identity.signer {
+            Some(_) => drop(roots(identity)?),
+            None => drop(ExternalIdentity::read(identity)?),
+        }
+    }
     KubernetesIdentity::read(config.signer())?;
     Ok(())
+}
+
+/// Reads the CAs that sign the certificates of edges.
+fn roots(files: &config::Identity) -> Result<Vec<CertificateDer<'static>>, BindError> {
+    let mut roots = Vec::new();
+    for path in &files.client_ca {
+        let found = external::roots(&text(WHAT, path)?);
+        roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
+    }
+    Ok(roots)
 }
 
 impl ExternalIdentity {
@@ -90,15 +101,10 @@ impl ExternalIdentity {
         let (shown, key) = (path(&files.chain), path(&files.key));
         let read = external::gateway(&text(WHAT, &shown)?, &text(WHAT, &key)?);
         let (leaf, domain) = read.map_err(|error| file(WHAT, &shown, error.to_string()))?;
-        let mut roots = Vec::new();
-        for path in &files.client_ca {
-            let found = external::roots(&text(WHAT, path)?);
-            roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
-        }
         Ok(Self {
             leaf,
             chain: shown,
-            roots,
+            roots: roots(files)?,
             domain,
             any_node: files.any_node,
         })
