@@ -5,6 +5,7 @@
 //! reports them together.
 
 mod api_cache;
+mod discovery;
 mod dns;
 pub(crate) mod identity_headers;
 mod jwt;
@@ -17,7 +18,7 @@ mod upstream_tls;
 mod validate;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -32,6 +33,7 @@ use causeway_tunnel::control_stream::AnnouncedPorts;
 
 pub use api_cache::{AccessLevel, AccessRule, ApiCache};
 pub use dns::Dns;
+use dns::canonical;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
@@ -150,6 +152,57 @@ impl Config {
             .chain(apps)
             .chain(cluster.cloned())
             .collect()
+    }
+
+    /// Returns the rules for signing the cluster's certificate requests, if the gateway handles them.
+    pub fn signer(&self) -> Option<&CsrSigning> {
+        self.kubernetes.as_ref()?.certificates.as_ref()
+    }
+
+    /// Returns the zones in which nodes have names as well: the DNS server's and the hosts file's.
+    pub fn zones(&self) -> Vec<String> {
+        let served = self.dns.0.iter().flat_map(|dns| &dns.zones);
+        let kubernetes = self.kubernetes.iter();
+        let written =
+            kubernetes.flat_map(|rules| rules.hosts.iter().flat_map(|hosts| &hosts.zones));
+        served.chain(written).cloned().collect()
+    }
+
+    /// Returns the addresses that names of edges' nodes resolve to: `dns.addresses`, else those of the listeners. Empty if
+    /// neither gives an address.
+    pub fn named_addresses(&self) -> Vec<IpAddr> {
+        match &self.dns.0 {
+            Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
+            _ => self.listener_addresses(),
+        }
+    }
+
+    /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback counts only if there is no
+    /// other address, since beside listeners for all clients there often are some for this machine.
+    fn listener_addresses(&self) -> Vec<IpAddr> {
+        let address = |listen: &ListenAddr| match listen {
+            ListenAddr::Tcp(address) => Some(address.ip()),
+            ListenAddr::Unix(_) => None,
+        };
+        let listens = self.listeners.iter();
+        let all = canonical(listens.filter_map(|listener| address(&listener.listen)));
+        if all.iter().any(IpAddr::is_unspecified) {
+            return Vec::new();
+        }
+        let (local, public): (Vec<_>, Vec<_>) = all.into_iter().partition(IpAddr::is_loopback);
+        if public.is_empty() { local } else { public }
+    }
+
+    /// Returns the addresses of edges' nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server answers.
+    pub fn hosted_addresses(&self) -> Vec<IpAddr> {
+        let hosts = self.kubernetes.as_ref();
+        let hosts = hosts.and_then(|rules| rules.hosts.as_ref());
+        match hosts {
+            Some(hosts) if !hosts.addresses.is_empty() => {
+                canonical(hosts.addresses.iter().copied())
+            }
+            _ => self.named_addresses(),
+        }
     }
 }
 

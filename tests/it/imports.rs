@@ -10,21 +10,6 @@ use std::path::{Path, PathBuf};
 
 /// Components that exist today. A component may shrink within its entry; an entry without a component fails.
 const KNOWN: &[&[&str]] = &[
-    // Sections of the configuration validate themselves, as methods of the whole configuration that contains them.
-    &[
-        "gateway::config",
-        "gateway::config::api_cache",
-        "gateway::config::dns",
-        "gateway::config::kubernetes",
-        "gateway::config::kubernetes::advertise",
-        "gateway::config::kubernetes::certificates",
-        "gateway::config::kubernetes::coredns_hosts",
-        "gateway::config::kubernetes::ports",
-        "gateway::config::kubernetes::yurthub",
-        "gateway::config::listener",
-        "gateway::config::redirect",
-        "gateway::config::tunnel_identity",
-    ],
     // The client of upstreams opens streams by `StreamContext` and is a part of `ProxyState`.
     &[
         "gateway::proxy",

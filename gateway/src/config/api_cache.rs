@@ -9,8 +9,6 @@ use causeway_config::{ByteSize, ConfigErrors};
 use causeway_watch_cache::{AccessScope, CacheLimits, GroupVersionResource};
 use serde::{Deserialize, Serialize};
 
-use super::Config;
-
 /// Minimum of `event_buffer`: one object of the largest size that etcd accepts has to fit.
 const LEAST_WINDOW: usize = 2 << 20;
 
@@ -128,7 +126,7 @@ impl ApiCache {
         }))
     }
 
-    fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
+    pub(super) fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
         let bounds = [("cache", self.cache), ("connections", self.connections)];
         faults.at_least_one("api_cache", &bounds);
         if self.event_buffer < LEAST_WINDOW {
@@ -198,14 +196,6 @@ impl AccessRule {
                 );
                 faults.add(format!("{path}.resources[{index}]"), message);
             }
-        }
-    }
-}
-
-impl Config {
-    pub(super) fn validate_readers(&self, faults: &mut ConfigErrors) {
-        if let Some(api_cache) = &self.api_cache {
-            api_cache.validate(self.kubernetes.is_some(), faults);
         }
     }
 }

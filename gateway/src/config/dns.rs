@@ -7,10 +7,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use causeway_certs::NodeName;
-use causeway_config::{ConfigErrors, DurationStr, ListenAddr, SocketAddrStr};
+use causeway_config::{ConfigErrors, DurationStr, SocketAddrStr};
 use serde::{Deserialize, Serialize};
-
-use super::Config;
 
 /// Maximum length of a zone: a node's name and the server's own name have to fit in front of it.
 const MAX_ZONE: usize = 190;
@@ -102,42 +100,6 @@ pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut Conf
 fn plain(zone: &str) -> String {
     let zone = zone.strip_suffix('.').unwrap_or(zone);
     zone.to_ascii_lowercase()
-}
-
-impl Config {
-    /// Returns the zones in which nodes have names as well: the DNS server's and the hosts file's.
-    pub fn zones(&self) -> Vec<String> {
-        let served = self.dns.0.iter().flat_map(|dns| &dns.zones);
-        let kubernetes = self.kubernetes.iter();
-        let written =
-            kubernetes.flat_map(|rules| rules.hosts.iter().flat_map(|hosts| &hosts.zones));
-        served.chain(written).cloned().collect()
-    }
-
-    /// Returns the addresses that names of edges' nodes resolve to: `dns.addresses`, else those of the listeners. Empty if
-    /// neither gives an address.
-    pub fn named_addresses(&self) -> Vec<IpAddr> {
-        match &self.dns.0 {
-            Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
-            _ => self.listener_addresses(),
-        }
-    }
-
-    /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback counts only if there is no
-    /// other address, since beside listeners for all clients there often are some for this machine.
-    pub(super) fn listener_addresses(&self) -> Vec<IpAddr> {
-        let address = |listen: &ListenAddr| match listen {
-            ListenAddr::Tcp(address) => Some(address.ip()),
-            ListenAddr::Unix(_) => None,
-        };
-        let listens = self.listeners.iter();
-        let all = canonical(listens.filter_map(|listener| address(&listener.listen)));
-        if all.iter().any(IpAddr::is_unspecified) {
-            return Vec::new();
-        }
-        let (local, public): (Vec<_>, Vec<_>) = all.into_iter().partition(IpAddr::is_loopback);
-        if public.is_empty() { local } else { public }
-    }
 }
 
 /// Returns each address once, and IPv4-mapped addresses as IPv4.

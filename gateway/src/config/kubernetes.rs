@@ -3,12 +3,9 @@
 //! A kubelet writes its own Node object. The gateway trusts its addresses and pods only within the networks that are
 //! configured here, and the policy trusts only labels that the kubelet cannot write.
 
-mod advertise;
 mod certificates;
 mod coredns_hosts;
 mod ports;
-mod state;
-mod yurthub;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,13 +14,10 @@ use causeway_config::{ConfigErrors, DurationStr, IpNetList};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::Config;
-
-pub use advertise::{AdvertisedService, DiscoveredEndpoints};
 pub use certificates::CsrSigning;
+pub(super) use coredns_hosts::is_namespaced_name;
 pub use coredns_hosts::{CoreDnsHosts, HostsFormat};
 pub use ports::{NodePorts, PortList};
-pub use yurthub::YurtHub;
 
 /// A cluster's API, from which the gateway learns the nodes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -110,6 +104,70 @@ impl Default for Kubernetes {
     }
 }
 
+/// The Service through which edges reach the gateways.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdvertisedService {
+    /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) takes precedence over its load balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).
+    pub service: String,
+    /// Name of the Service's port for tunnels, if it has several ports.
+    pub port: String,
+}
+
+impl Default for AdvertisedService {
+    fn default() -> Self {
+        Self {
+            service: "causeway/causeway-tunnels".to_owned(),
+            port: "tunnels".to_owned(),
+        }
+    }
+}
+
+impl AdvertisedService {
+    /// Returns the namespace and name of the Service.
+    pub fn names(&self) -> (&str, &str) {
+        self.service.split_once('/').unwrap_or_default()
+    }
+}
+
+/// Gateway addresses of a Service, and the number of gateways behind it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiscoveredEndpoints {
+    /// The `host:port` at which edges reach the gateways.
+    pub addresses: Vec<String>,
+    /// Number of gateways, if it can be determined.
+    pub replicas: Option<u32>,
+}
+
+/// `ConfigMap` `leader-hub-POOL` of `OpenYurt` v1.6.1 and later, which gateways maintain.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct YurtHub {
+    /// Namespace in which `YurtHub`s look for the `ConfigMap` (their `--namespace`).
+    pub namespace: String,
+}
+
+impl Default for YurtHub {
+    fn default() -> Self {
+        Self {
+            namespace: "kube-system".to_owned(),
+        }
+    }
+}
+
+impl YurtHub {
+    pub(super) fn validate(&self, has_api_cache: bool, faults: &mut ConfigErrors) {
+        if self.namespace.is_empty() {
+            let message = "is empty; set the namespace of the YurtHubs, usually kube-system";
+            faults.add("kubernetes.yurthub.namespace", message);
+        }
+        if !has_api_cache {
+            let message = "YurtHubs can read nothing at the edges; add the section api_cache";
+            faults.add("kubernetes.yurthub", message);
+        }
+    }
+}
+
 /// Prefix of label keys that a kubelet cannot write on its own Node (the admission plugin `NodeRestriction`).
 const RESTRICTED: &str = "node-restriction.kubernetes.io";
 
@@ -117,34 +175,6 @@ impl Kubernetes {
     /// Whether the policy trusts labels of Node objects with this key.
     pub fn counts_label(&self, key: &str) -> bool {
         is_restricted(key) || self.policy_labels.iter().any(|listed| listed == key)
-    }
-}
-
-impl Config {
-    pub(super) fn validate_cluster(&self, faults: &mut ConfigErrors) {
-        let Some(rules) = &self.kubernetes else {
-            return;
-        };
-        for (index, key) in rules.policy_labels.iter().enumerate() {
-            let sound = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());
-            if !sound {
-                let message = format!(
-                    "\"{key}\" is not a valid label key; write the key without a value, such as example.com/site"
-                );
-                faults.add(format!("kubernetes.policy_labels[{index}]"), message);
-            }
-        }
-        let dialling = self
-            .listeners
-            .iter()
-            .find(|listener| !listener.direct_networks.is_empty());
-        if let Some(listener) = dialling.filter(|_| rules.address_networks.is_empty()) {
-            let message = format!(
-                "is required if a listener dials targets itself (listener \"{}\", direct): a kubelet can write any address into its Node, even the address of a Service; list the networks that contain the nodes",
-                listener.name
-            );
-            faults.add("kubernetes.address_networks", message);
-        }
     }
 }
 

@@ -9,7 +9,8 @@ use causeway_config::{IpNetList, ListenAddr};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::{IdentityHeaders, Jwt};
+use super::identity_headers::IdentityHeaders;
+use super::jwt::Jwt;
 
 /// Listener for clients.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]

@@ -3,7 +3,7 @@
 //! This module defines the section and its checks. It knows no address of a node: these come from the table of nodes. Only
 //! ports and pods that are named here are redirected.
 
-use super::{Listener, ListenerProtocol};
+use super::listener::{Listener, ListenerProtocol};
 use causeway_config::{ConfigErrors, ListenAddr};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};

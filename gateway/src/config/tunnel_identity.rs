@@ -1,7 +1,6 @@
 //! Configuration section `tunnel.identity`: certificates of gateways and edges that an external CA issues.
 
-use super::Config;
-use causeway_certs::{Requested, Store, TrustDomain};
+use causeway_certs::TrustDomain;
 use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -38,40 +37,17 @@ impl Identity {
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         self.chain.iter().chain(&self.key).chain(&self.client_ca)
     }
-}
 
-impl Config {
-    /// Returns this configuration with the paths at which the gateway stores requested certificates.
-    #[must_use]
-    pub fn completed(mut self) -> Self {
-        if let Some(identity) = &mut self.tunnel.identity
-            && identity.signer.is_some()
-        {
-            let kept = Store::made_path(&self.data_dir, Requested::Identity);
-            (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
-        }
-        for (port, app) in &mut self.upstream_tls {
-            if app.signer.is_some() {
-                let kept = Store::made_path(&self.data_dir, Requested::AppClient(*port));
-                (app.certificate, app.key) = (Some(kept.clone()), Some(kept));
-            }
-        }
-        self
-    }
-
-    pub(super) fn validate_identity(&self, faults: &mut ConfigErrors) {
-        let Some(identity) = &self.tunnel.identity else {
-            return;
-        };
+    pub(super) fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
         let mut fault = |key: &str, message: String| {
             faults.add(format!("tunnel.identity{key}"), message);
         };
-        if identity.client_ca.is_empty() {
+        if self.client_ca.is_empty() {
             let message = "is empty, so no edge would be admitted; set a file of CA certificates";
             fault(".client_ca", message.to_owned());
         }
-        let files = [&identity.chain, &identity.key].map(Option::is_some);
-        match (&identity.signer, files) {
+        let files = [&self.chain, &self.key].map(Option::is_some);
+        match (&self.signer, files) {
             (None, [true, true]) | (Some(_), [false, false]) => {}
             (None, _) => {
                 let message = "needs the files chain and key, or a signer that issues them";
@@ -82,7 +58,7 @@ impl Config {
                 fault("", message.to_owned());
             }
         }
-        match (&identity.signer, &identity.trust_domain) {
+        match (&self.signer, &self.trust_domain) {
             (Some(_), None) => fault(
                 ".trust_domain",
                 "is required: the certificate that the signer issues contains it".to_owned(),
@@ -98,10 +74,10 @@ impl Config {
             }
             (None, None) => {}
         }
-        let Some(signer) = &identity.signer else {
+        let Some(signer) = &self.signer else {
             return;
         };
-        if self.kubernetes.is_none() {
+        if !of_a_cluster {
             let message = "needs a cluster that issues the certificate; add the section kubernetes";
             fault(".signer", message.to_owned());
         }
@@ -120,7 +96,7 @@ impl Config {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::config::Config;
     use causeway_config::Validate;
     use serde_json::{Value, json};
 

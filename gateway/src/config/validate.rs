@@ -17,18 +17,17 @@ impl Validate for Config {
         let mut faults = ConfigErrors::default();
         self.numbers(&mut faults);
         self.addresses(&mut faults);
-        self.validate_identity(&mut faults);
+        let of_a_cluster = self.kubernetes.is_some();
+        if let Some(identity) = &self.tunnel.identity {
+            identity.validate(of_a_cluster, &mut faults);
+        }
         if let Some(dns) = &self.dns.0 {
             dns.validate(&self.listener_addresses(), &mut faults);
         }
-        self.validate_cluster(&mut faults);
-        self.validate_hosts(&mut faults);
-        self.validate_hubs(&mut faults);
-        self.validate_ports(&mut faults);
-        self.validate_certificates(&mut faults);
-        self.validate_advertise(&mut faults);
-        self.validate_state(&mut faults);
-        self.validate_readers(&mut faults);
+        self.validate_kubernetes(&mut faults);
+        if let Some(api_cache) = &self.api_cache {
+            api_cache.validate(of_a_cluster, &mut faults);
+        }
         let mut names = HashSet::new();
         for (index, listener) in self.listeners.iter().enumerate() {
             let path = format!("listeners[{index}]");
@@ -53,7 +52,7 @@ impl Validate for Config {
         }
         self.reviews(&mut faults);
         for (port, app) in &self.upstream_tls {
-            app.validate(*port, self.kubernetes.is_some(), &mut faults);
+            app.validate(*port, of_a_cluster, &mut faults);
         }
         faults.into_vec()
     }
@@ -421,7 +420,7 @@ impl ListenerValidator<'_> {
 }
 
 mod jwt;
-mod reviews;
+mod kubernetes;
 
 #[cfg(test)]
 mod tests;

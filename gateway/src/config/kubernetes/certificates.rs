@@ -9,8 +9,7 @@ use causeway_config::ConfigErrors;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-use super::coredns_hosts::{check_names, is_name};
-use crate::config::Config;
+use super::coredns_hosts::{check_names, is_name, is_namespaced_name};
 
 /// Signing of certificate requests of edges in the cluster's `certificates.k8s.io`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -47,7 +46,7 @@ impl CsrSigning {
         SignerProfile::of(&self.signer)
     }
 
-    fn validate(&self, faults: &mut ConfigErrors) {
+    pub(in crate::config) fn validate(&self, external_ca: bool, faults: &mut ConfigErrors) {
         self.validate_signer(faults);
         let names = [
             ("namespace", Some(&self.namespace)),
@@ -55,8 +54,7 @@ impl CsrSigning {
         ];
         check_names("kubernetes.certificates", names, faults);
         for (index, account) in self.service_accounts.iter().enumerate() {
-            let parts = account.split_once('/');
-            if !parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name)) {
+            if !is_namespaced_name(account) {
                 let path = format!("kubernetes.certificates.service_accounts[{index}]");
                 let message =
                     format!("\"{account}\" is not a valid service account; write NAMESPACE/NAME");
@@ -80,6 +78,10 @@ impl CsrSigning {
                 faults.add(path, message);
             }
             _ => {}
+        }
+        if external_ca {
+            let message = "edges use certificates of an external CA (tunnel.identity), so this gateway signs no certificates; keep one of the two";
+            faults.add("kubernetes.certificates", message);
         }
     }
 
@@ -109,27 +111,9 @@ impl CsrSigning {
     }
 }
 
-impl Config {
-    /// Returns the rules for signing the cluster's certificate requests, if the gateway handles them.
-    pub fn signer(&self) -> Option<&CsrSigning> {
-        self.kubernetes.as_ref()?.certificates.as_ref()
-    }
-
-    pub(in crate::config) fn validate_certificates(&self, faults: &mut ConfigErrors) {
-        let Some(certificates) = self.signer() else {
-            return;
-        };
-        certificates.validate(faults);
-        if self.tunnel.identity.is_some() {
-            let message = "edges use certificates of an external CA (tunnel.identity), so this gateway signs no certificates; keep one of the two";
-            faults.add("kubernetes.certificates", message);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::config::Config;
     use causeway_config::Validate;
     use serde_json::json;
 

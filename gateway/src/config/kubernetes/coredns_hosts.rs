@@ -9,7 +9,7 @@ use std::time::Duration;
 use causeway_config::{ConfigErrors, DurationStr};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, dns};
+use crate::config::dns;
 
 /// Minimum lease duration. A shorter lease is lost at each short pause of the API, and lease times are whole seconds.
 const SHORTEST: Duration = Duration::from_secs(3);
@@ -91,7 +91,7 @@ impl CoreDnsHosts {
         self.lease.as_deref().unwrap_or_else(|| self.name())
     }
 
-    fn validate(&self, named: &[IpAddr], faults: &mut ConfigErrors) {
+    pub(in crate::config) fn validate(&self, named: &[IpAddr], faults: &mut ConfigErrors) {
         let objects = [
             ("namespace", Some(&self.namespace)),
             ("name", self.name.as_ref()),
@@ -159,23 +159,8 @@ pub(super) fn is_name(name: &str) -> bool {
     name.len() <= MAX_NAME && name.split('.').all(label)
 }
 
-impl Config {
-    /// Returns the addresses of edges' nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server answers.
-    pub fn hosted_addresses(&self) -> Vec<IpAddr> {
-        let hosts = self.kubernetes.as_ref();
-        let hosts = hosts.and_then(|rules| rules.hosts.as_ref());
-        match hosts {
-            Some(hosts) if !hosts.addresses.is_empty() => {
-                dns::canonical(hosts.addresses.iter().copied())
-            }
-            _ => self.named_addresses(),
-        }
-    }
-
-    pub(in crate::config) fn validate_hosts(&self, faults: &mut ConfigErrors) {
-        let hosts = self.kubernetes.as_ref();
-        if let Some(hosts) = hosts.and_then(|rules| rules.hosts.as_ref()) {
-            hosts.validate(&self.named_addresses(), faults);
-        }
-    }
+/// Whether this is `NAMESPACE/NAME` of an object.
+pub(in crate::config) fn is_namespaced_name(text: &str) -> bool {
+    let parts = text.split_once('/');
+    parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name))
 }

@@ -4,14 +4,13 @@
 //! original destination. If the named listener does see one, the port is redirected to it instead. Ports in the configuration
 //! file take precedence. A `connect` listener serves listed ports without another listener; they are only announced to edges.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use causeway_config::{ConfigError, ConfigErrors, ListenAddr, Validate};
-use causeway_tunnel::control_stream::AnnouncedPorts;
+use causeway_config::{ConfigErrors, ListenAddr};
 use serde::{Deserialize, Serialize};
 
 use super::coredns_hosts::check_names;
-use crate::config::{Config, Listener, ListenerProtocol};
+use crate::config::listener::{Listener, ListenerProtocol};
 
 /// Node ports that a `ConfigMap` of the cluster lists.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -61,7 +60,9 @@ impl NodePorts {
 
 impl PortList {
     /// Returns the listeners that are named here, by key.
-    fn listeners(&self) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
+    pub(in crate::config) fn listeners(
+        &self,
+    ) -> impl Iterator<Item = (&'static str, ListenerProtocol, &str)> {
         let named = [
             ("https", ListenerProtocol::Https, self.https.as_deref()),
             ("http", ListenerProtocol::Http, self.http.as_deref()),
@@ -71,7 +72,7 @@ impl PortList {
             .filter_map(|(key, kind, name)| Some((key, kind, name?)))
     }
 
-    fn validate(&self, listeners: &[Listener], faults: &mut ConfigErrors) {
+    pub(in crate::config) fn validate(&self, listeners: &[Listener], faults: &mut ConfigErrors) {
         let names = [
             ("namespace", Some(&self.namespace)),
             ("name", Some(&self.name)),
@@ -105,272 +106,6 @@ impl PortList {
                 }
                 Some(_) => {}
             }
-        }
-    }
-}
-
-impl Config {
-    /// Returns this configuration with these node ports listed.
-    ///
-    /// # Errors
-    /// All faults of the resulting configuration.
-    pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<ConfigError>> {
-        let rules = self.kubernetes.as_ref();
-        let Some(rules) = rules.and_then(|rules| rules.ports.clone()) else {
-            return Ok(self);
-        };
-        let mut faults = ConfigErrors::default();
-        let each = listed.http.intersection(&listed.https);
-        for port in each {
-            faults.add(port.to_string(), "is listed both as http and as https");
-        }
-        for (key, kind, ports) in [
-            ("https", ListenerProtocol::Https, &listed.https),
-            ("http", ListenerProtocol::Http, &listed.http),
-        ] {
-            let mut named = rules.listeners();
-            let named = named.find(|(_, each, _)| *each == kind);
-            let listener = named.and_then(|(_, _, name)| {
-                let mut listeners = self.listeners.iter();
-                listeners.find(|listener| listener.name == name).cloned()
-            });
-            match listener {
-                Some(listener) => self.serve(&listener, ports, &mut faults),
-                None if ports.is_empty() || rules.listeners().next().is_none() => {}
-                None => faults.add(
-                    format!("{key}-proxy-ports"),
-                    format!(
-                        "this gateway has no listener for these ports; name one in kubernetes.ports.{key}"
-                    ),
-                ),
-            }
-        }
-        let told = self.told(listed);
-        let count = told.http.len() + told.tcp.len();
-        if count > AnnouncedPorts::MOST {
-            let most = AnnouncedPorts::MOST;
-            let message = format!(
-                "with all others, {count} ports are listed, but edges accept at most {most}"
-            );
-            faults.add("localhost-proxy-ports", message);
-        }
-        self.listed = Some(told);
-        let mut faults = faults.into_vec();
-        if faults.is_empty() {
-            faults = self.validate();
-        }
-        if faults.is_empty() {
-            Ok(self)
-        } else {
-            Err(faults)
-        }
-    }
-
-    /// Returns the announcement of these ports to edges.
-    fn told(&self, listed: &NodePorts) -> AnnouncedPorts {
-        let http = listed.http.union(&listed.loopback);
-        let tcp = listed.https.iter().chain(self.upstream_tls.keys());
-        AnnouncedPorts {
-            http: http.copied().collect(),
-            tcp: tcp.copied().collect(),
-        }
-    }
-
-    /// Serves these ports with `listener` as the template.
-    fn serve(&mut self, listener: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
-        let by_hand: BTreeMap<u16, &Listener> = match &self.redirect {
-            Some(redirect) if listener.original_destination => redirect.by_port(&self.listeners),
-            _ => {
-                let all = self
-                    .listeners
-                    .iter()
-                    .filter(|each| !each.original_destination);
-                all.filter_map(|each| Some((each.node_port()?, each)))
-                    .collect()
-            }
-        };
-        let new: Vec<u16> = ports
-            .iter()
-            .filter(|port| !by_hand.contains_key(port))
-            .copied()
-            .collect();
-        let app = listener
-            .node_port()
-            .and_then(|port| self.upstream_tls.get(&port))
-            .cloned();
-        for port in new {
-            if listener.protocol == ListenerProtocol::Https
-                && !self.upstream_tls.contains_key(&port)
-            {
-                let Some(app) = &app else {
-                    let message = format!(
-                        "upstream_tls has no key for this port, which the listener \"{}\" would serve; add the port to upstream_tls",
-                        listener.name
-                    );
-                    faults.add(format!("https-proxy-ports {port}"), message);
-                    continue;
-                };
-                self.upstream_tls.insert(port, app.clone());
-            }
-            if let (true, Some(redirect)) = (listener.original_destination, &mut self.redirect) {
-                redirect.ports.insert(port, listener.name.clone());
-                let shared = self.listeners.iter_mut();
-                for shared in shared.filter(|each| each.name == listener.name) {
-                    if !shared.anonymous_ports.is_empty() {
-                        shared.anonymous_ports.push(port);
-                    }
-                }
-                continue;
-            }
-            let mut own = listener.clone();
-            own.name = format!("{}-{port}", listener.name);
-            own.port = Some(port);
-            own.original_destination = false;
-            if let ListenAddr::Tcp(address) = &mut own.listen {
-                address.set_port(port);
-            }
-            // The user opened this listener to anonymous clients for some ports; the listed ports are included, here and above.
-            if !own.anonymous_ports.is_empty() {
-                own.anonymous_ports = vec![port];
-            }
-            self.listeners.push(own);
-        }
-    }
-
-    pub(in crate::config) fn validate_ports(&self, faults: &mut ConfigErrors) {
-        let rules = self.kubernetes.as_ref();
-        if let Some(ports) = rules.and_then(|rules| rules.ports.as_ref()) {
-            ports.validate(&self.listeners, faults);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn config(more: &serde_json::Value) -> Config {
-        let mut config = json!({
-            "kubernetes": { "ports": { "http": "plain", "https": "kubelets" } },
-            "upstream_tls": { "10250": { "verify": false } },
-            "listeners": [
-                { "name": "plain", "protocol": "http", "listen": "127.0.0.1:10264", "port": 10255,
-                  "anonymous": true, "anonymous_ports": [10255] },
-                { "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263" },
-            ],
-        });
-        let more = more.as_object().unwrap().clone();
-        config.as_object_mut().unwrap().extend(more);
-        serde_json::from_value(config).unwrap()
-    }
-
-    fn listed(http: &[u16], https: &[u16]) -> NodePorts {
-        NodePorts {
-            http: http.iter().copied().collect(),
-            https: https.iter().copied().collect(),
-            loopback: [10267].into(),
-        }
-    }
-
-    fn said(faults: &[ConfigError]) -> String {
-        let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
-        said.join("\n")
-    }
-
-    #[test]
-    fn a_listed_port_is_as_its_listener_with_a_listener_of_its_own() {
-        let config = config(&json!({}))
-            .listing(&listed(&[9051, 10255], &[9443]))
-            .unwrap();
-        let listener = |name: &str| {
-            config
-                .listeners
-                .iter()
-                .find(|listener| listener.name == name)
-        };
-        let plain = listener("plain-9051").unwrap();
-        assert_eq!(plain.listen.to_string(), "127.0.0.1:9051");
-        assert_eq!(
-            (plain.port, &plain.anonymous_ports),
-            (Some(9051), &vec![9051])
-        );
-        let tls = listener("kubelets-9443").unwrap();
-        assert_eq!(tls.listen.to_string(), "0.0.0.0:9443");
-        assert_eq!(config.upstream_tls[&9443], config.upstream_tls[&10250]);
-        assert_eq!(config.listeners.len(), 4, "10255 is there by hand");
-        let told = config.listed.unwrap();
-        assert_eq!(
-            (told.http, told.tcp),
-            (vec![9051, 10255, 10267], vec![9443, 9443, 10250])
-        );
-    }
-
-    #[test]
-    fn a_listener_with_original_destinations_gets_redirected_ports() {
-        let config = config(&json!({
-            "redirect": { "listeners": ["kubelets"] },
-            "listeners": [{ "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
-            "kubernetes": { "ports": { "https": "kubelets" } },
-        }));
-        let config = config.listing(&listed(&[], &[9443])).unwrap();
-        assert_eq!(config.listeners.len(), 1);
-        assert_eq!(config.redirect.unwrap().ports[&9443], "kubelets");
-        let config = self::config(&json!({
-            "redirect": { "listeners": ["any"] },
-            "listeners": [{ "name": "any", "protocol": "http", "listen": "0.0.0.0:10264", "port": 10255,
-                         "original_destination": true, "anonymous": true, "anonymous_ports": [10255] }],
-            "kubernetes": { "ports": { "http": "any" } },
-        }));
-        let config = config.listing(&listed(&[9051], &[])).unwrap();
-        assert_eq!(config.listeners[0].anonymous_ports, [10255, 9051]);
-    }
-
-    #[test]
-    fn connect_listeners_alone_send_ports_to_edges_without_sockets() {
-        let config = config(&json!({
-            "kubernetes": { "ports": {} },
-            "listeners": [{ "name": "api", "protocol": "connect", "listen": "unix:/run/it.sock" }],
-        }));
-        assert_eq!(said(&config.validate()), "");
-        let config = config.listing(&listed(&[9051], &[9443])).unwrap();
-        assert_eq!(config.listeners.len(), 1);
-        assert_eq!(config.listed.unwrap().http, [9051, 10267]);
-    }
-
-    #[test]
-    fn unsupported_ports_are_named() {
-        let both = config(&json!({})).listing(&listed(&[9443], &[9443]));
-        assert!(said(&both.unwrap_err()).contains("9443: is listed both as http and as https"));
-        let alone = json!({ "kubernetes": { "ports": { "https": "kubelets" } } });
-        let alone = config(&alone).listing(&listed(&[9051], &[]));
-        assert!(said(&alone.unwrap_err()).contains("kubernetes.ports.http"));
-        let crowd = NodePorts {
-            loopback: (1..=u16::MAX).collect(),
-            ..NodePorts::default()
-        };
-        let crowd = config(&json!({})).listing(&crowd);
-        assert!(
-            said(&crowd.unwrap_err())
-                .contains("65536 ports are listed, but edges accept at most 4096")
-        );
-        let bare = config(&json!({ "upstream_tls": {} })).listing(&listed(&[], &[9443]));
-        assert!(said(&bare.unwrap_err()).contains("upstream_tls has no key"));
-        for (ports, says) in [
-            (json!({}), "lists ports but no listener"),
-            (
-                json!({ "http": "kubelets" }),
-                "does not have the protocol http",
-            ),
-            (json!({ "http": "nobody" }), "there is no listener"),
-            (
-                json!({ "http": "plain", "service": "A b" }),
-                "not a valid object name",
-            ),
-        ] {
-            let config = config(&json!({ "kubernetes": { "ports": ports } }));
-            let said = said(&config.validate());
-            assert!(said.contains(says), "{said}");
         }
     }
 }
