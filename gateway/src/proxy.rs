@@ -48,7 +48,7 @@ use crate::{
 };
 use access_log::AccessRecord;
 use access_review::ReviewCache;
-use authn::{ClientIdentity, jwt::Expired};
+use authn::{AuthMethod, AuthnContext, ClientIdentity, jwt::Expired};
 use authz::{Action, Authorize, AuthzRequest, Destination};
 use causeway_certs::NodeName;
 use causeway_rt::task::TaskGroup;
@@ -59,7 +59,7 @@ use http_body::Body;
 use hyper::body::Incoming;
 use limits::{Counter, Limits};
 use listener::{ClientConnection, Listener};
-use pod_route::PodLookup;
+use pod_route::{PodLookup, PodRouting};
 use recheck::{GrantedAccess, OpenStreams};
 use request_body::RequestBody;
 use response_body::ResponseBody;
@@ -75,7 +75,7 @@ pub struct ProxyState {
     /// The tunnels that are here.
     pub registry: Registry,
     /// How many streams may be open.
-    pub limits: Limits,
+    pub limits: Arc<Limits>,
     /// Sessions that are dialled from here.
     pub direct: Counter,
     /// The streams that are open.
@@ -131,8 +131,8 @@ impl Proxy {
             && headers::lists(request.headers(), &EXPECT, "100-continue");
         let is_http1 = request.version() != Version::HTTP_2;
         let condition = is_http1.then_some(&connection.condition);
-        let request = request
-            .map(|body| RequestBody::new(body, is_awaited, (self, connection.peer), condition));
+        let discarding = (&self.shared.limits, &self.tasks, connection.peer);
+        let request = request.map(|body| RequestBody::new(body, is_awaited, discarding, condition));
         // RFC 9110 §9.3.2. hyper ensures this only for HTTP/1.1.
         let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let served = pin!(self.serve(connection, request, exchange, &record));
@@ -179,6 +179,20 @@ impl Proxy {
         (self.listener.errors, self.most_target())
     }
 
+    /// Returns the lookup of pods for a request, if this listener looks for them.
+    fn pod_routing(&self, client: &ClientIdentity, kind: &StreamKind) -> Option<PodRouting<'_>> {
+        let asks = self.listener.errors == ErrorFormat::Kubernetes
+            && client.method != AuthMethod::Anonymous
+            && !matches!(kind, StreamKind::Tcp);
+        let lookup = self.shared.pods.as_deref().filter(|_| asks)?;
+        Some(PodRouting {
+            lookup,
+            nodes: &self.shared.nodes,
+            port: self.listener.port,
+            bound: self.shared.timeouts.authorize,
+        })
+    }
+
     async fn serve(
         &self,
         connection: &Arc<ClientConnection>,
@@ -215,7 +229,13 @@ impl Proxy {
             .resolve_and_authenticate(connection, request.headers(), &asked)
             .await?;
         record.client(&client);
-        let route = pod_route::or_route(self, (&client, &kind), &request, routed).await?;
+        let route = match routed {
+            Ok(route) => route,
+            Err(none) => {
+                let pods = self.pod_routing(&client, &kind);
+                pod_route::route(pods, request.uri().path(), none).await?
+            }
+        };
         record.route(&route);
         let act = Action::from(&kind);
         let ask = AuthzRequest {
@@ -289,13 +309,22 @@ impl Proxy {
     ) -> Result<ClientIdentity, Error> {
         let authentication = &self.listener.authentication;
         let client = authentication
-            .identify(connection, presented, port, &self.shared)
+            .identify(
+                (&connection.credentials, connection.peer),
+                presented,
+                port,
+                AuthnContext {
+                    limits: &self.shared.limits,
+                    reviews: self.shared.reviews.as_ref(),
+                    bound: self.shared.timeouts.authorize,
+                },
+            )
             .await?;
         if !self.listener.believes(client.root) {
             let why = "certificate: its root is no longer trusted";
             return Err(Reason::Unauthenticated.error(why));
         }
-        client.is_welcome(&self.listener)?;
+        client.is_welcome(&self.listener.revoked, self.listener.disconnect_expired)?;
         Ok(client)
     }
 

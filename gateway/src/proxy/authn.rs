@@ -12,25 +12,23 @@ pub mod jwt;
 pub mod token_review;
 
 use crate::{
+    config::Serial,
     error::{Error, Reason},
-    proxy::{
-        ProxyState,
-        listener::{ClientConnection, Listener},
-    },
+    proxy::{access_review::ReviewCache, limits::Limits},
 };
 use causeway_certs::{
     StaticTokens,
-    verify::{PeerRejected, Purpose, none_revoked, verify_peer},
+    verify::{PeerRejected, Purpose, TrustStore, none_revoked, verify_peer},
 };
 use causeway_rt::listener::RemoteAddr;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
 use jwt::{Expired, JwtAuthenticator};
 use rustls_pki_types::UnixTime;
-use std::time::Duration;
+use std::{collections::BTreeSet, sync::OnceLock, time::Duration};
 use token_review::TokenReview;
 
-pub(crate) use bearer::TokenCache;
+use bearer::TokenCache;
 pub(crate) use identity::UID;
 use identity::now;
 pub use identity::{AuthMethod, ClientIdentity, PresentedCertificate, Validity};
@@ -40,15 +38,19 @@ impl ClientIdentity {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the listener refuses that.
-    pub(crate) fn is_welcome(&self, listener: &Listener) -> Result<(), Error> {
+    pub(crate) fn is_welcome(
+        &self,
+        revoked: &BTreeSet<Serial>,
+        disconnect_expired: bool,
+    ) -> Result<(), Error> {
         let Some(certificate) = &self.certificate else {
             return Ok(());
         };
-        if listener.revoked.contains(&certificate.serial) {
+        if revoked.contains(&certificate.serial) {
             return Err(refusal(&PeerRejected::Revoked(self.name.to_string())));
         }
         match &self.validity {
-            Some(validity) if listener.disconnect_expired && validity.is_over() => {
+            Some(validity) if disconnect_expired && validity.is_over() => {
                 let not_after = validity.until;
                 Err(refusal(&PeerRejected::Expired { not_after }))
             }
@@ -60,12 +62,10 @@ impl ClientIdentity {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if it has.
-    pub(crate) fn is_in_time(&self, listener: &Listener) -> Result<(), Error> {
+    pub(crate) fn is_in_time(&self, disconnect_expired: bool) -> Result<(), Error> {
         match &self.validity {
             Some(validity)
-                if self.method == AuthMethod::Jwt
-                    && listener.disconnect_expired
-                    && validity.is_over() =>
+                if self.method == AuthMethod::Jwt && disconnect_expired && validity.is_over() =>
             {
                 let why = jwt::expired(validity.until);
                 Err(Reason::Unauthenticated.error(why).of_token())
@@ -76,24 +76,67 @@ impl ClientIdentity {
 }
 
 impl PresentedCertificate {
-    /// Verifies the certificate again, with the listener's current trust roots.
+    /// Verifies the certificate again, with the listener's current trust roots, if it has any.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if the certificate is no longer trusted.
-    pub(crate) fn prove(&self, listener: &Listener) -> Result<(), Error> {
-        let Some(tls) = &listener.tls else {
+    pub(crate) fn prove(
+        &self,
+        trust: Option<&TrustStore>,
+        disconnect_expired: bool,
+    ) -> Result<(), Error> {
+        let Some(trust) = trust else {
             return Err(refusal(&PeerRejected::UnknownIssuer));
         };
-        let seconds = if listener.disconnect_expired {
+        let seconds = if disconnect_expired {
             now()
         } else {
             now().min(self.not_after)
         };
         let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
-        let trust = &tls.load().trust;
         let proven = verify_peer(Some(&self.chain), Purpose::Client, at, trust, &none_revoked);
         proven.map(drop).map_err(|refused| refusal(&refused))
     }
+}
+
+/// Credentials of a connection: those of the connection itself, and the results that its requests share.
+#[derive(Debug)]
+pub(crate) struct ConnectionCredentials {
+    /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
+    pub(crate) client: Result<Option<ClientIdentity>, PeerRejected>,
+    pub(crate) last_token: TokenCache,
+    nobody: OnceLock<ClientIdentity>,
+}
+
+impl ConnectionCredentials {
+    pub(crate) fn new(client: Result<Option<ClientIdentity>, PeerRejected>) -> Self {
+        Self {
+            client,
+            last_token: TokenCache::default(),
+            nobody: OnceLock::new(),
+        }
+    }
+
+    /// Returns the anonymous client of this connection.
+    fn nobody(&self, peer: RemoteAddr, limits: &Limits) -> ClientIdentity {
+        let make = || {
+            let name = peer
+                .ip()
+                .map_or_else(|| "unix".to_owned(), |ip| ip.to_string());
+            ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, limits)
+        };
+        self.nobody.get_or_init(make).clone()
+    }
+}
+
+/// Parts of the gateway that authentication needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AuthnContext<'a> {
+    pub(crate) limits: &'a Limits,
+    /// Cache of the reviews of clients by the cluster's API, if there is one.
+    pub(crate) reviews: Option<&'a ReviewCache>,
+    /// Maximum time of a wait for missing keys of an issuer.
+    pub(crate) bound: Duration,
 }
 
 /// Authentication methods that a listener accepts.
@@ -122,14 +165,14 @@ impl Authenticator {
     /// # Errors
     /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::DependencyUnavailable`] if the client cannot be identified
     /// now.
-    pub async fn identify(
+    pub(crate) async fn identify(
         &self,
-        connection: &ClientConnection,
+        (credentials, peer): (&ConnectionCredentials, RemoteAddr),
         (fields, expired): (&HeaderMap, Expired<'_>),
         port: Option<u16>,
-        shared: &ProxyState,
+        context: AuthnContext<'_>,
     ) -> Result<ClientIdentity, Error> {
-        match &connection.client {
+        match &credentials.client {
             Ok(Some(client)) => return Ok(client.clone()),
             Err(refused) => return Err(refusal(refused)),
             Ok(None) => {}
@@ -138,10 +181,10 @@ impl Authenticator {
             && let Some(presented) = fields.get(AUTHORIZATION)
         {
             let presented = (presented.as_bytes(), expired);
-            return bearer::identify(self, presented, connection, shared).await;
+            return bearer::identify(self, presented, (credentials, peer), context).await;
         }
-        if self.admits_nobody(connection.peer, port) {
-            return Ok(connection.nobody(shared));
+        if self.admits_nobody(peer, port) {
+            return Ok(credentials.nobody(peer, context.limits));
         }
         Err(Reason::Unauthenticated.error(self.wants()))
     }

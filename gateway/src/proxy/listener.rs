@@ -21,8 +21,8 @@ use crate::{
     config::{ErrorFormat, ListenerProtocol, Serial},
     metrics::{ConnectionGuard, ListenerMetrics},
     proxy::{
-        Proxy, ProxyState,
-        authn::{AuthMethod, Authenticator, ClientIdentity, TokenCache},
+        Proxy,
+        authn::{Authenticator, ClientIdentity, ConnectionCredentials},
         forwarding_headers::{ForwardingHeaders, LastValues},
         identity_headers::IdentityHeaderFields,
         route::RouteInput,
@@ -226,37 +226,21 @@ pub struct ClientConnection {
     pub original: Option<SocketAddr>,
     /// Whether TLS is spoken.
     pub tls: bool,
-    /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
-    pub client: Result<Option<ClientIdentity>, PeerRejected>,
+    /// The credentials of the client.
+    pub(crate) credentials: ConnectionCredentials,
     /// The socket's condition.
     pub condition: Arc<ConnState>,
     /// Its requests that are open, where HTTP/2 is spoken.
     pub idle: Arc<IdleTimer>,
     /// Maximum bytes that each of its streams may buffer unread, if HTTP/2 is spoken.
     pub window: u32,
-    pub(crate) last_token: TokenCache,
     /// Interim answers to its requests.
     pub(crate) interims: InformationalResponses,
     /// Values of the forwarding headers of the last request.
     pub(crate) forwarded: LastValues,
-    nobody: OnceLock<ClientIdentity>,
     /// The place of the connection, which each of its streams holds.
     pub(crate) room: Slot,
     _open: ConnectionGuard,
-}
-
-impl ClientConnection {
-    /// Returns the anonymous client of this connection.
-    pub fn nobody(&self, shared: &ProxyState) -> ClientIdentity {
-        let make = || {
-            let name = self
-                .peer
-                .ip()
-                .map_or_else(|| "unix".to_owned(), |ip| ip.to_string());
-            ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, &shared.limits)
-        };
-        self.nobody.get_or_init(make).clone()
-    }
 }
 
 /// A client's socket that was just accepted.
@@ -283,14 +267,12 @@ impl AcceptedSocket {
             sni,
             original: self.original,
             tls,
-            client,
+            credentials: ConnectionCredentials::new(client),
             condition: Arc::default(),
             idle: Arc::default(),
-            last_token: TokenCache::default(),
             window: http::window(proxy),
             interims: InformationalResponses::default(),
             forwarded: LastValues::default(),
-            nobody: OnceLock::new(),
             room: self.room,
             _open: proxy.listener.metrics.connection(),
         }

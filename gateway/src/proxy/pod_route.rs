@@ -5,20 +5,15 @@
 //! within a bound: one of the two waits that the request path permits. Only identified clients get such an answer, and only at
 //! listeners for kube-apiservers.
 
-use super::{
-    Proxy,
-    authn::{AuthMethod, ClientIdentity},
-    route::Route,
-};
+use super::route::Route;
 use crate::{
-    config::ErrorFormat,
     error::{Error, Reason},
+    state::Nodes,
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::{StreamKind, Target};
+use causeway_tunnel::Target;
 use futures_util::future::BoxFuture;
-use http::Request;
-use std::{borrow::Cow, fmt::Debug};
+use std::{borrow::Cow, fmt::Debug, time::Duration};
 
 /// Lookup of the node of a pod.
 pub trait PodLookup: Debug + Send + Sync + 'static {
@@ -30,39 +25,32 @@ pub trait PodLookup: Debug + Send + Sync + 'static {
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>>;
 }
 
-/// Returns the result in `routed`, or the route by the pod that the path names.
+/// Input of a lookup.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PodRouting<'a> {
+    pub(super) lookup: &'a dyn PodLookup,
+    pub(super) nodes: &'a Nodes,
+    /// Node port that the listener stands for.
+    pub(super) port: Option<u16>,
+    /// Maximum time of a lookup.
+    pub(super) bound: Duration,
+}
+
+/// Returns the route by the pod that the path names, to a request without a route because of `error`.
 ///
 /// # Errors
 /// The reason why there is no route.
-pub(super) async fn or_route<B>(
-    proxy: &Proxy,
-    (client, kind): (&ClientIdentity, &StreamKind),
-    request: &Request<B>,
-    routed: Result<Route, Error>,
-) -> Result<Route, Error> {
-    match routed {
-        Ok(route) => Ok(route),
-        Err(none) => route(proxy, (client, kind), request.uri().path(), none).await,
-    }
-}
-
-async fn route(
-    proxy: &Proxy,
-    (client, kind): (&ClientIdentity, &StreamKind),
+pub(super) async fn route(
+    pods: Option<PodRouting<'_>>,
     path: &str,
     error: Error,
 ) -> Result<Route, Error> {
-    let listener = &proxy.listener;
-    let asks = listener.errors == ErrorFormat::Kubernetes
-        && client.method != AuthMethod::Anonymous
-        && !matches!(kind, StreamKind::Tcp)
-        && error.reason == Reason::NodeUnknown;
-    let pods = proxy.shared.pods.as_ref().filter(|_| asks);
+    let pods = pods.filter(|_| error.reason == Reason::NodeUnknown);
     let (Some(pods), Some((namespace, name))) = (pods, meant(path)) else {
         return Err(error);
     };
-    let bound = proxy.shared.timeouts.authorize;
-    let node = match tokio::time::timeout(bound, pods.node(namespace, name)).await {
+    let bound = pods.bound;
+    let node = match tokio::time::timeout(bound, pods.lookup.node(namespace, name)).await {
         Ok(Ok(found)) => found,
         Ok(Err(why)) => {
             let detail = format!("the node of pod {namespace}/{name} could not be found: {why}");
@@ -75,11 +63,11 @@ async fn route(
         }
     };
     // A cloud node has no tunnel and never gets one.
-    let Some(node) = proxy.shared.nodes.by_name(node.as_str()) else {
+    let Some(node) = pods.nodes.by_name(node.as_str()) else {
         let detail = format!("pod {namespace}/{name} is on {node}, which is not an edge node");
         return Err(Reason::NodeUnknown.error(detail));
     };
-    let port = listener.port.ok_or(error)?;
+    let port = pods.port.ok_or(error)?;
     let target = Target::new(node.as_str(), port);
     Ok(Route { node, target })
 }

@@ -12,11 +12,13 @@ use super::{
     authz::{Action, AuthzRequest, Destination},
     direct,
     listener::ClientConnection,
+    response_body::FLUSH_TIMEOUT,
 };
 use crate::{
     error::{Error, Reason},
     worker::WorkerId,
 };
+use arc_swap::ArcSwap;
 use causeway_rt::task::TaskGroup;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use http::{HeaderMap, HeaderValue, Method, Request, header::AUTHORIZATION};
@@ -35,10 +37,6 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(1);
-
-/// Time in which a client may take the bytes that came before its stream ended. The stream of a client that takes nothing ends
-/// without them.
-pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their worker have a turn.
 const MAX_CONCURRENT_CHECKS: usize = 32;
@@ -121,7 +119,7 @@ impl GrantedAccess {
             Some(copy)
         };
         let credential = request.headers().get(AUTHORIZATION);
-        let credential = credential.filter(|_| matches!(connection.client, Ok(None)));
+        let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
         Self {
             act,
             method: request.method().clone(),
@@ -234,10 +232,12 @@ impl Proxy {
         let port = route.as_ref().map(|route| route.target.port);
         let port = port.or(allowed.port);
         if let Some(certificate) = &client.certificate {
-            certificate.prove(&self.listener)?;
+            let tls = self.listener.tls.as_ref().map(ArcSwap::load);
+            let trust = tls.as_ref().map(|tls| &tls.trust);
+            certificate.prove(trust, self.listener.disconnect_expired)?;
         }
         // Results of another listener are not used.
-        bearer::forget(&connection.last_token);
+        bearer::forget(&connection.credentials.last_token);
         let expired = if self.listener.disconnect_expired {
             Expired::Refused
         } else {
@@ -246,7 +246,7 @@ impl Proxy {
         let identified = self.identify_by(connection, (&fields, expired), port).await;
         let (client, dependency_unavailable) = match identified {
             Err(error) if error.reason == Reason::DependencyUnavailable => {
-                client.is_in_time(&self.listener)?;
+                client.is_in_time(self.listener.disconnect_expired)?;
                 (client, Some(error))
             }
             identified => (identified?, None),

@@ -6,7 +6,7 @@
 //! discarded for a while instead. If its end comes, an HTTP/1.1 connection stays open. The number of discarded bodies is limited
 //! for the whole gateway; one source gets three quarters of it. One more aborts the oldest.
 
-use super::{Proxy, ProxyState, listener::conn_io::ConnState};
+use super::{limits::Limits, listener::conn_io::ConnState};
 use bytes::Bytes;
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, task::TaskGroup};
 use http_body::{Body, Frame, SizeHint};
@@ -38,7 +38,7 @@ pub struct RequestBody {
 /// Whatever discards the rest of a body.
 #[derive(Debug)]
 struct Discarding {
-    shared: Arc<ProxyState>,
+    limits: Arc<Limits>,
     tasks: Arc<TaskGroup>,
     peer: RemoteAddr,
 }
@@ -48,7 +48,7 @@ impl RequestBody {
     pub fn new(
         inner: Incoming,
         is_awaited: bool,
-        (proxy, peer): (&Proxy, RemoteAddr),
+        (limits, tasks, peer): (&Arc<Limits>, &Arc<TaskGroup>, RemoteAddr),
         condition: Option<&Arc<ConnState>>,
     ) -> Self {
         let discards = !is_awaited && !inner.is_end_stream();
@@ -56,8 +56,8 @@ impl RequestBody {
             condition: condition.filter(|_| !inner.is_end_stream()).cloned(),
             inner: Some(inner),
             discarding: discards.then(|| Discarding {
-                shared: proxy.shared.clone(),
-                tasks: proxy.tasks.clone(),
+                limits: limits.clone(),
+                tasks: tasks.clone(),
                 peer,
             }),
         }
@@ -103,7 +103,7 @@ impl Drop for RequestBody {
     fn drop(&mut self) {
         if let (Some(inner), Some(discarding)) = (self.inner.take(), self.discarding.take())
             && !inner.is_end_stream()
-            && let Some(place) = discarding.shared.limits.discarded_body(discarding.peer)
+            && let Some(place) = discarding.limits.discarded_body(discarding.peer)
         {
             let span = tracing::debug_span!("unwanted");
             discarding.tasks.spawn(span, discard(inner, place));

@@ -9,7 +9,6 @@ use crate::{
     proxy::{
         access_log::AccessRecord,
         listener::{conn_io::ConnState, idle_timer::ActiveRequest},
-        recheck,
         upstream::UpstreamResponseBody,
     },
 };
@@ -30,6 +29,10 @@ use tokio_util::sync::DropGuard;
 
 /// Time for which a client that does not read may delay the end of a broken answer.
 const FLUSH: Duration = Duration::from_secs(5);
+
+/// Time in which a client may take the bytes that came before its stream ended. The stream of a client that takes nothing ends
+/// without them.
+pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An answer's body.
 #[derive(Debug)]
@@ -263,7 +266,7 @@ impl TunnelBody {
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
         if self.broken.is_none() && self.record.poll_ended(cx).is_ready() {
             let ended = StreamError::cancelled();
-            self.broken = Some((ended, Box::pin(tokio::time::sleep(recheck::FLUSH_TIMEOUT))));
+            self.broken = Some((ended, Box::pin(tokio::time::sleep(FLUSH_TIMEOUT))));
         }
         if self.broken.is_none() {
             match ready!(self.poll_source(cx)) {

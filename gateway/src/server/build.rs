@@ -272,7 +272,7 @@ fn shared(
         reviews: reviews.map(answers),
         nodes: base.nodes.reader(),
         registry: Registry::new(workers),
-        limits: Limits::new(config.limits.clone(), &metrics),
+        limits: Arc::new(Limits::new(config.limits.clone(), &metrics)),
         direct: Counter::default(),
         streams: OpenStreams::new(workers.all().count()),
         authorizer,

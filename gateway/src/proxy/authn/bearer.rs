@@ -6,15 +6,12 @@
 //! cached here.
 
 use super::{
-    Authenticator,
+    Authenticator, AuthnContext, ConnectionCredentials,
     identity::{AuthMethod, ClientIdentity, Validity},
     jwt,
     jwt::Expired,
 };
-use crate::{
-    error::{Error, Reason},
-    proxy::{ProxyState, listener::ClientConnection},
-};
+use crate::error::{Error, Reason};
 use causeway_rt::listener::RemoteAddr;
 use std::sync::{Mutex, PoisonError};
 
@@ -32,10 +29,10 @@ pub(crate) struct CachedIdentity {
 pub(super) async fn identify(
     listener: &Authenticator,
     (presented, expired): (&[u8], Expired<'_>),
-    connection: &ClientConnection,
-    shared: &ProxyState,
+    (credentials, peer): (&ConnectionCredentials, RemoteAddr),
+    context: AuthnContext<'_>,
 ) -> Result<ClientIdentity, Error> {
-    if let Some(client) = remembered(&connection.last_token, presented) {
+    if let Some(client) = remembered(&credentials.last_token, presented) {
         return Ok(client);
     }
     let text = std::str::from_utf8(presented).unwrap_or_default();
@@ -46,11 +43,11 @@ pub(super) async fn identify(
             return Err(Reason::Unauthenticated.error(nothing));
         }
     };
-    let client = tried(listener, (token, expired), connection.peer, shared).await?;
+    let client = tried(listener, (token, expired), peer, context).await?;
     if client.method == AuthMethod::TokenReview {
         return Ok(client);
     }
-    let mut last = last(&connection.last_token);
+    let mut last = last(&credentials.last_token);
     *last = Some(CachedIdentity {
         presented: presented.to_vec(),
         client: client.clone(),
@@ -62,7 +59,7 @@ async fn tried(
     listener: &Authenticator,
     (token, expired): (&str, Expired<'_>),
     from: RemoteAddr,
-    shared: &ProxyState,
+    context: AuthnContext<'_>,
 ) -> Result<ClientIdentity, Error> {
     let refuse = |why| Reason::Unauthenticated.error(why).of_token();
     let unproven = |refused| match refused {
@@ -74,11 +71,11 @@ async fn tried(
         None => listener.tokens.is_none() || jwt::is_one(token),
     };
     if let Some(jwts) = listener.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
-        let bound = shared.timeouts.authorize;
+        let bound = context.bound;
         let named = jwts.identify((token, expired), bound).await;
         let named = named.map_err(unproven)?;
         let client =
-            ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, &shared.limits);
+            ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, context.limits);
         return Ok(ClientIdentity {
             validity: Some(named.validity),
             ..client
@@ -95,10 +92,14 @@ async fn tried(
                 &found.name,
                 groups,
                 AuthMethod::Token,
-                &shared.limits,
+                context.limits,
             ))
         }
-        (None, Some(review)) => review.identify((token, expired), from, shared).await,
+        (None, Some(review)) => {
+            review
+                .identify((token, expired), from, (context.reviews, context.limits))
+                .await
+        }
         (None, None) => Err(refuse("token: not known to this listener".into())),
     }
 }

@@ -9,7 +9,10 @@ use super::{
 };
 use crate::{
     error::{Error, Reason},
-    proxy::{ProxyState, access_review::types::UserInfo},
+    proxy::{
+        access_review::{ReviewCache, types::UserInfo},
+        limits::Limits,
+    },
     state::policy::AUTHENTICATED,
 };
 use causeway_certs::TrustDomain;
@@ -35,10 +38,10 @@ impl TokenReview {
         &self,
         (token, expired): (&str, Expired<'_>),
         from: RemoteAddr,
-        shared: &ProxyState,
+        (reviews, limits): (Option<&ReviewCache>, &Limits),
     ) -> Result<ClientIdentity, Error> {
         let what = "your identity";
-        let Some(answers) = &shared.reviews else {
+        let Some(answers) = reviews else {
             return Err(Reason::DependencyUnavailable.error(format!(
                 "{what} cannot be reviewed: this gateway has no API of a cluster"
             )));
@@ -58,7 +61,7 @@ impl TokenReview {
         let audiences = || self.audiences.clone();
         Ok(ClientIdentity {
             validity: jwt::end(token).map(|end| Validity::reviewed(end, audiences())),
-            ..self.client(account, shared)?
+            ..self.client(account, limits)?
         })
     }
 
@@ -72,7 +75,7 @@ impl TokenReview {
         (same && validity.is_over()).then(|| before.account.clone())?
     }
 
-    fn client(&self, account: Arc<UserInfo>, shared: &ProxyState) -> Result<ClientIdentity, Error> {
+    fn client(&self, account: Arc<UserInfo>, limits: &Limits) -> Result<ClientIdentity, Error> {
         let said = account.groups.iter();
         let groups: Vec<_> = said
             .filter(|group| group.as_str() != AUTHENTICATED)
@@ -84,12 +87,7 @@ impl TokenReview {
             let why = "token_review: one of its names or groups is reserved and must not come from a token";
             return Err(refuse(why));
         }
-        let client = ClientIdentity::new(
-            &account.user,
-            groups,
-            AuthMethod::TokenReview,
-            &shared.limits,
-        );
+        let client = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, limits);
         Ok(ClientIdentity {
             account: Some(account),
             ..client

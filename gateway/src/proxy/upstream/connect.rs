@@ -62,7 +62,7 @@ impl UpstreamConnection {
             Err(_) => return Err(error::slow(way.route, "did not complete TLS in time")),
         };
         let life = Arc::new(ConnState {
-            key: pin::believed(way, app, (&tls, deadline)).await?,
+            key: pin::believed(way.route, app.pins(), (&tls, deadline)).await?,
             eviction,
             ..ConnState::default()
         });

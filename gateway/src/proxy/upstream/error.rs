@@ -3,15 +3,18 @@
 //! Each sentence names the port and the node. An error of the tunnel's stream below takes precedence over the error that HTTP or
 //! TLS makes of its end.
 
-use super::pin::KeyMismatch;
 use crate::{
     error::{Error, Reason},
-    proxy::{StreamContext, route::Route},
+    proxy::route::Route,
 };
+use causeway_certs::{Fingerprint, Pin};
 use causeway_tunnel::StreamError;
 use causeway_upstream::response_error::{describe, find};
 use rustls::CertificateError;
-use std::io::{self, ErrorKind::UnexpectedEof};
+use std::{
+    io::{self, ErrorKind::UnexpectedEof},
+    time::{Duration, UNIX_EPOCH},
+};
 use tokio_util::sync::CancellationToken;
 
 /// Returns the error of an upstream that broke the protocol, or closed the connection early.
@@ -27,6 +30,39 @@ pub(super) fn slow(route: &Route, what: &str) -> Error {
 /// "port 10250 of edge-1 did something".
 pub(super) fn sentence(route: &Route, what: &str) -> String {
     format!("port {} of {} {what}", route.target.port, route.node)
+}
+
+/// Error of an upstream whose key is not the pinned one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its key is {met} instead of {}", known.key)]
+pub(super) struct KeyMismatch {
+    pub(super) known: Pin,
+    pub(super) met: Fingerprint,
+}
+
+impl KeyMismatch {
+    /// Returns the error for the client.
+    pub(super) fn at(self, route: &Route) -> Error {
+        let Self { known, met } = self;
+        let (node, port) = (&route.node, route.target.port);
+        let since = UNIX_EPOCH + Duration::from_secs(known.since);
+        let since = humantime::format_rfc3339_seconds(since);
+        let what = format!(
+            "has a new key: SHA-256 {met}, but key {} has been pinned since {since}; if the key was replaced on purpose, run `causeway node unpin {node} {port}` at the gateway",
+            known.key
+        );
+        Reason::TargetKeyChanged.error(sentence(route, &what))
+    }
+
+    /// Returns the key mismatch that a TLS error contains.
+    fn of(error: &rustls::Error) -> Option<Self> {
+        match error {
+            rustls::Error::InvalidCertificate(CertificateError::Other(other)) => {
+                other.0.downcast_ref().copied()
+            }
+            _ => None,
+        }
+    }
 }
 
 /// TLS was not begun.
@@ -94,15 +130,6 @@ fn of_certificate(why: &CertificateError) -> String {
 fn plain(name: &str) -> &str {
     let inner = name.split_once('(').map_or(name, |(_, inner)| inner);
     inner.trim_end_matches(')').trim_matches('"')
-}
-
-/// There was no answer, or no more of it.
-pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
-    // The stream may have failed because of the client's own data.
-    if let Some(known) = way.record.failure() {
-        return known;
-    }
-    of_answer(way.route, error, "before it sent a response")
 }
 
 /// Returns the error of an answer that did not come to its end; `when` says at which point.

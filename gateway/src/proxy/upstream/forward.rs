@@ -9,7 +9,7 @@ use super::{
     body::{UpstreamRequestBody, UpstreamResponseBody},
     connect::UpstreamConnection,
     error,
-    http1::{Http1Connection, InUse},
+    http1::{self, Http1Connection, InUse},
     http2::{self, UpstreamStreamPermit},
     http2_request, pin,
     pool::ConnectionPoolKey,
@@ -95,7 +95,7 @@ pub(super) async fn choose(
     while after == 0
         && let Some(line) = kept.of(&key).checkout(&key, |line| line.is_alive())
     {
-        let believed = pin::holds(app, way.route, line.life.key);
+        let believed = pin::holds(app.pins(), way.route, line.life.key);
         // Dropping it resets it: the next request opens a new connection to the app.
         let asking = line.asking();
         if believed {
@@ -257,5 +257,5 @@ pub(super) fn unanswered(way: StreamContext<'_>, asking: &InUse, error: &hyper::
         let what = format!("has read nothing from the request body for {patience}");
         return error::slow(way.route, &what);
     }
-    error::of_http(way, error)
+    http1::of_http(way, error)
 }

@@ -104,7 +104,7 @@ impl Http1Connection {
         let most = (shared.max_headers, Some(wire::MAX_HEAD));
         let (sender, connection, answering) = handshake(guarded, rest, most)
             .await
-            .map_err(|error| error::of_http(way, &error))?;
+            .map_err(|error| of_http(way, &error))?;
         let (back, returned) = mpsc::channel(1);
         let driven = DriverConfig {
             connection,
@@ -316,4 +316,11 @@ async fn stalls(life: &ConnState, patience: Duration) {
         }
         before = now;
     }
+}
+
+/// Returns the error of a request without an answer.
+pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
+    // The stream may have failed because of the client's own data.
+    let known = way.record.failure();
+    known.unwrap_or_else(|| error::of_answer(way.route, error, "before it sent a response"))
 }

@@ -54,7 +54,7 @@ impl http2_pool::MultiplexedConnection for Http2Connection {
 impl Http2Connection {
     /// Whether requests may still go there.
     fn is_alive(&self, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
-        let holds = pin::holds(app, way.route, self.key);
+        let holds = pin::holds(app.pins(), way.route, self.key);
         if !holds {
             // The next request must open a new connection to the app.
             self.tunnel.close();

@@ -7,55 +7,22 @@
 //!
 //! Neither names nor dates of a certificate count, nor its issuer: kubelets sign their own, for a year.
 
-use super::{error, tls::UpstreamTls};
+use super::error::{self, KeyMismatch};
 use crate::{
     error::{Error, Reason},
-    proxy::{StreamContext, route::Route},
+    proxy::route::Route,
     state::Pins,
 };
-use causeway_certs::{Fingerprint, NodeName, Pin, verify::NoServerVerification};
+use causeway_certs::{Fingerprint, NodeName, verify::NoServerVerification};
 use causeway_tunnel::stream_io::StreamIo;
 use rustls::{
     CertificateError, DigitallySignedStruct, OtherError, SignatureScheme,
     client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
-use std::{sync::Arc, time::UNIX_EPOCH};
+use std::sync::Arc;
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
-
-/// Error of an upstream whose key is not the pinned one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its key is {met} instead of {}", known.key)]
-pub(super) struct KeyMismatch {
-    known: Pin,
-    met: Fingerprint,
-}
-
-impl KeyMismatch {
-    /// Returns the error for the client.
-    pub(super) fn at(self, route: &Route) -> Error {
-        let Self { known, met } = self;
-        let (node, port) = (&route.node, route.target.port);
-        let since = UNIX_EPOCH + std::time::Duration::from_secs(known.since);
-        let since = humantime::format_rfc3339_seconds(since);
-        let what = format!(
-            "has a new key: SHA-256 {met}, but key {} has been pinned since {since}; if the key was replaced on purpose, run `causeway node unpin {node} {port}` at the gateway",
-            known.key
-        );
-        Reason::TargetKeyChanged.error(error::sentence(route, &what))
-    }
-
-    /// Returns the key mismatch that a TLS error contains.
-    pub(super) fn of(error: &rustls::Error) -> Option<Self> {
-        match error {
-            rustls::Error::InvalidCertificate(CertificateError::Other(other)) => {
-                other.0.downcast_ref().copied()
-            }
-            _ => None,
-        }
-    }
-}
 
 /// Waits until the key that the upstream proved in the handshake is pinned. Returns that key, if the upstream is trusted by its
 /// key.
@@ -63,18 +30,17 @@ impl KeyMismatch {
 /// # Errors
 /// If another key is pinned, or this one cannot be recorded until `deadline`.
 pub(super) async fn believed(
-    way: StreamContext<'_>,
-    app: &UpstreamTls,
+    route: &Route,
+    pins: Option<&Pins>,
     (tls, deadline): (&TlsStream<StreamIo>, Instant),
 ) -> Result<Option<Fingerprint>, Error> {
-    let Some(pins) = app.pins() else {
+    let Some(pins) = pins else {
         return Ok(None);
     };
     let chain = tls.get_ref().1.peer_certificates();
     let met = chain.and_then(|chain| Fingerprint::of_key(chain.first()?));
-    let met =
-        met.ok_or_else(|| error::broken(way.route, "shows a certificate without a valid key"))?;
-    let place = (&way.route.node, way.route.target.port);
+    let met = met.ok_or_else(|| error::broken(route, "shows a certificate without a valid key"))?;
+    let place = (&route.node, route.target.port);
     let known = if let Some(known) = pins.get(place.0, place.1) {
         known
     } else {
@@ -82,18 +48,18 @@ pub(super) async fn believed(
         let noted = pins.first(place, met, bound).await;
         noted.map_err(|why| {
             let what = "connects for the first time, but its key cannot be recorded";
-            Reason::DependencyUnavailable.with_source(error::sentence(way.route, what), why)
+            Reason::DependencyUnavailable.with_source(error::sentence(route, what), why)
         })?
     };
     if known.key == met {
         return Ok(Some(met));
     }
-    Err(KeyMismatch { known, met }.at(way.route))
+    Err(KeyMismatch { known, met }.at(route))
 }
 
 /// Whether an upstream that was trusted by this key still is.
-pub(super) fn holds(app: &UpstreamTls, route: &Route, key: Option<Fingerprint>) -> bool {
-    app.pins().is_none_or(|pins| {
+pub(super) fn holds(pins: Option<&Pins>, route: &Route, key: Option<Fingerprint>) -> bool {
+    pins.is_none_or(|pins| {
         let known = pins.get(&route.node, route.target.port);
         known.map(|pin| pin.key) == key
     })
