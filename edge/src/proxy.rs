@@ -15,11 +15,13 @@ pub(crate) mod dial;
 mod upstream;
 mod upstream_tls;
 
-mod body;
-mod http1_pool;
 mod informational;
+mod request_body;
 
+mod http1_pool;
 mod http2_pool;
+
+mod response;
 
 mod forward;
 mod upgrade;
@@ -37,64 +39,28 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode, StreamError, StreamKind, StreamReceiver, Target,
     body::{PumpError, pump},
-    copy::CopyOutcome,
     edge_side::StreamRequest,
     error::Rejected,
     eviction::Eviction,
     request_target::{OverflowBuffer, TargetOverflow},
 };
-use dial::Connected;
+use dial::{Connected, Dialer};
+use forward::UpstreamClient;
 use futures_util::future::OptionFuture;
-use http::{Request, Response};
-use http1_pool::ConnectionPool;
+use http::Request;
 use informational::InformationalQueue;
+use response::{ResponseTail, UpstreamResponse};
 use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
-use upstream::{Upstream, UpstreamIo};
+use upstream::{RequestError, Upstream};
 
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
-    policy: Policy,
-    kept: ConnectionPool,
-    timeouts: Timeouts,
-    /// Fields of an answer at most.
-    most_fields: usize,
+    client: UpstreamClient,
     metrics: Arc<Metrics>,
-    exhaustion: dial::ExhaustionLog,
     /// The owner has put another configuration into force.
     replaced: CancellationToken,
-    /// Owner of the tasks that drive HTTP/2 connections to upstreams.
-    tasks: Arc<TaskGroup>,
-}
-
-/// Answer of an upstream.
-struct UpstreamResponse {
-    head: Response<()>,
-    then: ResponseTail,
-}
-
-/// Content behind the head of a response.
-enum ResponseTail {
-    /// A body.
-    Body(Box<body::ResponseBody>),
-    /// Bytes both ways.
-    Bytes(Box<UpstreamIo>, StreamReceiver),
-}
-
-/// Why there is no answer.
-#[derive(Debug)]
-enum RequestError {
-    /// The client receives the reason.
-    Refused(Rejected),
-    /// The client's own side failed: there is no client left to answer.
-    Client,
-}
-
-impl From<Rejected> for RequestError {
-    fn from(refused: Rejected) -> Self {
-        Self::Refused(refused)
-    }
 }
 
 impl Proxy {
@@ -104,15 +70,12 @@ impl Proxy {
         metrics: Arc<Metrics>,
         tasks: Arc<TaskGroup>,
     ) -> Self {
+        let dialer = Dialer::new(policy, timeouts.dial, metrics.clone());
+        let bounds = (&timeouts, most_fields);
         Self {
-            policy,
-            kept: ConnectionPool::new(timeouts.upstream_idle),
-            timeouts,
-            most_fields,
+            client: UpstreamClient::new(dialer, bounds, metrics.clone(), tasks),
             metrics,
-            exhaustion: dial::ExhaustionLog::default(),
             replaced: CancellationToken::new(),
-            tasks,
         }
     }
 
@@ -157,7 +120,7 @@ impl Proxy {
         } = asked;
         let interim = InformationalQueue::default();
         let withdrawal = reply.withdrawal();
-        let app = self.policy.decide(&target, &kind);
+        let app = self.client.dialer.policy.decide(&target, &kind);
         let stream = (app.clone().ok(), &target, &kind);
         let connected = Connected::default();
         let mut refused_later = pin!(self.refused_later(stream, &connected, newest));
@@ -244,10 +207,10 @@ impl Proxy {
         target: &Target,
         kind: &StreamKind,
     ) -> Result<(), Rejected> {
-        self.policy.decide(target, kind)?;
+        self.client.dialer.policy.decide(target, kind)?;
         match address {
-            Some(address) if self.policy.check(app, address).is_none() => {
-                Err(self.policy.forbidden(&app.target))
+            Some(address) if self.client.dialer.policy.check(app, address).is_none() => {
+                Err(self.client.dialer.policy.forbidden(&app.target))
             }
             _ => Ok(()),
         }
@@ -270,14 +233,14 @@ impl Proxy {
         match kind {
             StreamKind::Request => {
                 let progress = (interim, connected);
-                forward::send_request(self, &app, (head, body), progress).await
+                forward::send_request(&self.client, &app, (head, body), progress).await
             }
             StreamKind::Upgrade(token) => {
                 let asked = (head, body);
                 let progress = (interim, connected);
-                Box::pin(upgrade::ask(self, &app, token, asked, progress)).await
+                Box::pin(upgrade::ask(&self.client, &app, token, asked, progress)).await
             }
-            StreamKind::Tcp => relay::ask(self, &app, body, connected).await,
+            StreamKind::Tcp => relay::ask(&self.client.dialer, &app, body, connected).await,
         }
     }
 
@@ -296,7 +259,7 @@ impl Proxy {
                 }
                 // The client's stream must not stay open until the upstream connection is idle.
                 drop(send);
-                body.keep(&self.kept).await;
+                body.keep(&self.client.kept).await;
                 StreamOutcome::Done
             }
         }
@@ -304,7 +267,7 @@ impl Proxy {
 
     /// Closes idle connections to upstreams that have had their time.
     pub(crate) fn sweep(&self) {
-        self.kept.evict_expired();
+        self.client.kept.evict_expired();
     }
 }
 
@@ -317,16 +280,6 @@ fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
         PumpError::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
         PumpError::Stream(StreamError::Evicted) => StreamOutcome::Evicted,
         PumpError::Stream(_) | PumpError::Stalled(_) => StreamOutcome::ClientClosed,
-    }
-}
-
-fn relayed(outcome: &CopyOutcome) -> StreamOutcome {
-    match outcome {
-        CopyOutcome::Clean => StreamOutcome::Done,
-        CopyOutcome::Near(_) => StreamOutcome::UpstreamFailed,
-        CopyOutcome::Far(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
-        CopyOutcome::Far(StreamError::Evicted) => StreamOutcome::Evicted,
-        CopyOutcome::Far(_) => StreamOutcome::ClientClosed,
     }
 }
 
@@ -351,12 +304,6 @@ async fn read_rest(
         }
     }
     Ok(rest.finish())
-}
-
-/// Returns the error of an upstream that answered, but not as it should.
-fn broken(app: &Upstream, what: &str) -> RequestError {
-    let detail = format!("{} {what}", app.sentence());
-    RejectCode::TargetBroken.because(detail).into()
 }
 
 fn endless(target: &causeway_tunnel::Target) -> RequestError {

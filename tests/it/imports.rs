@@ -37,20 +37,6 @@ const KNOWN: &[&[&str]] = &[
         "gateway::proxy::upstream::pool",
         "gateway::proxy::upstream::upgrade",
     ],
-    // The client of upstreams takes the whole `Proxy`, which holds its connection pool.
-    &[
-        "edge::proxy",
-        "edge::proxy::body",
-        "edge::proxy::dial",
-        "edge::proxy::forward",
-        "edge::proxy::http1_pool",
-        "edge::proxy::http2_pool",
-        "edge::proxy::policy",
-        "edge::proxy::relay",
-        "edge::proxy::upgrade",
-        "edge::proxy::upstream",
-        "edge::proxy::upstream_tls",
-    ],
 ];
 
 type Name = Vec<String>;

@@ -1,22 +1,28 @@
-//! From an upstream to a TCP connection: resolve, check, dial.
+//! From an upstream to a connection: resolve, check, dial, and TLS as the port's configuration wants it.
 //!
 //! The policy checks each resolved address, and exactly the address that it passed is dialled: a later change of the name
 //! makes no difference. A target that may be dialled as an address of this node is dialled from that address itself, so that
 //! no other machine is reached that has the address by now. Everything together has one bound (`timeouts.dial`), shared out
 //! among the addresses that are left to try.
 
-use super::{Policy, upstream::Upstream};
+use super::{
+    policy::Policy,
+    upstream::{Upstream, UpstreamIo, slow},
+    upstream_tls::UpstreamTls,
+};
+use crate::metrics::Metrics;
 use causeway_rt::socket;
 use causeway_tunnel::{
     RejectCode,
     error::{Rejected, is_exhaustion},
 };
+use causeway_upstream::alpn::Alpn;
 use futures_util::task::AtomicWaker;
 use std::{
     future::poll_fn,
     io,
     net::{IpAddr, SocketAddr},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::Poll,
     time::Duration,
 };
@@ -24,9 +30,85 @@ use tokio::{
     net::{TcpSocket, TcpStream},
     time::{Instant, timeout_at},
 };
+use tokio_rustls::TlsConnector;
+
+/// Dials upstreams as the policy allows.
+pub(super) struct Dialer {
+    pub(super) policy: Policy,
+    bound: Duration,
+    metrics: Arc<Metrics>,
+    exhaustion: ExhaustionLog,
+}
+
+impl Dialer {
+    /// Creates a dialer whose dials have the time `bound`.
+    pub(super) fn new(policy: Policy, bound: Duration, metrics: Arc<Metrics>) -> Self {
+        Self {
+            policy,
+            bound,
+            metrics,
+            exhaustion: ExhaustionLog::default(),
+        }
+    }
+
+    /// Returns the moment at which a dial that begins now has had its time.
+    pub(super) fn deadline(&self) -> Instant {
+        Instant::now() + self.bound
+    }
+
+    /// A new connection to `app` that is ready for HTTP, until `deadline`, and the address that took it.
+    pub(super) async fn connect(
+        &self,
+        app: &Upstream,
+        offer: Alpn,
+        deadline: Instant,
+    ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
+        let (tcp, address) = self.dial(app, deadline).await?;
+        let connection = match &app.tls {
+            None => UpstreamIo::plain(tcp),
+            Some(tls) => secure(app, tls, tcp, (offer, deadline)).await?,
+        };
+        Ok((connection, address))
+    }
+
+    /// A new TCP connection, counted, and the address that took it.
+    pub(super) async fn dial(
+        &self,
+        app: &Upstream,
+        deadline: Instant,
+    ) -> Result<(TcpStream, SocketAddr), Rejected> {
+        let began = Instant::now();
+        let dialled = dial(&self.policy, app, deadline).await;
+        let cause = dialled.as_ref().err().map(|refused| refused.refusal);
+        self.metrics.dialled(cause, began.elapsed());
+        dialled.inspect_err(|refused| {
+            if refused.refusal == RejectCode::Exhausted {
+                self.exhaustion.write(app, refused);
+            }
+        })
+    }
+}
+
+async fn secure(
+    app: &Upstream,
+    tls: &UpstreamTls,
+    tcp: TcpStream,
+    (offer, deadline): (Alpn, Instant),
+) -> Result<UpstreamIo, Rejected> {
+    let connector = TlsConnector::from(tls.configs().offering(offer));
+    match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
+        Ok(Ok(stream)) => Ok(UpstreamIo::tls(stream)),
+        Ok(Err(error)) => {
+            let why = reason(&error);
+            let detail = format!("{} failed TLS with {}: {why}", app.node, app.target);
+            Err(RejectCode::TargetBroken.because(detail))
+        }
+        Err(_) => Err(slow(app, "did not complete TLS in time")),
+    }
+}
 
 /// Dials `app`, until `deadline`. Returns the connection with the address that took it.
-pub(super) async fn dial(
+async fn dial(
     policy: &Policy,
     app: &Upstream,
     deadline: Instant,
@@ -157,11 +239,11 @@ const LOG_PAUSE: Duration = Duration::from_mins(1);
 
 /// Log of dials that failed because this process has no file descriptors, local ports or memory left.
 #[derive(Debug, Default)]
-pub(super) struct ExhaustionLog(Mutex<Option<Instant>>);
+struct ExhaustionLog(Mutex<Option<Instant>>);
 
 impl ExhaustionLog {
     /// Logs the refusal, unless one was logged a moment ago: each request may meet it.
-    pub(super) fn write(&self, app: &Upstream, refused: &Rejected) {
+    fn write(&self, app: &Upstream, refused: &Rejected) {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if last.is_none_or(|last| last.elapsed() >= LOG_PAUSE) {
             *last = Some(Instant::now());
@@ -172,7 +254,7 @@ impl ExhaustionLog {
 }
 
 /// The error as a person says it, without the system's number where there is a word.
-pub(super) fn reason(error: &io::Error) -> String {
+fn reason(error: &io::Error) -> String {
     match error.kind() {
         kind @ (io::ErrorKind::ConnectionRefused
         | io::ErrorKind::ConnectionReset
@@ -184,21 +266,10 @@ pub(super) fn reason(error: &io::Error) -> String {
     }
 }
 
-pub(super) fn slow(app: &Upstream, what: &str) -> Rejected {
-    RejectCode::TargetTimeout.because(format!("{} {what}", app.sentence()))
-}
-
-/// The moment at which `bound` has passed from now.
-pub(super) fn deadline(bound: Duration) -> Instant {
-    Instant::now() + bound
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{
-        super::{LocalNode, Policy},
-        *,
-    };
+    use super::*;
+    use crate::proxy::LocalNode;
     use causeway_tunnel::{StreamKind, Target, control_stream::AnnouncedPorts};
     use serde_json::json;
     use tokio::net::TcpListener;
@@ -216,7 +287,7 @@ mod tests {
         let policy = policy.listing(&listed, &LocalNode::default());
         let app = policy.decide(&Target::new("edge-1", port), &StreamKind::Request);
         let app = app?;
-        let dialled = dial(&policy, &app, deadline(Duration::from_mins(2))).await;
+        let dialled = dial(&policy, &app, Instant::now() + Duration::from_mins(2)).await;
         dialled.map(|(tcp, _)| tcp)
     }
 

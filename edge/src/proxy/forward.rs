@@ -7,31 +7,58 @@
 //! on a new connection ([`Retry`]).
 
 use super::{
-    Proxy, RequestError, ResponseTail, UpstreamResponse,
-    body::{RequestBody, ResponseBody},
-    broken,
-    dial::{self, Connected},
-    http1_pool::PooledConnection,
+    dial::{Connected, Dialer},
+    http1_pool::{ConnectionPool, PooledConnection},
     http2_pool::{self, Http2Sender, UpstreamStreamPermit},
     informational::InformationalQueue,
-    upstream::{Upstream, UpstreamIo},
+    request_body::{RequestBody, SendError},
+    response::{ResponseBody, ResponseTail, UpstreamResponse},
+    upstream::{RequestError, Upstream, UpstreamIo, broken, caused_by_client, map_error, slow},
 };
-use crate::config::Protocol;
+use crate::{
+    config::{Protocol, Timeouts},
+    metrics::Metrics,
+};
+use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
-    RejectCode, StreamError, StreamReceiver, error::is_close, headers,
-    request_target::TargetOverflow,
+    RejectCode, StreamReceiver, error::is_close, headers, request_target::TargetOverflow,
 };
-use causeway_upstream::{
-    alpn::Alpn,
-    head,
-    http2_pool::Checkout,
-    response_error::{describe, find},
-    retry::Retry,
-};
+use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout, retry::Retry};
 use http::{HeaderMap, Request, Response, StatusCode};
-use hyper::{body::Incoming, client::conn::TrySendError};
-use std::{net::SocketAddr, sync::Arc};
+use hyper::body::Incoming;
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::time::Instant;
+
+/// The client of upstreams.
+pub(super) struct UpstreamClient {
+    pub(super) dialer: Dialer,
+    pub(super) kept: ConnectionPool,
+    /// Maximum time from the end of an upgrade's request to the answer.
+    pub(super) upgrade_bound: Duration,
+    /// Fields of an answer at most.
+    pub(super) most_fields: usize,
+    metrics: Arc<Metrics>,
+    /// Owner of the tasks that drive HTTP/2 connections.
+    tasks: Arc<TaskGroup>,
+}
+
+impl UpstreamClient {
+    pub(super) fn new(
+        dialer: Dialer,
+        (timeouts, most_fields): (&Timeouts, usize),
+        metrics: Arc<Metrics>,
+        tasks: Arc<TaskGroup>,
+    ) -> Self {
+        Self {
+            dialer,
+            kept: ConnectionPool::new(timeouts.upstream_idle),
+            upgrade_bound: timeouts.upgrade,
+            most_fields,
+            metrics,
+            tasks,
+        }
+    }
+}
 
 /// A connection to ask on.
 enum ConnectionInUse {
@@ -39,11 +66,9 @@ enum ConnectionInUse {
     Http2(UpstreamStreamPermit),
 }
 
-pub(super) type SendError = TrySendError<Request<RequestBody>>;
-
 /// Sends the request to the upstream.
 pub(super) async fn send_request(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Arc<Upstream>,
     (head, body): (Request<()>, StreamReceiver),
     (interim, connected): (&InformationalQueue, &Connected),
@@ -54,8 +79,8 @@ pub(super) async fn send_request(
     let mut request = head.map(|()| RequestBody::new(body));
     interim.listen(&mut request);
     let (mut asking, reused) = match rest {
-        None => open(way, app, wants_http2, None).await?,
-        Some(rest) => (Box::pin(open_alone(way, app, rest)).await?, false),
+        None => open(client, app, wants_http2, None).await?,
+        Some(rest) => (Box::pin(open_alone(client, app, rest)).await?, false),
     };
     connected.set(asking.address());
     prepare(&mut request, app, &asking);
@@ -71,10 +96,10 @@ pub(super) async fn send_request(
     if caused_by_client(error.error()) {
         return Err(RequestError::Client);
     }
-    way.metrics.retried();
+    client.metrics.retried();
     let newest = asking.newest();
     drop(asking);
-    let (mut asking, _) = open(way, app, wants_http2, Some(newest)).await?;
+    let (mut asking, _) = open(client, app, wants_http2, Some(newest)).await?;
     connected.set(asking.address());
     prepare(&mut request, app, &asking);
     match asking.ask(request).await {
@@ -129,30 +154,30 @@ fn wants_http2(app: &Upstream, fields: &HeaderMap) -> bool {
 /// Returns a pooled connection and true, or a new one and false. With `after`, only a shared connection that was dialled
 /// later than that one will do.
 async fn open(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Upstream,
     http2: bool,
     after: Option<u64>,
 ) -> Result<(ConnectionInUse, bool), RequestError> {
-    let deadline = dial::deadline(way.timeouts.dial);
-    if http2 && let Some(opened) = open_http2(way, app, after.unwrap_or(0), deadline).await? {
+    let deadline = client.dialer.deadline();
+    if http2 && let Some(opened) = open_http2(client, app, after.unwrap_or(0), deadline).await? {
         return Ok(opened);
     }
     if after.is_none()
-        && let Some(line) = way.kept.checkout(&app.id)
+        && let Some(line) = client.kept.checkout(&app.id)
     {
-        way.metrics.connection(true);
+        client.metrics.connection(true);
         return Ok((ConnectionInUse::Http1(Box::new(line)), true));
     }
     // Boxed, because most requests find an idle connection.
-    let connection = Box::pin(app.connect(way, Alpn::Http1, deadline)).await?;
-    way.metrics.connection(false);
-    Ok((begin(way, app, connection, None).await?, false))
+    let connection = Box::pin(client.dialer.connect(app, Alpn::Http1, deadline)).await?;
+    client.metrics.connection(false);
+    Ok((begin(client, app, connection, None).await?, false))
 }
 
 /// A new connection of HTTP/1.1 for a request with this rest of its target.
 async fn open_alone(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Upstream,
     rest: TargetOverflow,
 ) -> Result<ConnectionInUse, RequestError> {
@@ -160,48 +185,48 @@ async fn open_alone(
         let detail = "the request target is too long for HTTP/2, which is configured for this port";
         return Err(RejectCode::Malformed.because(detail).into());
     }
-    let deadline = dial::deadline(way.timeouts.dial);
-    let connection = app.connect(way, Alpn::Http1, deadline).await?;
-    way.metrics.connection(false);
-    begin(way, app, connection, Some(rest)).await
+    let deadline = client.dialer.deadline();
+    let connection = client.dialer.connect(app, Alpn::Http1, deadline).await?;
+    client.metrics.connection(false);
+    begin(client, app, connection, Some(rest)).await
 }
 
 /// Returns a place on a shared HTTP/2 connection; `None` if the upstream chose HTTP/1.1 before.
 async fn open_http2(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Upstream,
     after: u64,
     deadline: Instant,
 ) -> Result<Option<(ConnectionInUse, bool)>, RequestError> {
-    let shared = way.kept.shared(&app.id);
+    let shared = client.kept.shared(&app.id);
     let turn = shared.turn_until(deadline, after, Http2Sender::is_alive);
-    let _turn = match turn.await.map_err(|what| dial::slow(app, what))? {
+    let _turn = match turn.await.map_err(|what| slow(app, what))? {
         Checkout::Http1 => return Ok(None),
         Checkout::Open(stream) => {
-            way.metrics.connection(true);
+            client.metrics.connection(true);
             return Ok(Some((ConnectionInUse::Http2(stream.into()), true)));
         }
         Checkout::Dial(turn) => turn,
     };
-    let connection = Box::pin(app.connect(way, Alpn::Any, deadline)).await?;
-    way.metrics.connection(false);
+    let connection = Box::pin(client.dialer.connect(app, Alpn::Any, deadline)).await?;
+    client.metrics.connection(false);
     if app.tls.is_some() && !connection.0.chose_http2() {
         shared.chose_http1();
-        return Ok(Some((begin(way, app, connection, None).await?, false)));
+        return Ok(Some((begin(client, app, connection, None).await?, false)));
     }
-    let by = (&way.tasks, deadline);
+    let by = (&client.tasks, deadline);
     let stream = Box::pin(http2_pool::begin(&shared, app, connection, by));
     Ok(Some((ConnectionInUse::Http2(stream.await?), false)))
 }
 
 /// Begins HTTP/1.1 on a connection.
 async fn begin(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Upstream,
     connection: (UpstreamIo, SocketAddr),
     rest: Option<TargetOverflow>,
 ) -> Result<ConnectionInUse, RequestError> {
-    match PooledConnection::begin(connection, rest, way.most_fields).await {
+    match PooledConnection::begin(connection, rest, client.most_fields).await {
         Ok(line) => Ok(ConnectionInUse::Http1(Box::new(line))),
         Err(error) => Err(map_error(app, &error)),
     }
@@ -253,17 +278,4 @@ pub(super) fn ended_head(
 
 fn unanswered(app: &Upstream, error: &SendError) -> RequestError {
     map_error(app, error.error())
-}
-
-/// Returns why the upstream did not answer, or the client did not complete its request.
-pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
-    if caused_by_client(error) {
-        return RequestError::Client;
-    }
-    let bounds = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
-    broken(app, &describe(error, "before it sent a response", bounds))
-}
-
-fn caused_by_client(error: &hyper::Error) -> bool {
-    find::<StreamError>(error).is_some() || error.is_body_write_aborted()
 }

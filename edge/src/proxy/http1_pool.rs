@@ -6,8 +6,8 @@
 //! by streams, see [`UpstreamHttp2Pool`].
 
 use super::{
-    body::RequestBody,
     http2_pool::{Http2Sender, UpstreamHttp2Pool},
+    request_body::{RequestBody, SendError},
     upstream::{UpstreamIo, UpstreamKey},
 };
 use bytes::Bytes;
@@ -19,11 +19,7 @@ use causeway_upstream::{
     progress::while_moving,
 };
 use http_body::{Body as _, Frame};
-use hyper::{
-    Request, Response,
-    body::Incoming,
-    client::conn::{TrySendError, http1},
-};
+use hyper::{Request, Response, body::Incoming, client::conn::http1};
 use std::{
     future::{Future, poll_fn},
     net::SocketAddr,
@@ -168,7 +164,7 @@ impl PooledConnection {
     pub(super) async fn ask(
         &mut self,
         request: Request<RequestBody>,
-    ) -> Result<Response<Incoming>, TrySendError<Request<RequestBody>>> {
+    ) -> Result<Response<Incoming>, SendError> {
         self.busy = true;
         self.taken = request.body().taken();
         self.answering.begin();

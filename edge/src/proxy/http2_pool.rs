@@ -4,11 +4,8 @@
 //! upstream that closed one of them may have closed them all.
 
 use super::{
-    RequestError,
-    body::RequestBody,
-    broken, dial,
-    forward::{self, SendError},
-    upstream::{Upstream, UpstreamIo},
+    request_body::{RequestBody, SendError},
+    upstream::{RequestError, Upstream, UpstreamIo, broken, map_error, slow},
 };
 use causeway_rt::task::{TaskExecutor, TaskGroup};
 use causeway_upstream::{
@@ -95,7 +92,7 @@ pub(super) async fn begin(
             .initial_connection_window_size(CONNECTION_WINDOW)
             .handshake(TokioIo::new(heard))
             .await
-            .map_err(|error| forward::map_error(app, &error))?;
+            .map_err(|error| map_error(app, &error))?;
     tasks.spawn(info_span!("app"), async move {
         // Each stream receives the error.
         let _ = connection.await;
@@ -109,7 +106,7 @@ pub(super) async fn begin(
                 "closed the connection or does not support HTTP/2",
             ));
         }
-        Err(_) => return Err(dial::slow(app, "did not start HTTP/2 in time").into()),
+        Err(_) => return Err(slow(app, "did not start HTTP/2 in time").into()),
     }
     let number = shared.next();
     let stream = shared.add(number, Http2Sender(sender, address), allowed);

@@ -5,25 +5,26 @@
 //! becomes a reset on the other.
 
 use super::{
-    Proxy, RequestError, ResponseTail, UpstreamResponse,
-    dial::{self, Connected},
-    relayed,
-    upstream::{Upstream, UpstreamIo},
+    dial::{Connected, Dialer},
+    response::{ResponseTail, UpstreamResponse},
+    upstream::{RequestError, Upstream, UpstreamIo},
 };
 use crate::metrics::StreamOutcome;
-use causeway_tunnel::{StreamReceiver, StreamSender, copy};
+use causeway_tunnel::{
+    StreamError, StreamReceiver, StreamSender,
+    copy::{self, CopyOutcome},
+};
 use http::Response;
 use std::sync::Arc;
 
 /// Dials the upstream.
 pub(super) async fn ask(
-    way: &Proxy,
+    dialer: &Dialer,
     app: &Upstream,
     body: StreamReceiver,
     connected: &Connected,
 ) -> Result<UpstreamResponse, RequestError> {
-    let deadline = dial::deadline(way.timeouts.dial);
-    let (tcp, address) = app.dial(way, deadline).await?;
+    let (tcp, address) = dialer.dial(app, dialer.deadline()).await?;
     connected.set(address);
     Ok(UpstreamResponse {
         head: Response::new(()),
@@ -38,5 +39,11 @@ pub(super) async fn pass(
     receive: StreamReceiver,
 ) -> StreamOutcome {
     let passed = Arc::new(copy::ByteCounters::default());
-    relayed(&copy::relay(socket, send, receive, passed, false).await)
+    match copy::relay(socket, send, receive, passed, false).await {
+        CopyOutcome::Clean => StreamOutcome::Done,
+        CopyOutcome::Near(_) => StreamOutcome::UpstreamFailed,
+        CopyOutcome::Far(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
+        CopyOutcome::Far(StreamError::Evicted) => StreamOutcome::Evicted,
+        CopyOutcome::Far(_) => StreamOutcome::ClientClosed,
+    }
 }

@@ -15,7 +15,7 @@ use causeway_tunnel::{
     gateway_side, wire,
 };
 use futures_util::FutureExt;
-use http::{HeaderMap, HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use serde_json::{Value, json};
@@ -266,8 +266,8 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
                 (StatusCode::OK, ("", ""))
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-            // The connection returns to the pool one turn after the answer was read.
-            while world.way.kept.idle() == 0 {
+            // The connection is kept a turn after the answer was read.
+            while world.way.client.kept.idle() == 0 {
                 tokio::task::yield_now().await;
             }
         }
@@ -298,7 +298,7 @@ async fn a_get_answered_by_garbage_or_a_reset_is_not_retried() {
         };
         let asking = async {
             drop(world.get("/").await);
-            while world.way.kept.idle() == 0 {
+            while world.way.client.kept.idle() == 0 {
                 tokio::task::yield_now().await;
             }
             let answer = world.get("/").await;

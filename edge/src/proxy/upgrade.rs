@@ -6,14 +6,13 @@
 //! body, it has `timeouts.upgrade` for its answer; the session has no bound.
 
 use super::{
-    Proxy, RequestError, ResponseTail, UpstreamResponse,
-    body::{Behind, RequestBody, ResponseBody},
-    broken,
-    dial::{self, Connected},
-    forward,
+    dial::Connected,
+    forward::{UpstreamClient, ended_head},
     http1_pool::PooledConnection,
     informational::InformationalQueue,
-    upstream::Upstream,
+    request_body::{Behind, RequestBody},
+    response::{ResponseBody, ResponseTail, UpstreamResponse},
+    upstream::{RequestError, Upstream, broken, map_error, slow},
 };
 use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
 use causeway_upstream::{alpn::Alpn, head, progress::while_moving};
@@ -34,7 +33,7 @@ enum Session {
 
 /// Asks the upstream to switch protocols.
 pub(super) async fn ask(
-    way: &Proxy,
+    client: &UpstreamClient,
     app: &Upstream,
     token: &str,
     (head, body): (Request<()>, StreamReceiver),
@@ -43,23 +42,23 @@ pub(super) async fn ask(
     let (mut request, session) = prepare(head, app, token, body)
         .ok_or_else(|| broken(app, "cannot be requested with this upgrade protocol"))?;
     interim.listen(&mut request);
-    let deadline = dial::deadline(way.timeouts.dial);
-    let connection = app.connect(way, Alpn::Http1, deadline).await?;
+    let deadline = client.dialer.deadline();
+    let connection = client.dialer.connect(app, Alpn::Http1, deadline).await?;
     connected.set(connection.1);
     let rest = request.extensions_mut().remove::<TargetOverflow>();
-    let mut line = PooledConnection::begin(connection, rest, way.most_fields)
+    let mut line = PooledConnection::begin(connection, rest, client.most_fields)
         .await
-        .map_err(|error| forward::map_error(app, &error))?;
-    let (progress, bound) = (request.body().taken(), way.timeouts.upgrade);
+        .map_err(|error| map_error(app, &error))?;
+    let (progress, bound) = (request.body().taken(), client.upgrade_bound);
     let Some(answer) = while_moving(bound, &progress, line.ask(request)).await else {
         let what = format!("did not answer the upgrade within {bound:?}");
-        return Err(dial::slow(app, &what).into());
+        return Err(slow(app, &what).into());
     };
-    let answer = answer.map_err(|error| forward::map_error(app, error.error()))?;
+    let answer = answer.map_err(|error| map_error(app, error.error()))?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
         return switched(app, line, answer, session).await;
     }
-    let (head, incoming) = forward::ended_head(app, answer)?;
+    let (head, incoming) = ended_head(app, answer)?;
     Ok(UpstreamResponse {
         head,
         then: ResponseTail::Body(Box::new(ResponseBody::http1(app, Box::new(line), incoming))),
@@ -93,11 +92,11 @@ async fn switched(
 ) -> Result<UpstreamResponse, RequestError> {
     let token = answer.headers().get(UPGRADE).cloned();
     let token = token.ok_or_else(|| broken(app, "switched protocols without an Upgrade header"))?;
-    let (mut head, _) = forward::ended_head(app, answer)?;
+    let (mut head, _) = ended_head(app, answer)?;
     *head.status_mut() = StatusCode::OK;
     head.headers_mut().insert(wire::SWITCHED, token);
     let bytes = line.into_bytes().await;
-    let bytes = bytes.map_err(|error| forward::map_error(app, &error))?;
+    let bytes = bytes.map_err(|error| map_error(app, &error))?;
     let (early, mut connection) =
         bytes.ok_or_else(|| broken(app, "closed the connection after its 101 response"))?;
     let stream = match session {

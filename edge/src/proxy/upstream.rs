@@ -1,20 +1,14 @@
-//! An upstream: the server that a port leads to, and a connection to it.
-//!
-//! A connection is TCP, or TLS over TCP as the port's configuration wants it.
+//! An upstream: the server that a port leads to, and the errors of requests to it.
 
-use super::{Proxy, dial, upstream_tls::UpstreamTls};
+use super::upstream_tls::UpstreamTls;
 use crate::config::Protocol;
-use causeway_tunnel::{RejectCode, Target, error::Rejected};
-use causeway_upstream::{alpn::Alpn, connection};
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
+use causeway_tunnel::{RejectCode, StreamError, Target, error::Rejected};
+use causeway_upstream::{
+    connection,
+    response_error::{describe, find},
 };
-use tokio::{
-    net::TcpStream,
-    time::{Instant, timeout_at},
-};
-use tokio_rustls::TlsConnector;
+use std::{net::IpAddr, sync::Arc};
+use tokio::net::TcpStream;
 
 /// A connection to an upstream.
 pub(super) type UpstreamIo = connection::UpstreamIo<TcpStream>;
@@ -45,54 +39,43 @@ impl Upstream {
     pub(super) fn sentence(&self) -> String {
         format!("{} on {}", self.target, self.node)
     }
+}
 
-    /// A new connection that is ready for HTTP, until `deadline`, and the address that took it.
-    pub(super) async fn connect(
-        &self,
-        way: &Proxy,
-        offer: Alpn,
-        deadline: Instant,
-    ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
-        let (tcp, address) = self.dial(way, deadline).await?;
-        let connection = match &self.tls {
-            None => UpstreamIo::plain(tcp),
-            Some(tls) => self.secure(tls, tcp, (offer, deadline)).await?,
-        };
-        Ok((connection, address))
-    }
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum RequestError {
+    /// The client receives the reason.
+    Refused(Rejected),
+    /// The client's own side failed: there is no client left to answer.
+    Client,
+}
 
-    /// A new TCP connection, counted, and the address that took it.
-    pub(super) async fn dial(
-        &self,
-        way: &Proxy,
-        deadline: Instant,
-    ) -> Result<(TcpStream, SocketAddr), Rejected> {
-        let began = Instant::now();
-        let dialled = dial::dial(&way.policy, self, deadline).await;
-        let cause = dialled.as_ref().err().map(|refused| refused.refusal);
-        way.metrics.dialled(cause, began.elapsed());
-        dialled.inspect_err(|refused| {
-            if refused.refusal == RejectCode::Exhausted {
-                way.exhaustion.write(self, refused);
-            }
-        })
+impl From<Rejected> for RequestError {
+    fn from(refused: Rejected) -> Self {
+        Self::Refused(refused)
     }
+}
 
-    async fn secure(
-        &self,
-        tls: &UpstreamTls,
-        tcp: TcpStream,
-        (offer, deadline): (Alpn, Instant),
-    ) -> Result<UpstreamIo, Rejected> {
-        let connector = TlsConnector::from(tls.configs().offering(offer));
-        match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
-            Ok(Ok(stream)) => Ok(UpstreamIo::tls(stream)),
-            Ok(Err(error)) => {
-                let why = dial::reason(&error);
-                let detail = format!("{} failed TLS with {}: {why}", self.node, self.target);
-                Err(RejectCode::TargetBroken.because(detail))
-            }
-            Err(_) => Err(dial::slow(self, "did not complete TLS in time")),
-        }
+/// Returns the error of an upstream that took too long.
+pub(super) fn slow(app: &Upstream, what: &str) -> Rejected {
+    RejectCode::TargetTimeout.because(format!("{} {what}", app.sentence()))
+}
+
+/// Returns the error of an upstream that answered, but not as it should.
+pub(super) fn broken(app: &Upstream, what: &str) -> RequestError {
+    let detail = format!("{} {what}", app.sentence());
+    RejectCode::TargetBroken.because(detail).into()
+}
+
+/// Returns why the upstream did not answer, or the client did not complete its request.
+pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
+    if caused_by_client(error) {
+        return RequestError::Client;
     }
+    let bounds = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
+    broken(app, &describe(error, "before it sent a response", bounds))
+}
+
+pub(super) fn caused_by_client(error: &hyper::Error) -> bool {
+    find::<StreamError>(error).is_some() || error.is_body_write_aborted()
 }

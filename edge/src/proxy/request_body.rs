@@ -1,18 +1,13 @@
-//! Bodies between a stream and an upstream, and the resources that each holds while it lasts.
+//! The body of a request, from the stream to the upstream, which is sent as hyper asks for it.
 //!
-//! A request's body is sent as hyper asks for it. An answer's body holds its connection, which returns to the pool after the
-//! last byte. On a shared connection either one holds the stream's place, since an upstream may answer before it has read,
-//! and the place is free when both are over.
+//! On a shared connection it holds the stream's place, as the answer's body does, since an upstream may answer before it has
+//! read. The place is free when both are over.
 
-use super::{
-    http1_pool::{ConnectionPool, PooledConnection},
-    upstream::{Upstream, UpstreamKey},
-};
 use bytes::Bytes;
 use causeway_tunnel::{StreamError, StreamReceiver};
 use causeway_upstream::http2_pool::StreamPermit;
-use http_body::{Body as _, Frame};
-use hyper::body::Incoming;
+use http_body::Frame;
+use hyper::{Request, client::conn::TrySendError};
 use std::{
     pin::Pin,
     sync::{
@@ -32,6 +27,9 @@ pub(super) struct RequestBody {
     taken: Arc<AtomicUsize>,
     place: Option<Arc<StreamPermit>>,
 }
+
+/// A request that was not sent, or not answered.
+pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// Source of a request's body.
 enum Source {
@@ -74,19 +72,6 @@ impl Content {
         }
         Poll::Ready(Some(Ok(Frame::data(chunk))))
     }
-}
-
-/// An answer's body from the upstream, and the connection that brings it.
-pub(super) enum ResponseBody {
-    Http1 {
-        app: UpstreamKey,
-        line: Box<PooledConnection>,
-        incoming: Incoming,
-    },
-    Http2 {
-        incoming: Incoming,
-        _place: Arc<StreamPermit>,
-    },
 }
 
 impl http_body::Body for RequestBody {
@@ -154,61 +139,5 @@ impl RequestBody {
     /// Keeps a stream's place until the body has been sent or given up.
     pub(super) fn hold(&mut self, place: Arc<StreamPermit>) {
         drop(self.place.replace(place));
-    }
-}
-
-impl ResponseBody {
-    pub(super) fn http1(app: &Upstream, line: Box<PooledConnection>, incoming: Incoming) -> Self {
-        Self::Http1 {
-            app: app.id.clone(),
-            line,
-            incoming,
-        }
-    }
-
-    pub(super) fn http2(place: Arc<StreamPermit>, incoming: Incoming) -> Self {
-        Self::Http2 {
-            incoming,
-            _place: place,
-        }
-    }
-
-    /// Whether nothing follows the head.
-    pub(super) fn is_end(&self) -> bool {
-        match self {
-            Self::Http1 { incoming, .. } | Self::Http2 { incoming, .. } => incoming.is_end_stream(),
-        }
-    }
-
-    /// Keeps the connection for the next request, after the last byte.
-    pub(super) async fn keep(self, kept: &ConnectionPool) {
-        if let Self::Http1 {
-            app,
-            line,
-            incoming,
-        } = self
-        {
-            drop(incoming);
-            kept.checkin(app, *line).await;
-        }
-    }
-}
-
-impl http_body::Body for ResponseBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.get_mut() {
-            Self::Http2 { incoming, .. } => Pin::new(incoming).poll_frame(cx),
-            Self::Http1 { line, incoming, .. } => line.poll_frame(incoming, cx),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.is_end()
     }
 }

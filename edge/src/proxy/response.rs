@@ -1,0 +1,101 @@
+//! The answer of an upstream: its head, and what follows. The body of an answer holds its connection, which returns to the
+//! pool after the last byte.
+
+use super::{
+    http1_pool::{ConnectionPool, PooledConnection},
+    upstream::{Upstream, UpstreamIo, UpstreamKey},
+};
+use bytes::Bytes;
+use causeway_tunnel::StreamReceiver;
+use causeway_upstream::http2_pool::StreamPermit;
+use http::Response;
+use http_body::{Body as _, Frame};
+use hyper::body::Incoming;
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+/// Answer of an upstream.
+pub(super) struct UpstreamResponse {
+    pub(super) head: Response<()>,
+    pub(super) then: ResponseTail,
+}
+
+/// Content behind the head of a response.
+pub(super) enum ResponseTail {
+    /// A body.
+    Body(Box<ResponseBody>),
+    /// Bytes both ways.
+    Bytes(Box<UpstreamIo>, StreamReceiver),
+}
+
+/// An answer's body from the upstream, and the connection that brings it.
+pub(super) enum ResponseBody {
+    Http1 {
+        app: UpstreamKey,
+        line: Box<PooledConnection>,
+        incoming: Incoming,
+    },
+    Http2 {
+        incoming: Incoming,
+        _place: Arc<StreamPermit>,
+    },
+}
+
+impl ResponseBody {
+    pub(super) fn http1(app: &Upstream, line: Box<PooledConnection>, incoming: Incoming) -> Self {
+        Self::Http1 {
+            app: app.id.clone(),
+            line,
+            incoming,
+        }
+    }
+
+    pub(super) fn http2(place: Arc<StreamPermit>, incoming: Incoming) -> Self {
+        Self::Http2 {
+            incoming,
+            _place: place,
+        }
+    }
+
+    /// Whether nothing follows the head.
+    pub(super) fn is_end(&self) -> bool {
+        match self {
+            Self::Http1 { incoming, .. } | Self::Http2 { incoming, .. } => incoming.is_end_stream(),
+        }
+    }
+
+    /// Keeps the connection for the next request, after the last byte.
+    pub(super) async fn keep(self, kept: &ConnectionPool) {
+        if let Self::Http1 {
+            app,
+            line,
+            incoming,
+        } = self
+        {
+            drop(incoming);
+            kept.checkin(app, *line).await;
+        }
+    }
+}
+
+impl http_body::Body for ResponseBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match self.get_mut() {
+            Self::Http2 { incoming, .. } => Pin::new(incoming).poll_frame(cx),
+            Self::Http1 { line, incoming, .. } => line.poll_frame(incoming, cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_end()
+    }
+}
