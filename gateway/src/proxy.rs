@@ -46,7 +46,7 @@ use crate::{
     state::{NodeUnavailable, Nodes, Registry, TunnelId, registry::SelectedTunnel},
     worker::WorkerId,
 };
-use access_log::AccessRecord;
+use access_log::{AccessRecord, GrantedAccess, OpenStreams};
 use access_review::ReviewCache;
 use authn::{AuthMethod, AuthnContext, ClientIdentity, jwt::Expired};
 use authz::{Action, Authorize, AuthzRequest, Destination};
@@ -60,7 +60,6 @@ use hyper::body::Incoming;
 use limits::{Counter, Limits};
 use listener::{ClientConnection, Listener};
 use pod_route::{PodLookup, PodRouting};
-use recheck::{GrantedAccess, OpenStreams};
 use request_body::RequestBody;
 use response_body::ResponseBody;
 use route::{Route, RouteInput};
@@ -79,7 +78,7 @@ pub struct ProxyState {
     /// Sessions that are dialled from here.
     pub direct: Counter,
     /// The streams that are open.
-    pub streams: OpenStreams,
+    pub streams: Arc<OpenStreams>,
     /// Upstreams to which this gateway itself speaks TLS.
     pub apps: UpstreamTlsPorts,
     /// Lookup of the nodes of pods, if there is one.
@@ -92,8 +91,6 @@ pub struct ProxyState {
     pub metrics: Arc<Metrics>,
     /// The bounds of waits.
     pub timeouts: Timeouts,
-    /// Selection of the streams that leave a line in the access log.
-    pub access_log: crate::config::AccessLog,
     /// Longest target of a request, in bytes.
     pub uri_bytes: usize,
     /// Longest target at listeners whose errors are for kubectl, in bytes.
@@ -125,7 +122,12 @@ impl Proxy {
         request: Request<Incoming>,
         exchange: ExchangeId,
     ) -> Response<ResponseBody> {
-        let record = AccessRecord::begin(self, connection, &request);
+        let record = AccessRecord::begin(
+            &self.shared.streams,
+            (&self.listener, self.worker),
+            connection,
+            &request,
+        );
         let protocol = ErrorProtocol::of(&request);
         let is_awaited = !request.body().is_end_stream()
             && headers::lists(request.headers(), &EXPECT, "100-continue");

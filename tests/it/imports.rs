@@ -13,17 +13,10 @@ const KNOWN: &[&[&str]] = &[
     // The client of upstreams opens streams by `StreamContext` and is a part of `ProxyState`.
     &[
         "gateway::proxy",
-        "gateway::proxy::access_log",
         "gateway::proxy::counted_body",
         "gateway::proxy::direct",
         "gateway::proxy::error_response",
         "gateway::proxy::forward",
-        "gateway::proxy::listener",
-        "gateway::proxy::listener::accept",
-        "gateway::proxy::listener::http",
-        "gateway::proxy::listener::https",
-        "gateway::proxy::listener::tcp",
-        "gateway::proxy::recheck",
         "gateway::proxy::relay",
         "gateway::proxy::response_body",
         "gateway::proxy::upgrade",

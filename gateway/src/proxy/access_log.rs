@@ -1,4 +1,4 @@
-//! Access record, one per stream: filled along the request path, written when the last part of the stream is gone.
+//! Open streams, and the access record that each of them has: filled along the request path, written when the last part of the stream is gone.
 //!
 //! The record also owns the stream's permit, so that the counted, the logged and the limited stream are the same. A path is
 //! logged without its query, which may contain secrets. Refusals, and each session's begin and end, also leave a line in the
@@ -11,22 +11,22 @@ use crate::{
     error::{Error, Reason},
     metrics::{StreamGuard, StreamOutcome},
     proxy::{
-        Proxy, ProxyState,
         authn::ClientIdentity,
+        authz::{Action, Authorize},
         limits::Permit,
         listener::{ClientConnection, Listener},
-        recheck::{GrantedAccess, StreamIndex},
         route::Route,
         trace_context::Trace,
     },
-    state::{TunnelId, policy::MatchedRule},
+    state::{Registry, TunnelId, policy::MatchedRule},
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
 use causeway_rt::{connection_limit::Busy, socket::ResetOnClose as _};
 use causeway_tunnel::{copy::ByteCounters, eviction::Eviction};
 use futures_util::task::AtomicWaker;
-use http::{Method, Request, StatusCode};
+use http::{HeaderValue, Method, Request, StatusCode, header::AUTHORIZATION};
+use slab::Slab;
 use std::{
     collections::BTreeSet,
     fmt::Write as _,
@@ -34,7 +34,7 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{
             AtomicBool, AtomicU64,
             Ordering::{Acquire, Relaxed, Release},
@@ -48,10 +48,133 @@ use tokio_util::sync::CancellationToken;
 /// Maximum bytes of a path in a log line: lines wait in memory until the log is written.
 const LONGEST_PATH: usize = 4096;
 
+/// The open streams of a gateway, by the worker that serves them.
+#[derive(Debug)]
+pub struct OpenStreams {
+    workers: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
+    /// Rises with each change that may refuse a stream which is open.
+    changes: AtomicU64,
+    authorizer: Arc<dyn Authorize>,
+    registry: Registry,
+    /// Selection of the streams that leave a line in the access log.
+    log: AccessLog,
+    /// Maximum time of a drain.
+    drain: Duration,
+}
+
+/// The place of a stream among those that are open.
+#[derive(Clone, Copy, Debug)]
+struct StreamIndex(WorkerId, usize);
+
+impl OpenStreams {
+    /// No streams, of this many workers.
+    pub fn new(
+        workers: usize,
+        (authorizer, registry): (Arc<dyn Authorize>, Registry),
+        (log, drain): (AccessLog, Duration),
+    ) -> Self {
+        Self {
+            workers: (0..workers).map(|_| Mutex::default()).collect(),
+            changes: AtomicU64::new(0),
+            authorizer,
+            registry,
+            log,
+            drain,
+        }
+    }
+
+    /// Returns the number of changes after which open streams are decided about again.
+    pub(super) fn changes(&self) -> u64 {
+        let changes = self.changes.load(Acquire);
+        changes.wrapping_add(self.authorizer.changes())
+    }
+
+    /// Has all open streams checked again.
+    pub fn changed(&self) {
+        self.changes.fetch_add(1, Release);
+    }
+
+    fn insert(&self, worker: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
+        StreamIndex(worker, self.worker(worker).insert(Arc::downgrade(record)))
+    }
+
+    fn remove(&self, StreamIndex(worker, index): StreamIndex) {
+        self.worker(worker).try_remove(index);
+    }
+
+    fn worker(&self, worker: WorkerId) -> MutexGuard<'_, Slab<Weak<AccessRecord>>> {
+        let streams = &self.workers[worker.0 % self.workers.len()];
+        streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the streams of a worker of which this holds.
+    pub(super) fn select(
+        &self,
+        worker: WorkerId,
+        wanted: impl Fn(&AccessRecord) -> bool,
+    ) -> Vec<Arc<AccessRecord>> {
+        // Outside the lock: the last holder of a record removes it.
+        let all: Vec<_> = self
+            .worker(worker)
+            .iter()
+            .map(|(_, open)| open.clone())
+            .collect();
+        let open = all.iter().filter_map(Weak::upgrade);
+        open.filter(|record| wanted(record)).collect()
+    }
+}
+
+/// The request that a stream was allowed for.
+#[derive(Debug)]
+pub(super) struct GrantedAccess {
+    pub(super) act: Action,
+    pub(super) method: Method,
+    /// The path of the request, without its query.
+    pub(super) path: String,
+    /// The port that a CONNECT names.
+    pub(super) port: Option<u16>,
+    /// The credential of the request, where it counts.
+    pub(super) authorization: Option<HeaderValue>,
+}
+
+impl GrantedAccess {
+    pub(super) fn new<B>(act: Action, request: &Request<B>, connection: &ClientConnection) -> Self {
+        // Copied: a field may be a slice of a whole read buffer.
+        let copied = |value: &HeaderValue| {
+            let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
+            copy.set_sensitive(true);
+            Some(copy)
+        };
+        let credential = request.headers().get(AUTHORIZATION);
+        let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
+        Self {
+            act,
+            method: request.method().clone(),
+            path: match act {
+                Action::Connect => String::new(),
+                Action::Request | Action::Upgrade => request.uri().path().to_owned(),
+            },
+            port: request.uri().port_u16(),
+            authorization: credential.and_then(copied),
+        }
+    }
+
+    /// Returns the access of a session of a TCP listener.
+    pub(super) fn session() -> Self {
+        Self {
+            act: Action::Connect,
+            method: Method::CONNECT,
+            path: String::new(),
+            port: None,
+            authorization: None,
+        }
+    }
+}
+
 /// The record of one stream.
 #[derive(Debug)]
 pub struct AccessRecord {
-    shared: Arc<ProxyState>,
+    streams: Arc<OpenStreams>,
     listener: Arc<Listener>,
     worker: WorkerId,
     connection: Arc<ClientConnection>,
@@ -103,7 +226,8 @@ struct RecordFields {
 impl AccessRecord {
     /// Begins the record of an HTTP request.
     pub fn begin<B>(
-        proxy: &Proxy,
+        streams: &Arc<OpenStreams>,
+        at: (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
         request: &Request<B>,
     ) -> Arc<Self> {
@@ -112,40 +236,55 @@ impl AccessRecord {
             _ => request.uri().path(),
         };
         let trace = Trace::of(request.headers());
-        Self::new(proxy, connection, (request.method().as_str(), path), trace)
+        Self::new(
+            streams,
+            at,
+            connection,
+            (request.method().as_str(), path),
+            trace,
+        )
     }
 
     /// Begins the record of a TCP session.
-    pub fn session(proxy: &Proxy, connection: &Arc<ClientConnection>) -> Arc<Self> {
-        Self::new(proxy, connection, ("TCP", ""), Trace::begin())
+    pub fn session(
+        streams: &Arc<OpenStreams>,
+        at: (&Arc<Listener>, WorkerId),
+        connection: &Arc<ClientConnection>,
+    ) -> Arc<Self> {
+        Self::new(streams, at, connection, ("TCP", ""), Trace::begin())
     }
 
     /// Begins the record of an HTTP request whose head cannot be parsed.
-    pub fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>) -> Arc<Self> {
-        Self::new(proxy, connection, ("-", "-"), Trace::begin())
+    pub fn unparsed(
+        streams: &Arc<OpenStreams>,
+        at: (&Arc<Listener>, WorkerId),
+        connection: &Arc<ClientConnection>,
+    ) -> Arc<Self> {
+        Self::new(streams, at, connection, ("-", "-"), Trace::begin())
     }
 
     fn new(
-        proxy: &Proxy,
+        streams: &Arc<OpenStreams>,
+        (listener, worker): (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
         // A stream that begins at a replaced listener is checked by the new listener.
-        let changes = proxy.shared.changes();
-        let changes = if proxy.listener.is_retired() {
+        let changes = streams.changes();
+        let changes = if listener.is_retired() {
             u64::MAX
         } else {
             changes
         };
         let filled = RecordFields {
-            _open: Some(proxy.listener.metrics.stream()),
+            _open: Some(listener.metrics.stream()),
             ..RecordFields::default()
         };
         Arc::new(Self {
-            shared: proxy.shared.clone(),
-            listener: proxy.listener.clone(),
-            worker: proxy.worker,
+            streams: streams.clone(),
+            listener: listener.clone(),
+            worker,
             connection: connection.clone(),
             began: Instant::now(),
             method: method.to_owned(),
@@ -164,7 +303,7 @@ impl AccessRecord {
 
     /// Records the access that is about to be granted: from now on the stream is among those that are checked again.
     pub(super) fn allow(self: &Arc<Self>, allowed: GrantedAccess) {
-        let place = self.shared.streams.insert(self.worker, self);
+        let place = self.streams.insert(self.worker, self);
         self.filled().allowed = Some((Arc::new(allowed), place));
     }
 
@@ -366,7 +505,7 @@ impl AccessRecord {
     pub fn failed(&self, error: &Error) {
         let mut filled = self.filled();
         if filled.reason.is_none() {
-            if error.reason == Reason::TunnelLost && self.shared.registry.is_over() {
+            if error.reason == Reason::TunnelLost && self.streams.registry.is_over() {
                 self.ended_by_drain(&mut filled);
                 return;
             }
@@ -390,7 +529,7 @@ impl AccessRecord {
         if filled.reason.is_some() {
             return;
         }
-        if self.shared.registry.is_over() {
+        if self.streams.registry.is_over() {
             return self.ended_by_drain(&mut filled);
         }
         filled.reason = Some(Reason::ClientClosed);
@@ -404,7 +543,7 @@ impl AccessRecord {
 
     /// Notes that the gateway stopped before the stream ended.
     fn ended_by_drain(&self, filled: &mut RecordFields) {
-        let drain = humantime::format_duration(self.shared.timeouts.drain);
+        let drain = humantime::format_duration(self.streams.drain);
         filled.reason = Some(Reason::Draining);
         filled.detail =
             format!("the gateway stopped after its drain time (timeouts.drain: {drain})");
@@ -460,7 +599,7 @@ impl Drop for AccessRecord {
             filled.status = reason.status().as_u16();
         }
         if let Some((_, place)) = filled.allowed {
-            self.shared.streams.remove(place);
+            self.streams.remove(place);
         }
         let duration = self.began.elapsed();
         let (up, down) = (self.passed.up.load(Relaxed), self.passed.down.load(Relaxed));
@@ -472,7 +611,7 @@ impl Drop for AccessRecord {
             up,
             down,
         });
-        let wanted = match self.shared.access_log {
+        let wanted = match self.streams.log {
             AccessLog::All => true,
             AccessLog::Failures => filled.reason.is_some(),
             AccessLog::None => false,

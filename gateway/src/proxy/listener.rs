@@ -4,15 +4,13 @@
 //! names the node before HTTP is spoken, it also selects the worker. The socket moves there once, before it is served. Handshakes
 //! run in tasks of their own, each within a bound.
 
-mod accept;
+pub mod accept;
 pub mod conn_io;
 mod header_timeout;
 pub mod idle_timer;
 pub mod proxy_protocol;
 mod request_line;
 pub use request_line::LongTarget;
-
-pub mod https;
 
 pub mod http;
 pub mod tcp;
@@ -21,21 +19,15 @@ use crate::{
     config::{ErrorFormat, ListenerProtocol, Serial},
     metrics::{ConnectionGuard, ListenerMetrics},
     proxy::{
-        Proxy,
-        authn::{Authenticator, ClientIdentity, ConnectionCredentials},
+        authn::{Authenticator, ConnectionCredentials},
         forwarding_headers::{ForwardingHeaders, LastValues},
         identity_headers::IdentityHeaderFields,
         route::RouteInput,
     },
     state::{Nodes, nodes::AddressMatch},
 };
-use accept::ListenerConfig;
-pub use accept::ListenerSocket;
 use arc_swap::ArcSwap;
-use causeway_certs::{
-    Fingerprint, NodeName, SniCertResolver,
-    verify::{PeerRejected, TrustStore},
-};
+use causeway_certs::{Fingerprint, NodeName, SniCertResolver, verify::TrustStore};
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
 use causeway_tunnel::informational::InformationalResponses;
 use conn_io::ConnState;
@@ -50,7 +42,6 @@ use std::{
     time::Duration,
 };
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 /// Time in which streams may still begin on a connection whose listener has been replaced: its client learns of that within a
 /// second and a round trip, unless it reads nothing.
@@ -241,55 +232,4 @@ pub struct ClientConnection {
     /// The place of the connection, which each of its streams holds.
     pub(crate) room: Slot,
     _open: ConnectionGuard,
-}
-
-/// A client's socket that was just accepted.
-#[derive(Debug)]
-pub(crate) struct AcceptedSocket {
-    pub(crate) peer: RemoteAddr,
-    pub(crate) original: Option<SocketAddr>,
-    pub(crate) room: Slot,
-}
-
-impl AcceptedSocket {
-    fn connection(
-        self,
-        proxy: &Proxy,
-        sni: Option<String>,
-        tls: bool,
-        client: Result<Option<ClientIdentity>, PeerRejected>,
-    ) -> ClientConnection {
-        if matches!(client, Ok(Some(_))) {
-            self.room.settle();
-        }
-        ClientConnection {
-            peer: self.peer,
-            sni,
-            original: self.original,
-            tls,
-            credentials: ConnectionCredentials::new(client),
-            condition: Arc::default(),
-            idle: Arc::default(),
-            window: http::window(proxy),
-            interims: InformationalResponses::default(),
-            forwarded: LastValues::default(),
-            room: self.room,
-            _open: proxy.listener.metrics.connection(),
-        }
-    }
-}
-
-/// Serves one connection by the listener's kind.
-pub(crate) async fn serve(
-    proxy: &Proxy,
-    io: conn_io::ClientIo,
-    connection: Arc<ClientConnection>,
-    stop: CancellationToken,
-) {
-    match proxy.listener.kind {
-        ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
-        ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
-            http::serve(proxy, io, connection, stop).await;
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! Open streams, and the check whether their clients may still have them.
+//! Check of open streams: whether their clients may still have them.
 //!
 //! A stream begins with two decisions: the identity of the client (`authn`), and its authorization (`authz`). Both are made again
 //! for each open stream within a second or so of a change of listeners, policy, trusted roots, tokens, revocations or the labels
@@ -9,9 +9,8 @@ use super::{
     Proxy, ProxyState,
     access_log::AccessRecord,
     authn::{bearer, jwt::Expired},
-    authz::{Action, AuthzRequest, Destination},
+    authz::{AuthzRequest, Destination},
     direct,
-    listener::ClientConnection,
     response_body::FLUSH_TIMEOUT,
 };
 use crate::{
@@ -21,18 +20,8 @@ use crate::{
 use arc_swap::ArcSwap;
 use causeway_rt::task::TaskGroup;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
-use http::{HeaderMap, HeaderValue, Method, Request, header::AUTHORIZATION};
-use slab::Slab;
-use std::{
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{
-            AtomicU64,
-            Ordering::{Acquire, Release},
-        },
-    },
-    time::Duration,
-};
+use http::{HeaderMap, header::AUTHORIZATION};
+use std::{sync::Arc, time::Duration};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
 /// Time between two checks.
@@ -40,117 +29,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their worker have a turn.
 const MAX_CONCURRENT_CHECKS: usize = 32;
-
-/// The open streams of a gateway, by the worker that serves them.
-#[derive(Debug)]
-pub struct OpenStreams {
-    workers: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
-    /// Rises with each change that may refuse a stream which is open.
-    changes: AtomicU64,
-}
-
-/// The place of a stream among those that are open.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StreamIndex(WorkerId, usize);
-
-impl OpenStreams {
-    /// No streams, of this many workers.
-    pub fn new(workers: usize) -> Self {
-        Self {
-            workers: (0..workers).map(|_| Mutex::default()).collect(),
-            changes: AtomicU64::new(0),
-        }
-    }
-
-    /// Has all open streams checked again.
-    pub fn changed(&self) {
-        self.changes.fetch_add(1, Release);
-    }
-
-    pub(super) fn insert(&self, worker: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
-        StreamIndex(worker, self.worker(worker).insert(Arc::downgrade(record)))
-    }
-
-    pub(super) fn remove(&self, StreamIndex(worker, index): StreamIndex) {
-        self.worker(worker).try_remove(index);
-    }
-
-    fn worker(&self, worker: WorkerId) -> MutexGuard<'_, Slab<Weak<AccessRecord>>> {
-        let streams = &self.workers[worker.0 % self.workers.len()];
-        streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the streams of a worker of which this holds.
-    fn select(
-        &self,
-        worker: WorkerId,
-        wanted: impl Fn(&AccessRecord) -> bool,
-    ) -> Vec<Arc<AccessRecord>> {
-        // Outside the lock: the last holder of a record removes it.
-        let all: Vec<_> = self
-            .worker(worker)
-            .iter()
-            .map(|(_, open)| open.clone())
-            .collect();
-        let open = all.iter().filter_map(Weak::upgrade);
-        open.filter(|record| wanted(record)).collect()
-    }
-}
-
-/// The request that a stream was allowed for.
-#[derive(Debug)]
-pub(super) struct GrantedAccess {
-    pub(super) act: Action,
-    pub(super) method: Method,
-    /// The path of the request, without its query.
-    pub(super) path: String,
-    /// The port that a CONNECT names.
-    pub(super) port: Option<u16>,
-    /// The credential of the request, where it counts.
-    pub(super) authorization: Option<HeaderValue>,
-}
-
-impl GrantedAccess {
-    pub(super) fn new<B>(act: Action, request: &Request<B>, connection: &ClientConnection) -> Self {
-        // Copied: a field may be a slice of a whole read buffer.
-        let copied = |value: &HeaderValue| {
-            let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
-            copy.set_sensitive(true);
-            Some(copy)
-        };
-        let credential = request.headers().get(AUTHORIZATION);
-        let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
-        Self {
-            act,
-            method: request.method().clone(),
-            path: match act {
-                Action::Connect => String::new(),
-                Action::Request | Action::Upgrade => request.uri().path().to_owned(),
-            },
-            port: request.uri().port_u16(),
-            authorization: credential.and_then(copied),
-        }
-    }
-
-    /// Returns the access of a session of a TCP listener.
-    pub(super) fn session() -> Self {
-        Self {
-            act: Action::Connect,
-            method: Method::CONNECT,
-            path: String::new(),
-            port: None,
-            authorization: None,
-        }
-    }
-}
-
-impl ProxyState {
-    /// Returns the number of changes after which open streams are decided about again.
-    pub(super) fn changes(&self) -> u64 {
-        let changes = self.streams.changes.load(Acquire);
-        changes.wrapping_add(self.authorizer.changes())
-    }
-}
 
 /// Checks the open streams of one worker for as long as the gateway runs.
 pub async fn run(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup>) {
@@ -163,7 +41,7 @@ pub async fn run(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup
             _ = ticks.tick() => {}
             Some(()) = waiting.next() => continue,
         }
-        let changes = shared.changes();
+        let changes = shared.streams.changes();
         let (labels, relabelled) = shared.nodes.relabelled_since(labels_seen);
         labels_seen = labels;
         let due = |record: &AccessRecord| {

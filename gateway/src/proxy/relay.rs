@@ -8,11 +8,10 @@ use crate::{
     error::{Error, Reason},
     proxy::{
         Proxy, StreamContext,
-        access_log::AccessRecord,
+        access_log::{AccessRecord, GrantedAccess},
         authz::{Action, AuthzRequest, Destination},
         forward,
         listener::{ClientConnection, conn_io::ClientIo, idle_timer::ActiveRequest},
-        recheck::GrantedAccess,
         request_body::RequestBody,
         response_body::ResponseBody,
         upload_budget::{BufferedBody, track_buffered},

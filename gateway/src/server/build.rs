@@ -32,11 +32,11 @@ use crate::{
     metrics::Metrics,
     proxy::{
         ProxyState,
+        access_log::OpenStreams,
         access_review::{ReviewCache, ReviewClient},
         authz::{Authorize, PolicyAuthorizer},
         limits::{Counter, Limits},
         pod_route::PodLookup,
-        recheck::OpenStreams,
         upstream::{ConnectionPool, UpstreamTlsPorts},
     },
     state::{AdvertisedGateways, AnnouncedPortsCell, Registry},
@@ -268,19 +268,23 @@ fn shared(
     let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
     let kubernetes = config.kubernetes.clone().unwrap_or_default();
     let answers = |asked| ReviewCache::new(asked, &kubernetes, bound, &metrics);
+    let registry = Registry::new(workers);
     Ok(ProxyState {
         reviews: reviews.map(answers),
         nodes: base.nodes.reader(),
-        registry: Registry::new(workers),
         limits: Arc::new(Limits::new(config.limits.clone(), &metrics)),
         direct: Counter::default(),
-        streams: OpenStreams::new(workers.all().count()),
+        streams: Arc::new(OpenStreams::new(
+            workers.all().count(),
+            (authorizer.clone(), registry.clone()),
+            (config.access_log, config.timeouts.drain),
+        )),
+        registry,
         authorizer,
         apps: UpstreamTlsPorts::new(by_port, kept, base.pins.clone()),
         pods,
         metrics,
         timeouts: config.timeouts.clone(),
-        access_log: config.access_log,
         uri_bytes: config.limits.max_uri_bytes,
         kubernetes_uri_bytes: config.limits.max_kubernetes_uri_bytes,
         header_bytes: config.limits.max_header_bytes,

@@ -12,7 +12,7 @@ use crate::{
     control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers},
     proxy::{
         Proxy, ProxyState,
-        listener::{Listener, ListenerSocket, ListenerTls},
+        listener::{Listener, ListenerTls, accept::ListenerSocket},
     },
     worker::{WorkerId, Workers},
 };

@@ -3,21 +3,27 @@
 //! A [`ListenerSocket`] accepts for as long as its socket exists, and leads to the current configuration. If anything before HTTP
 //! names the node, it selects the worker. The socket moves there once.
 
-use super::{AcceptedSocket, Listener, conn_io, https, proxy_protocol, serve};
+mod https;
+
+use super::{ClientConnection, Listener, conn_io, http, proxy_protocol, tcp};
 use crate::{
+    config::ListenerProtocol,
     proxy::{
         Proxy,
-        authn::{AuthMethod, ClientIdentity, UID},
+        authn::{AuthMethod, ClientIdentity, ConnectionCredentials, UID},
+        forwarding_headers::LastValues,
         route::{self, RouteInput},
     },
     worker::{WorkerId, Workers},
 };
 use arc_swap::ArcSwap;
+use causeway_certs::verify::PeerRejected;
 use causeway_rt::{
     connection_limit::Slot,
     listener::{BoundSocket, RemoteAddr, SocketListener, original_destination},
     socket::{DetachedSocket, Socket},
 };
+use causeway_tunnel::informational::InformationalResponses;
 use std::{
     net::SocketAddr,
     pin::pin,
@@ -279,5 +285,56 @@ impl ListenerConfig {
                 }
             }
         });
+    }
+}
+
+/// A client's socket that was just accepted.
+#[derive(Debug)]
+pub(crate) struct AcceptedSocket {
+    pub(crate) peer: RemoteAddr,
+    pub(crate) original: Option<SocketAddr>,
+    pub(crate) room: Slot,
+}
+
+impl AcceptedSocket {
+    fn connection(
+        self,
+        proxy: &Proxy,
+        sni: Option<String>,
+        tls: bool,
+        client: Result<Option<ClientIdentity>, PeerRejected>,
+    ) -> ClientConnection {
+        if matches!(client, Ok(Some(_))) {
+            self.room.settle();
+        }
+        ClientConnection {
+            peer: self.peer,
+            sni,
+            original: self.original,
+            tls,
+            credentials: ConnectionCredentials::new(client),
+            condition: Arc::default(),
+            idle: Arc::default(),
+            window: http::window(proxy),
+            interims: InformationalResponses::default(),
+            forwarded: LastValues::default(),
+            room: self.room,
+            _open: proxy.listener.metrics.connection(),
+        }
+    }
+}
+
+/// Serves one connection by the listener's kind.
+pub(crate) async fn serve(
+    proxy: &Proxy,
+    io: conn_io::ClientIo,
+    connection: Arc<ClientConnection>,
+    stop: CancellationToken,
+) {
+    match proxy.listener.kind {
+        ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
+        ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
+            http::serve(proxy, io, connection, stop).await;
+        }
     }
 }

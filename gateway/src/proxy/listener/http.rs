@@ -246,7 +246,11 @@ fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hy
         };
         let reason = connection.condition.unparsed().unwrap_or(guess);
         let detail = unparsed_detail(reason);
-        let record = AccessRecord::unparsed(proxy, connection);
+        let record = AccessRecord::unparsed(
+            &proxy.shared.streams,
+            (&proxy.listener, proxy.worker),
+            connection,
+        );
         record.failed(&reason.with_source(detail, error.to_string()));
         record.answered(match proxy.listener.errors {
             ErrorFormat::Problem => reason.status(),

@@ -3,13 +3,14 @@
 //! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires it,
 //! its dates, its purpose, and the CA that issued it. An edge's certificate identifies no client.
 
-use super::{AcceptedSocket, ListenerConfig, ListenerTls, conn_io::ClientIo, serve};
+use super::{AcceptedSocket, ListenerConfig, serve};
 use crate::{
     audit,
     config::{ListenerProtocol, Serial},
     proxy::{
         Proxy,
         authn::{AuthMethod, ClientIdentity, PresentedCertificate, UID, Validity},
+        listener::{ListenerTls, conn_io::ClientIo},
     },
     worker::WorkerId,
 };
