@@ -7,6 +7,8 @@
 //! here writes a table. Each wait for the control plane has a bound: for a decision of another service (such as `access_review`),
 //! or for a missing key.
 
+mod context;
+
 pub mod listener;
 
 pub mod authn;
@@ -40,79 +42,26 @@ pub mod access_log;
 mod trace_context;
 
 use crate::{
-    config::{ErrorFormat, Timeouts},
+    config::ErrorFormat,
     error::{Error, Reason},
-    metrics::Metrics,
-    state::{NodeUnavailable, Nodes, Registry, TunnelId, registry::SelectedTunnel},
-    worker::WorkerId,
+    state::{NodeUnavailable, registry::SelectedTunnel},
 };
-use access_log::{AccessRecord, GrantedAccess, OpenStreams};
-use access_review::ReviewCache;
+use access_log::{AccessRecord, GrantedAccess};
 use authn::{AuthMethod, AuthnContext, ClientIdentity, jwt::Expired};
-use authz::{Action, Authorize, AuthzRequest, Destination};
+use authz::{Action, AuthzRequest, Destination};
 use causeway_certs::NodeName;
-use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{StreamKind, headers, informational::ExchangeId};
+pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
 use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
-use limits::{Counter, Limits};
-use listener::{ClientConnection, Listener};
-use pod_route::{PodLookup, PodRouting};
+use listener::ClientConnection;
+use pod_route::PodRouting;
 use request_body::RequestBody;
 use response_body::ResponseBody;
 use route::{Route, RouteInput};
 use std::{pin::pin, sync::Arc, time::SystemTime};
-use upstream::UpstreamTlsPorts;
-
-/// State that all listeners of a gateway share.
-#[derive(Debug)]
-pub struct ProxyState {
-    /// The nodes that are known.
-    pub nodes: Nodes,
-    /// The tunnels that are here.
-    pub registry: Registry,
-    /// How many streams may be open.
-    pub limits: Arc<Limits>,
-    /// Sessions that are dialled from here.
-    pub direct: Counter,
-    /// The streams that are open.
-    pub streams: Arc<OpenStreams>,
-    /// Upstreams to which this gateway itself speaks TLS.
-    pub apps: UpstreamTlsPorts,
-    /// Lookup of the nodes of pods, if there is one.
-    pub pods: Option<Arc<dyn PodLookup>>,
-    /// Cache of the reviews of clients by the cluster's API, if there is one.
-    pub reviews: Option<ReviewCache>,
-    /// Authorizer of requests.
-    pub authorizer: Arc<dyn Authorize>,
-    /// Metrics of the gateway.
-    pub metrics: Arc<Metrics>,
-    /// The bounds of waits.
-    pub timeouts: Timeouts,
-    /// Longest target of a request, in bytes.
-    pub uri_bytes: usize,
-    /// Longest target at listeners whose errors are for kubectl, in bytes.
-    pub kubernetes_uri_bytes: usize,
-    /// Largest fields of a request, in bytes.
-    pub header_bytes: usize,
-    /// Most fields in a request head.
-    pub max_headers: usize,
-}
-
-/// One listener on one worker.
-#[derive(Clone, Debug)]
-pub struct Proxy {
-    /// State that all listeners share.
-    pub shared: Arc<ProxyState>,
-    /// The listener.
-    pub listener: Arc<Listener>,
-    /// The worker that serves the connection.
-    pub worker: WorkerId,
-    /// The owner of tasks that outlive a request: request bodies, upgraded sessions.
-    pub tasks: Arc<TaskGroup>,
-}
 
 impl Proxy {
     /// Handles one request from a client. Returns the upstream's answer, or the reply that explains why there is none.
@@ -231,13 +180,8 @@ impl Proxy {
             .resolve_and_authenticate(connection, request.headers(), &asked)
             .await?;
         record.client(&client);
-        let route = match routed {
-            Ok(route) => route,
-            Err(none) => {
-                let pods = self.pod_routing(&client, &kind);
-                pod_route::route(pods, request.uri().path(), none).await?
-            }
-        };
+        let pods = self.pod_routing(&client, &kind);
+        let route = pod_route::or_route(pods, request.uri().path(), routed).await?;
         record.route(&route);
         let act = Action::from(&kind);
         let ask = AuthzRequest {
@@ -330,22 +274,6 @@ impl Proxy {
         Ok(client)
     }
 
-    /// Whether they may, which the record notes.
-    pub(crate) async fn authorize(
-        &self,
-        ask: &AuthzRequest<'_>,
-        record: &AccessRecord,
-    ) -> Result<(), Error> {
-        let (authorizer, bound) = (&self.shared.authorizer, self.shared.timeouts.authorize);
-        let (by, decided) = authz::check(authorizer.as_ref(), ask, bound).await;
-        if let Some(by) = by {
-            record.decided(by);
-        }
-        decided?;
-        let reviews = self.shared.reviews.as_ref();
-        access_review::check(&self.listener.kubelets, reviews, ask).await
-    }
-
     /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
     pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
         if self.shared.registry.worker(&route.node) != self.worker {
@@ -359,27 +287,6 @@ impl Proxy {
     }
 }
 
-/// Context of a stream that is about to be opened, for the last steps of the request path.
-#[derive(Clone, Copy, Debug)]
-pub struct StreamContext<'a> {
-    /// The listener and the shared state.
-    pub proxy: &'a Proxy,
-    /// The client's connection.
-    pub connection: &'a Arc<ClientConnection>,
-    /// Identity of the client.
-    pub client: &'a ClientIdentity,
-    /// The node and port that it goes to.
-    pub route: &'a Route,
-    /// The tunnel that was picked.
-    pub tunnel: &'a causeway_tunnel::Tunnel,
-    /// Its identity.
-    pub id: TunnelId,
-    /// The record of this stream.
-    pub record: &'a Arc<AccessRecord>,
-    /// Exchange that interim answers belong to.
-    pub exchange: ExchangeId,
-}
-
 impl StreamContext<'_> {
     /// Runs the last step: opens the stream, or sends the request to the upstream through one. This future is moved as a whole at
     /// each request. So only the path of most requests is a part of it; the larger futures are allocated.
@@ -391,13 +298,13 @@ impl StreamContext<'_> {
         match (kind, self.proxy.shared.apps.of(self.route)) {
             (StreamKind::Request, None) => forward::run(self, request).await,
             (StreamKind::Request, Some(app)) => {
-                Box::pin(upstream::forward(self, &app, request)).await
+                Box::pin(upstream::forward::run(self, &app, request)).await
             }
             (StreamKind::Upgrade(token), None) => {
                 Box::pin(upgrade::run(self, request, &token)).await
             }
             (StreamKind::Upgrade(token), Some(app)) => {
-                Box::pin(upstream::upgrade(self, &app, request, &token)).await
+                Box::pin(upstream::upgrade::run(self, &app, request, &token)).await
             }
             (StreamKind::Tcp, _) => Box::pin(relay::connect(self, request)).await,
         }

@@ -1,96 +1,27 @@
-//! Body of a request on its way to the upstream, in a task of its own.
-//!
-//! The task ends with the request or its answer, even while it waits for a tunnel that takes nothing; until then its waiting
-//! bytes count as buffered. A refused or aborted body resets the stream below: an upstream never takes a part for the whole.
+//! Body of a request on its way to the upstream: counted, with checked trailers. A refused or aborted body resets the stream
+//! below: an upstream never takes a part for the whole.
 
 use crate::{
-    error::{Error, Reason},
+    error::Reason,
     proxy::{
-        ProxyState, StreamContext,
-        access_log::AccessRecord,
-        forwarding_headers,
-        identity_headers::IdentityHeaderFields,
-        request,
-        request_body::RequestBody,
-        upload_budget::{BufferedBody, track_buffered},
+        access_log::AccessRecord, forwarding_headers, identity_headers::IdentityHeaderFields,
+        request, request_body::RequestBody, upload_budget::BufferedBody,
     },
 };
 use bytes::Bytes;
-use causeway_certs::NodeName;
-use causeway_tunnel::{
-    StreamError, StreamSender,
-    body::{PumpError, pump},
-};
-use futures_util::future::OptionFuture;
-use http::Version;
 use http_body::{Body, Frame};
 use std::{
     io,
-    pin::{Pin, pin},
+    pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use tracing::debug_span;
 
-/// Sends the body in a task of its own. With `expects` it waits for the sender that is returned.
-pub(super) fn start(
-    way: StreamContext<'_>,
-    (inner, version): (RequestBody, Version),
-    (send, given_up): (StreamSender, CancellationToken),
-    expects: bool,
-) -> Option<oneshot::Sender<()>> {
-    let (tell, told) = oneshot::channel();
-    let told = OptionFuture::from(expects.then_some(told));
-    let body = CountedRequestBody::new(way, (inner, version), BufferedBody::default());
-    let shared = way.proxy.shared.clone();
-    let (waiting, record) = (body.waiting.clone(), way.record.clone());
-    // The body may continue after a complete answer.
-    let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
-    let node = way.route.node.clone();
-    way.proxy.tasks.spawn(debug_span!("body"), async move {
-        let task = pin!(run(body, send, told, (node, shared.timeouts.upload)));
-        tokio::select! {
-            biased;
-            () = record.upload_ended() => {}
-            () = given_up.cancelled() => {}
-            () = track_buffered(shared.limits.pressure(), &waiting, task) => {}
-        }
-        drop(busy);
-    });
-    expects.then_some(tell)
-}
-
-async fn run(
-    body: CountedRequestBody,
-    mut send: StreamSender,
-    go: OptionFuture<oneshot::Receiver<()>>,
-    (node, patience): (NodeName, Duration),
-) {
-    // If a request is cancelled while it waits, its stream below is cancelled as well.
-    let _ = go.await;
-    let record = body.record.clone();
-    match pump(body, &mut send, Some(patience)).await {
-        Ok(()) => {}
-        Err(PumpError::Stalled(_)) => {
-            let patience = humantime::format_duration(patience);
-            let detail =
-                format!("the app on {node} has read nothing from the request body for {patience}");
-            record.failed(&Reason::TargetTimeout.error(detail));
-        }
-        Err(PumpError::Body(error)) => {
-            tracing::debug!(%error, "a client aborted its request body");
-        }
-        Err(PumpError::Stream(error @ StreamError::Evicted)) => {
-            record.failed(&Error::of_stream(node.as_str(), &error));
-        }
-        Err(PumpError::Stream(error)) => {
-            tracing::debug!(%error, "a request body was not read to its end");
-        }
-    }
-}
+/// Time that a body waits for an upstream that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not wait for ever
+/// either; curl waits as long).
+pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 
 /// A request's body, counted.
 pub(super) struct CountedRequestBody {
@@ -98,25 +29,28 @@ pub(super) struct CountedRequestBody {
     /// Receive window, if the client speaks HTTP/2.
     window: Option<u32>,
     waiting: BufferedBody,
-    shared: Arc<ProxyState>,
     record: Arc<AccessRecord>,
     told: IdentityHeaderFields,
+    /// Bytes and fields of trailers at most.
+    bounds: (usize, usize),
 }
 
 impl CountedRequestBody {
-    /// Returns the body of the request, which reports its chunks to `waiting`.
+    /// Returns the body of the request, which reports its chunks to `waiting`. `window` is the receive window of a client that
+    /// speaks HTTP/2.
     pub(super) fn new(
-        way: StreamContext<'_>,
-        (inner, version): (RequestBody, Version),
+        (inner, window): (RequestBody, Option<u32>),
         waiting: BufferedBody,
+        record: &Arc<AccessRecord>,
+        (told, bounds): (&IdentityHeaderFields, (usize, usize)),
     ) -> Self {
         Self {
             inner,
-            window: (version == Version::HTTP_2).then_some(way.connection.window),
+            window,
             waiting,
-            shared: way.proxy.shared.clone(),
-            record: way.record.clone(),
-            told: way.proxy.listener.told.clone(),
+            record: record.clone(),
+            told: told.clone(),
+            bounds,
         }
     }
 
@@ -170,8 +104,7 @@ impl CountedRequestBody {
             self.record.passed.up.fetch_add(length, Relaxed);
         }
         if let Some(trailers) = frame.trailers_mut() {
-            let shared = &self.shared;
-            let checked = request::trailers(trailers, shared.header_bytes, shared.max_headers);
+            let checked = request::trailers(trailers, self.bounds.0, self.bounds.1);
             checked.map_err(|error| {
                 self.record.failed(&error);
                 UploadError::Refused(error.detail.into_owned())

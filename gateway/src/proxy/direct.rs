@@ -9,10 +9,10 @@
 mod special_addresses;
 
 use super::{
-    Proxy,
     access_log::AccessRecord,
     authn::ClientIdentity,
     authz::{Action, AuthzRequest, Destination},
+    context::Proxy,
     listener::{ClientConnection, Listener},
     relay::UpgradedClient,
     request_body::RequestBody,

@@ -1,32 +1,44 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
-//! The head is sent first, the body after it (`counted_body`), so that an answer that comes before the body is read passes at
+//! The head is sent first, the body after it ([`start_upload`]), so that an answer that comes before the body is read passes at
 //! once. A client that goes away drops this future or its body, and with it the stream: a reset.
 
 use crate::{
     error::{Error, Reason},
     proxy::{
-        StreamContext, counted_body, forwarding_headers::Hop, listener::ClientConnection, request,
-        request_body::RequestBody, response_body::ResponseBody, trace_context,
+        access_log::AccessRecord,
+        context::StreamContext,
+        counted_body::{CONTINUE, CountedRequestBody},
+        forwarding_headers::Hop,
+        listener::ClientConnection,
+        request,
+        request_body::RequestBody,
+        response_body::ResponseBody,
+        trace_context,
+        upload_budget::{BufferedBody, track_buffered},
     },
 };
+use causeway_certs::NodeName;
 use causeway_tunnel::{
-    RejectCode, StreamError, StreamKind, StreamReceiver, gateway_side::StreamResponse, headers,
-    informational::ExchangeId, request_target::TargetOverflow, wire,
+    RejectCode, StreamError, StreamKind, StreamReceiver, StreamSender,
+    body::{PumpError, pump},
+    gateway_side::StreamResponse,
+    headers,
+    informational::ExchangeId,
+    request_target::TargetOverflow,
+    wire,
 };
+use futures_util::future::OptionFuture;
 use http::{
     HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
     header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, VIA},
     uri,
 };
 use http_body::Body;
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-
-/// Time that a body waits for an upstream that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not wait for ever
-/// either; curl waits as long).
-pub(super) const CONTINUE: Duration = Duration::from_secs(1);
+use tracing::debug_span;
 
 /// Forwards a plain request.
 ///
@@ -50,7 +62,7 @@ pub async fn run(
         (None, None, Some(opened.send))
     } else {
         let given_up = CancellationToken::new();
-        let go = counted_body::start(
+        let go = start_upload(
             way,
             (body, version),
             (opened.send, given_up.clone()),
@@ -64,6 +76,84 @@ pub async fn run(
         Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
     };
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
+}
+
+/// Sends the body in a task of its own, which ends with the request or its answer, even while it waits for a tunnel that takes
+/// nothing. Until then its waiting bytes count as buffered. With `expects` it waits for the sender that is returned.
+pub(super) fn start_upload(
+    way: StreamContext<'_>,
+    (inner, version): (RequestBody, Version),
+    (send, given_up): (StreamSender, CancellationToken),
+    expects: bool,
+) -> Option<oneshot::Sender<()>> {
+    let (tell, told) = oneshot::channel();
+    let told = OptionFuture::from(expects.then_some(told));
+    let waiting = BufferedBody::default();
+    let body = counted(way, (inner, version), waiting.clone());
+    let shared = way.proxy.shared.clone();
+    let record = way.record.clone();
+    // The body may continue after a complete answer.
+    let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
+    let node = way.route.node.clone();
+    way.proxy.tasks.spawn(debug_span!("body"), async move {
+        let task = pin!(upload(
+            body,
+            send,
+            told,
+            (node, shared.timeouts.upload, &record)
+        ));
+        tokio::select! {
+            biased;
+            () = record.upload_ended() => {}
+            () = given_up.cancelled() => {}
+            () = track_buffered(shared.limits.pressure(), &waiting, task) => {}
+        }
+        drop(busy);
+    });
+    expects.then_some(tell)
+}
+
+async fn upload(
+    body: CountedRequestBody,
+    mut send: StreamSender,
+    go: OptionFuture<oneshot::Receiver<()>>,
+    (node, patience, record): (NodeName, Duration, &AccessRecord),
+) {
+    // If a request is cancelled while it waits, its stream below is cancelled as well.
+    let _ = go.await;
+    match pump(body, &mut send, Some(patience)).await {
+        Ok(()) => {}
+        Err(PumpError::Stalled(_)) => {
+            let patience = humantime::format_duration(patience);
+            let detail =
+                format!("the app on {node} has read nothing from the request body for {patience}");
+            record.failed(&Reason::TargetTimeout.error(detail));
+        }
+        Err(PumpError::Body(error)) => {
+            tracing::debug!(%error, "a client aborted its request body");
+        }
+        Err(PumpError::Stream(error @ StreamError::Evicted)) => {
+            record.failed(&Error::of_stream(node.as_str(), &error));
+        }
+        Err(PumpError::Stream(error)) => {
+            tracing::debug!(%error, "a request body was not read to its end");
+        }
+    }
+}
+
+/// Returns the body of a request, which reports its chunks to `waiting`.
+pub(super) fn counted(
+    way: StreamContext<'_>,
+    (inner, version): (RequestBody, Version),
+    waiting: BufferedBody,
+) -> CountedRequestBody {
+    let window = (version == Version::HTTP_2).then_some(way.connection.window);
+    let shared = &way.proxy.shared;
+    let checks = (
+        &way.proxy.listener.told,
+        (shared.header_bytes, shared.max_headers),
+    );
+    CountedRequestBody::new((inner, window), waiting, way.record, checks)
 }
 
 /// Waits for the final answer, and forwards interim ones. Releases the body at the upstream's 100, at its answer, or after a

@@ -36,15 +36,19 @@ pub(super) struct PodRouting<'a> {
     pub(super) bound: Duration,
 }
 
-/// Returns the route by the pod that the path names, to a request without a route because of `error`.
+/// Returns the result in `routed`, or the route by the pod that the path names.
 ///
 /// # Errors
 /// The reason why there is no route.
-pub(super) async fn route(
+pub(super) async fn or_route(
     pods: Option<PodRouting<'_>>,
     path: &str,
-    error: Error,
+    routed: Result<Route, Error>,
 ) -> Result<Route, Error> {
+    let error = match routed {
+        Ok(route) => return Ok(route),
+        Err(error) => error,
+    };
     let pods = pods.filter(|_| error.reason == Reason::NodeUnknown);
     let (Some(pods), Some((namespace, name))) = (pods, meant(path)) else {
         return Err(error);

@@ -7,19 +7,18 @@ use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
     proxy::{
-        Proxy, StreamContext,
-        access_log::{AccessRecord, GrantedAccess},
-        authz::{Action, AuthzRequest, Destination},
+        access_log::AccessRecord,
+        context::StreamContext,
         forward,
-        listener::{ClientConnection, conn_io::ClientIo, idle_timer::ActiveRequest},
+        listener::{ClientConnection, idle_timer::ActiveRequest},
         request_body::RequestBody,
         response_body::ResponseBody,
         upload_budget::{BufferedBody, track_buffered},
     },
 };
 use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy, informational::ExchangeId};
-use http::{Method, Request, Response, StatusCode, Version};
+use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy};
+use http::{Request, Response, StatusCode, Version};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
@@ -118,66 +117,8 @@ pub(super) fn spawn(
     });
 }
 
-/// Runs the session of a TCP listener: the request path, for a connection that is one session.
-///
-/// # Errors
-/// If the session could not begin; the connection then ends with a reset.
-pub(super) async fn session(
-    proxy: &Proxy,
-    io: ClientIo,
-    connection: &Arc<ClientConnection>,
-    record: &Arc<AccessRecord>,
-) -> Result<(), Error> {
-    let begun = begin(proxy, connection, record).await;
-    let (send, receive) = begun.inspect_err(|_| io.abort())?;
-    record.opened(StatusCode::OK);
-    let work = pin!(copy::relay(io, send, receive, record.passed.clone(), false));
-    if let Some(outcome) = record.session_unless_ended(work).await {
-        note(record, proxy.listener.name.as_str(), &outcome);
-    }
-    Ok(())
-}
-
-async fn begin(
-    proxy: &Proxy,
-    connection: &Arc<ClientConnection>,
-    record: &Arc<AccessRecord>,
-) -> Result<(StreamSender, StreamReceiver), Error> {
-    let asked = proxy.listener.asked(connection, None);
-    let shared = &proxy.shared;
-    let nothing = http::HeaderMap::new();
-    let (client, route) = proxy
-        .authenticate_and_route(connection, &nothing, &asked)
-        .await?;
-    record.client(&client);
-    record.route(&route);
-    let ask = AuthzRequest {
-        client: &client,
-        from: connection.peer,
-        destination: Destination::Node(&route),
-        act: Action::Connect,
-        method: &Method::CONNECT,
-        path: "",
-    };
-    record.allow(GrantedAccess::session());
-    proxy.authorize(&ask, record).await?;
-    let picked = proxy.select_tunnel(&route).await?;
-    record.permit(shared.limits.admit(&client.open, &picked.streams)?);
-    record.tunnel(picked.id);
-    open(StreamContext {
-        proxy,
-        connection,
-        client: &client,
-        route: &route,
-        tunnel: &picked.tunnel,
-        id: picked.id,
-        record,
-        exchange: ExchangeId::None,
-    })
-    .await
-}
-
-fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
+/// Notes how a session has ended.
+pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     match outcome {
         copy::CopyOutcome::Clean => record.session_ended(),
         copy::CopyOutcome::Near(error) => {

@@ -7,7 +7,7 @@
 use crate::{
     error::{Error, Reason},
     proxy::{
-        StreamContext,
+        context::StreamContext,
         counted_body::{CountedRequestBody, UploadError},
         forward, relay, request,
         request_body::RequestBody,
@@ -47,7 +47,7 @@ pub async fn run(
     head.headers_mut().remove(CONTENT_LENGTH);
     let (waiting, has_content) = (BufferedBody::default(), !body.is_end_stream());
     let mut content = Content {
-        body: CountedRequestBody::new(way, (body, version), waiting.clone()),
+        body: forward::counted(way, (body, version), waiting.clone()),
         first: None,
     };
     if has_content && let Some(length) = content.length(way).await? {

@@ -2,26 +2,24 @@
 //!
 //! If the port is one of `upstream_tls`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
 //! a request: `forward` or `upgrade` sends it on an idle connection of the `pool` or a new one (`connect`: CONNECT, and TLS by
-//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `body` brings the answer. A CONNECT of the client's
+//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `response_body` brings the answer. A CONNECT of the client's
 //! own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to its end.
 
-mod body;
 mod connect;
 mod error;
-mod forward;
+pub(super) mod forward;
 mod http1;
 mod http2;
-mod http2_request;
 mod pin;
 mod pool;
+mod request_body;
+mod response_body;
 mod tls;
-mod upgrade;
+pub(super) mod upgrade;
 
-pub(crate) use body::UpstreamResponseBody;
-pub(super) use forward::run as forward;
 pub(crate) use pool::ConnectionPool;
+pub(crate) use response_body::UpstreamResponseBody;
 pub(crate) use tls::{ServerTrust, UpstreamTls, UpstreamTlsSource};
-pub(super) use upgrade::run as upgrade;
 
 use super::route::Route;
 use crate::state::Pins;

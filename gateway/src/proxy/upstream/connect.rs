@@ -4,14 +4,14 @@
 //! before is reset, so that no upstream takes an abandoned request for a complete one (design trap 3).
 
 use super::{
-    error,
-    http1::ConnState,
-    pin,
+    error, pin,
+    pool::ConnectionPoolKey,
+    request_body::ConnState,
     tls::{self, UpstreamTls},
 };
 use crate::{
     error::Error,
-    proxy::{StreamContext, relay},
+    proxy::{context::StreamContext, relay},
 };
 use causeway_tunnel::{
     io_observer::{IoObserver, ObservedIo},
@@ -28,6 +28,11 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Instant, timeout_at},
 };
+
+/// Returns the key of the connections that a stream may use.
+pub(super) fn pool_key(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> ConnectionPoolKey {
+    ConnectionPoolKey::new(way.proxy.worker, (way.id, way.route.target.port), app)
+}
 
 /// A connection that ends in order only if it was not given up.
 pub(super) type GuardedIo = ObservedIo<UpstreamIo<StreamIo>, ResetOnDrop>;

@@ -1,29 +1,36 @@
 //! A plain request to an upstream to which the gateway itself speaks.
 //!
-//! It uses HTTP/2 if the upstream chose it (`http2_request`), else HTTP/1.1. As at an edge, fields pass unchanged, except those
-//! of one connection. A body streams as it comes, both ways. An answer that comes before the request's body has been read passes
-//! at once. A request that a pooled connection did not take, or did not answer, is sent once more on a new connection
-//! ([`Retry`]).
+//! It uses HTTP/2 if the upstream chose it, else HTTP/1.1. As at an edge, fields pass unchanged, except those of one connection.
+//! A body streams as it comes, both ways. An answer that comes before the request's body has been read passes at once. A request
+//! that a pooled connection did not take, or did not answer, is sent once more on a new connection ([`Retry`]).
+//!
+//! Over HTTP/2 the head is sent first, the body after it in a task of its own, and a client that goes away resets the stream. A
+//! request that the upstream has not taken is sent once more on a younger connection: an upstream that closed one may have
+//! closed them all. The same applies to a request that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream
+//! closed the connection in order without an answer.
 
 use super::{
-    body::{UpstreamRequestBody, UpstreamResponseBody},
-    connect::UpstreamConnection,
-    error,
-    http1::{self, Http1Connection, InUse},
-    http2::{self, UpstreamStreamPermit},
-    http2_request, pin,
-    pool::ConnectionPoolKey,
+    connect::{UpstreamConnection, pool_key},
+    error, http1, http2, pin,
+    pool::{Http1Connection, InUse, UpstreamStreamPermit},
+    request_body::UpstreamRequestBody,
+    response_body::UpstreamResponseBody,
     tls::UpstreamTls,
 };
 use crate::{
     error::Error,
     proxy::{
-        StreamContext, counted_body::CountedRequestBody, forward, request,
-        request_body::RequestBody, response_body::ResponseBody,
+        context::StreamContext, forward, request, request_body::RequestBody,
+        response_body::ResponseBody,
     },
 };
-use causeway_tunnel::{headers, request_target::TargetOverflow, wire};
-use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout, retry::Retry};
+use causeway_tunnel::{StreamError, StreamReceiver, headers, request_target::TargetOverflow, wire};
+use causeway_upstream::{
+    alpn::Alpn,
+    head,
+    http2_pool::{Checkout, StreamPermit},
+    retry::{Retry, is_idempotent},
+};
 use http::{Request, Response, StatusCode, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
@@ -32,18 +39,19 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering::Relaxed},
 };
 use tokio::sync::oneshot;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Parts of a request after its head.
-pub(super) struct RequestParts {
-    pub(super) body: RequestBody,
+struct RequestParts {
+    body: RequestBody,
     /// The client's version of HTTP.
-    pub(super) version: Version,
+    version: Version,
     /// It waits for a 100.
-    pub(super) expects: bool,
+    expects: bool,
 }
 
 /// Connection on which a request is sent. The bool is true if the connection was used before.
-pub(super) enum ConnectionChoice {
+enum ConnectionChoice {
     /// A connection of HTTP/1.1.
     Line(InUse, bool),
     /// A stream of HTTP/2.
@@ -76,22 +84,19 @@ pub(in crate::proxy) async fn run(
             by_line(way, app, (head, content), (asking, reused)).await
         }
         ConnectionChoice::Stream(stream, reused) => {
-            http2_request::run(way, app, (head, content), (stream, reused)).await
+            by_stream(way, app, (head, content), (stream, reused)).await
         }
     }
 }
 
 /// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero `after`,
 /// only a connection that was dialled later than this shared one will do.
-pub(super) async fn choose(
+async fn choose(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
     after: u64,
 ) -> Result<ConnectionChoice, Error> {
-    let (kept, key) = (
-        way.proxy.shared.apps.kept(),
-        ConnectionPoolKey::of(way, app),
-    );
+    let (kept, key) = (way.proxy.shared.apps.kept(), pool_key(way, app));
     while after == 0
         && let Some(line) = kept.of(&key).checkout(&key, |line| line.is_alive())
     {
@@ -123,7 +128,7 @@ pub(super) async fn choose(
 }
 
 /// Asks on a line, and once more on a new one if it was used before.
-pub(super) async fn by_line(
+async fn by_line(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
     (mut head, content): (Request<()>, RequestParts),
@@ -140,7 +145,7 @@ pub(super) async fn by_line(
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
-            let upload = CountedRequestBody::new(way, (body, version), life.waiting.clone());
+            let upload = forward::counted(way, (body, version), life.waiting.clone());
             let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
             UpstreamRequestBody::new((upload, busy), life, expects.then_some(gone))
         }
@@ -221,7 +226,7 @@ pub(super) fn respond_by(
 }
 
 /// Returns the upstream's answer, by this version of HTTP.
-pub(super) fn respond(
+fn respond(
     way: StreamContext<'_>,
     mut parts: http::response::Parts,
     body: UpstreamResponseBody,
@@ -258,4 +263,106 @@ pub(super) fn unanswered(way: StreamContext<'_>, asking: &InUse, error: &hyper::
         return error::slow(way.route, &what);
     }
     http1::of_http(way, error)
+}
+
+/// Why there is no answer.
+struct RequestError {
+    error: StreamError,
+    /// The upstream may have taken the request.
+    taken: bool,
+}
+
+/// Sends the request on this stream. `reused` is true if other requests have used its connection before.
+///
+/// # Errors
+/// If the upstream does not take the request, or closes the connection before its answer's head.
+async fn by_stream(
+    way: StreamContext<'_>,
+    app: &Arc<UpstreamTls>,
+    (head, content): (Request<()>, RequestParts),
+    (stream, reused): (UpstreamStreamPermit, bool),
+) -> Result<Response<ResponseBody>, Error> {
+    let (newest, mut content) = (stream.newest, Some(content));
+    let first = ask(way, &head, &mut content, stream).await;
+    let broke = match first {
+        Ok(answered) => return answered,
+        Err(broke) => broke,
+    };
+    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
+    let Some(content) = content.filter(|_| again) else {
+        return Err(unanswered_on_stream(way, &broke));
+    };
+    match choose(way, app, newest).await? {
+        ConnectionChoice::Line(asking, _) => {
+            Box::pin(by_line(way, app, (head, content), (asking, false))).await
+        }
+        ConnectionChoice::Stream(stream, _) => {
+            let second = ask(way, &head, &mut Some(content), stream).await;
+            second.unwrap_or_else(|broke| Err(unanswered_on_stream(way, &broke)))
+        }
+    }
+}
+
+fn unanswered_on_stream(way: StreamContext<'_>, broke: &RequestError) -> Error {
+    // The stream may have failed because of the client's own data.
+    way.record.failure().unwrap_or_else(|| {
+        let leaving = way.tunnel.leaving();
+        error::of_stream(
+            way.route,
+            leaving,
+            (&broke.error, "before it sent a response"),
+        )
+    })
+}
+
+/// Asks. The content is taken once it is on its way, if there is any.
+async fn ask(
+    way: StreamContext<'_>,
+    head: &Request<()>,
+    content: &mut Option<RequestParts>,
+    stream: UpstreamStreamPermit,
+) -> Result<Result<Response<ResponseBody>, Error>, RequestError> {
+    let (tunnel, place) = (stream.connection.tunnel, stream.place);
+    let has_body = |content: &mut RequestParts| !content.body.is_end_stream();
+    let end = !content.as_mut().is_some_and(has_body);
+    let mut head = head.clone();
+    head::to_http2(&mut head, &way.route.target, "https");
+    let opened = tunnel.ask(head, end).await;
+    let opened = opened.map_err(|error| {
+        if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
+            // The connection accepts no new streams; open streams continue.
+            tunnel.drain();
+        }
+        let taken = false;
+        RequestError { error, taken }
+    })?;
+    let (go, upload) = match content.take_if(has_body) {
+        None => (None, None),
+        Some(content) => {
+            let given_up = CancellationToken::new();
+            let body = (content.body, content.version);
+            let send = (opened.send, given_up.clone());
+            let go = forward::start_upload(way, body, send, content.expects);
+            (go, Some(given_up.drop_guard()))
+        }
+    };
+    match forward::wait(way, opened.answer, go).await {
+        Ok(answer) => Ok(answered_on_stream(way, answer, (place, upload))),
+        Err(error) => Err(RequestError {
+            taken: !error.is_refused(),
+            error,
+        }),
+    }
+}
+
+fn answered_on_stream(
+    way: StreamContext<'_>,
+    answer: Response<StreamReceiver>,
+    (place, upload): (StreamPermit, Option<DropGuard>),
+) -> Result<Response<ResponseBody>, Error> {
+    let (mut parts, receive) = answer.into_parts();
+    check(way, &mut parts)?;
+    let body = UpstreamResponseBody::of_stream(receive, place, (way.tunnel.leaving(), way.route));
+    let response = respond(way, parts, body, Version::HTTP_2);
+    Ok(response.map(|body| body.with_upload(upload)))
 }

@@ -1,41 +1,30 @@
 //! One HTTP/1.1 connection to an upstream, over TLS, over a stream of the node's tunnel.
 //!
 //! A task of its own drives it ([`drive`]) from its first request to its end, and puts it into the pool while it is idle. A
-//! request holds it as [`InUse`]. If that is dropped before its answer came to an end, the stream below is reset, so that no
+//! request holds it as `InUse`. If that is dropped before its answer came to an end, the stream below is reset, so that no
 //! upstream takes an abandoned request for a complete one (design trap 3). All its waits have a bound.
 
 use super::{
-    body::UpstreamRequestBody,
-    connect::{GuardedIo, UpstreamConnection},
+    connect::{GuardedIo, UpstreamConnection, pool_key},
     error,
-    pool::{ConnectionPool, ConnectionPoolKey},
+    pool::{ConnectionPool, ConnectionPoolKey, Http1Connection},
+    request_body::{ConnState, UpstreamRequestBody},
     tls::UpstreamTls,
 };
 use crate::{
     error::Error,
-    proxy::{
-        StreamContext,
-        upload_budget::{BufferedBody, track_buffered},
-    },
+    proxy::{context::StreamContext, upload_budget::track_buffered},
 };
-use causeway_certs::Fingerprint;
-use causeway_tunnel::{eviction::Eviction, request_target::TargetOverflow, wire};
+use causeway_tunnel::{request_target::TargetOverflow, wire};
 use causeway_upstream::{
     alpn::Alpn,
-    http1::{Answering, Http1Io, handshake},
+    http1::{Http1Io, handshake},
     progress::while_moving,
 };
-use hyper::{
-    Request, Response,
-    body::Incoming,
-    client::conn::{TrySendError, http1},
-};
+use hyper::client::conn::http1;
 use std::{
     pin::pin,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
-    },
+    sync::{Arc, Weak, atomic::Ordering::Relaxed},
     time::Duration,
 };
 use tokio::{sync::mpsc, time::sleep};
@@ -44,37 +33,6 @@ use tracing::debug_span;
 
 /// Time in which a connection that is no longer needed may end in order.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// A connection that can take a request.
-#[derive(Debug)]
-pub(super) struct Http1Connection {
-    sender: http1::SendRequest<UpstreamRequestBody>,
-    pub(super) life: Arc<ConnState>,
-    answering: Answering,
-    /// Returns the connection to its task when it becomes idle.
-    back: mpsc::Sender<Http1Connection>,
-}
-
-/// State that a connection's task shares with the request on the connection.
-#[derive(Debug, Default)]
-pub(super) struct ConnState {
-    /// The key by which the upstream was trusted, if it is known by its key.
-    pub(super) key: Option<Fingerprint>,
-    /// Eviction handle of the stream below.
-    pub(super) eviction: Option<Eviction>,
-    /// Ends the connection at once, by a reset.
-    pub(super) end: CancellationToken,
-    /// Number of parts of request bodies that it has taken.
-    pub(super) taken: AtomicUsize,
-    /// Buffered bytes of request bodies.
-    pub(super) waiting: BufferedBody,
-    /// The connection has taken nothing for too long.
-    pub(super) stalled: AtomicBool,
-}
-
-/// A connection in use by a request. Dropped, it is reset.
-#[derive(Debug)]
-pub(super) struct InUse(Option<Http1Connection>);
 
 impl Http1Connection {
     /// Opens a new connection, for upgrades too. Its first request has this rest of its target.
@@ -110,7 +68,7 @@ impl Http1Connection {
             connection,
             life: life.clone(),
             returned,
-            key: ConnectionPoolKey::of(way, app),
+            key: pool_key(way, app),
             leaving: way.tunnel.leaving().clone(),
             retired: app.retired().clone(),
             patience: shared.timeouts.upload,
@@ -129,67 +87,6 @@ impl Http1Connection {
             answering,
             back,
         })
-    }
-
-    /// Whether it can take a request, as far as is known.
-    pub(super) fn is_alive(&self) -> bool {
-        !self.sender.is_closed() && !self.life.end.is_cancelled()
-    }
-
-    pub(super) fn asking(self) -> InUse {
-        InUse(Some(self))
-    }
-}
-
-impl InUse {
-    /// Sends the request, and waits for the answer's head.
-    pub(super) async fn ask(
-        &mut self,
-        request: Request<UpstreamRequestBody>,
-    ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamRequestBody>>> {
-        let line = self
-            .0
-            .as_mut()
-            .expect("the connection is open while it is used");
-        line.answering.begin();
-        line.sender.try_send_request(request).await
-    }
-
-    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
-    pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        let line = self.0.as_ref();
-        line.is_some_and(|line| line.answering.closed_unanswered(error))
-    }
-
-    pub(super) fn life(&self) -> Option<&Arc<ConnState>> {
-        self.0.as_ref().map(|line| &line.life)
-    }
-
-    /// Whether it took nothing of a request's body for too long.
-    pub(super) fn is_stalled(&self) -> bool {
-        self.life().is_some_and(|life| life.stalled.load(Relaxed))
-    }
-
-    /// Returns the connection to the pool, since its answer came to its end.
-    pub(super) fn settle(&mut self) {
-        if let Some(line) = self.0.take() {
-            let back = line.back.clone();
-            // A connection whose task has ended needs no idle handling.
-            let _ = back.try_send(line);
-        }
-    }
-
-    /// Notes that the connection has switched from HTTP to another protocol.
-    pub(super) fn switched(&mut self) {
-        self.0 = None;
-    }
-}
-
-impl Drop for InUse {
-    fn drop(&mut self) {
-        if let Some(line) = &self.0 {
-            line.life.end.cancel();
-        }
     }
 }
 

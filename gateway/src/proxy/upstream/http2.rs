@@ -5,25 +5,22 @@
 //! each dials for itself.
 
 use super::{
-    connect::UpstreamConnection,
+    connect::{UpstreamConnection, pool_key},
     error,
     http1::SHUTDOWN_TIMEOUT,
     pin,
-    pool::{ConnectionPool, ConnectionPoolKey},
+    pool::{
+        ConnectionPool, ConnectionPoolKey, Http2Connection, UpstreamHttp2Pool, UpstreamStreamPermit,
+    },
     tls::UpstreamTls,
 };
-use crate::{error::Error, proxy::StreamContext};
-use causeway_certs::Fingerprint;
+use crate::{error::Error, proxy::context::StreamContext};
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
-    Tunnel,
     gateway_side::{self, GatewaySideConfig},
     load::TunnelLoad,
 };
-use causeway_upstream::{
-    http2_observer::observe,
-    http2_pool::{self, Checkout, Http2Pool},
-};
+use causeway_upstream::{http2_observer::observe, http2_pool::Checkout};
 use std::{
     pin::pin,
     sync::{Arc, Weak},
@@ -33,38 +30,15 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// HTTP/2 connections to an upstream of one tunnel.
-pub(super) type UpstreamHttp2Pool = Http2Pool<Http2Connection>;
-
-/// A connection to an upstream.
-#[derive(Clone, Debug)]
-pub(super) struct Http2Connection {
-    pub(super) tunnel: Tunnel,
-    /// The key by which the upstream was trusted, if it is known by its key.
-    key: Option<Fingerprint>,
-}
-
-impl http2_pool::MultiplexedConnection for Http2Connection {
-    fn has_place(&self, taken: usize, allowed: usize) -> bool {
-        // The body of a request may continue after its answer.
-        taken.max(self.tunnel.load().streams()) < allowed
+/// Whether requests may still go to a connection.
+fn is_alive(connection: &Http2Connection, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
+    let holds = pin::holds(app.pins(), way.route, connection.key);
+    if !holds {
+        // The next request must open a new connection to the app.
+        connection.tunnel.close();
     }
+    holds && !connection.tunnel.leaving().is_cancelled()
 }
-
-impl Http2Connection {
-    /// Whether requests may still go there.
-    fn is_alive(&self, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
-        let holds = pin::holds(app.pins(), way.route, self.key);
-        if !holds {
-            // The next request must open a new connection to the app.
-            self.tunnel.close();
-        }
-        holds && !self.tunnel.leaving().is_cancelled()
-    }
-}
-
-/// A stream that may be opened.
-pub(super) type UpstreamStreamPermit = http2_pool::StreamSlot<Http2Connection>;
 
 /// A place on a connection with a number above `after`, or the turn to dial one.
 ///
@@ -77,7 +51,7 @@ pub(super) async fn turn<'p>(
     after: u64,
 ) -> Result<Checkout<'p, Http2Connection>, Error> {
     let deadline = Instant::now() + way.proxy.shared.timeouts.connect;
-    let alive = |connection: &Http2Connection| connection.is_alive(way, app);
+    let alive = |connection: &Http2Connection| is_alive(connection, way, app);
     let turn = pool.turn_until(deadline, after, alive).await;
     turn.map_err(|what| error::slow(way.route, what))
 }
@@ -115,7 +89,7 @@ pub(super) async fn begin(
             way.tunnel.leaving().clone(),
             app.retired().clone(),
         ],
-        key: ConnectionPoolKey::of(way, app),
+        key: pool_key(way, app),
     };
     let task = drive(driver.run(), watched, Arc::downgrade(kept));
     kept.spawn(debug_span!("app"), task);

@@ -1,4 +1,4 @@
-//! Connection pool: idle connections to upstreams, and the tasks that drive all connections.
+//! Connections to upstreams: the pool of idle ones, and the tasks that drive all of them.
 //!
 //! Connections are grouped by tunnel, port and credentials. So none is used for another node, none of a tunnel that leaves, and
 //! none with credentials that a reload has replaced. A connection's own task puts it into the pool and removes it; a request
@@ -6,19 +6,30 @@
 //! worker has a list of its own for its nodes, so it shares no lock.
 
 use super::{
-    http1::{ConnState, Http1Connection},
-    http2::UpstreamHttp2Pool,
+    request_body::{ConnState, UpstreamRequestBody},
     tls::UpstreamTls,
 };
-use crate::{proxy::StreamContext, state::TunnelId, worker::WorkerId};
+use crate::{state::TunnelId, worker::WorkerId};
+use causeway_certs::Fingerprint;
 use causeway_rt::task::TaskGroup;
-use causeway_upstream::pool::Pool;
+use causeway_tunnel::Tunnel;
+use causeway_upstream::{
+    http1::Answering,
+    http2_pool::{self, Http2Pool},
+    pool::Pool,
+};
+use hyper::{
+    Request, Response,
+    body::Incoming,
+    client::conn::{TrySendError, http1},
+};
 use std::{
     fmt,
     hash::{Hash, Hasher},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
+use tokio::sync::mpsc;
 use tracing::Span;
 
 /// Key of interchangeable connections.
@@ -31,11 +42,15 @@ pub(super) struct ConnectionPoolKey {
 }
 
 impl ConnectionPoolKey {
-    pub(super) fn of(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> Self {
+    pub(super) fn new(
+        worker: WorkerId,
+        (tunnel, port): (TunnelId, u16),
+        app: &Arc<UpstreamTls>,
+    ) -> Self {
         Self {
-            worker: way.proxy.worker,
-            tunnel: way.id,
-            port: way.route.target.port,
+            worker,
+            tunnel,
+            port,
             app: app.clone(),
         }
     }
@@ -54,6 +69,101 @@ impl Hash for ConnectionPoolKey {
         (self.tunnel, self.port, Arc::as_ptr(&self.app)).hash(state);
     }
 }
+
+/// A connection that can take a request.
+#[derive(Debug)]
+pub(super) struct Http1Connection {
+    pub(super) sender: http1::SendRequest<UpstreamRequestBody>,
+    pub(super) life: Arc<ConnState>,
+    pub(super) answering: Answering,
+    /// Returns the connection to its task when it becomes idle.
+    pub(super) back: mpsc::Sender<Http1Connection>,
+}
+
+impl Http1Connection {
+    /// Whether it can take a request, as far as is known.
+    pub(super) fn is_alive(&self) -> bool {
+        !self.sender.is_closed() && !self.life.end.is_cancelled()
+    }
+
+    pub(super) fn asking(self) -> InUse {
+        InUse(Some(self))
+    }
+}
+
+/// A connection in use by a request. Dropped, it is reset.
+#[derive(Debug)]
+pub(super) struct InUse(Option<Http1Connection>);
+
+impl InUse {
+    /// Sends the request, and waits for the answer's head.
+    pub(super) async fn ask(
+        &mut self,
+        request: Request<UpstreamRequestBody>,
+    ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamRequestBody>>> {
+        let line = self.0.as_mut().expect("a line that is asked on is there");
+        line.answering.begin();
+        line.sender.try_send_request(request).await
+    }
+
+    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
+    pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        let line = self.0.as_ref();
+        line.is_some_and(|line| line.answering.closed_unanswered(error))
+    }
+
+    pub(super) fn life(&self) -> Option<&Arc<ConnState>> {
+        self.0.as_ref().map(|line| &line.life)
+    }
+
+    /// Whether it took nothing of a request's body for too long.
+    pub(super) fn is_stalled(&self) -> bool {
+        self.life().is_some_and(|life| life.stalled.load(Relaxed))
+    }
+
+    /// Returns the connection to the pool, since its answer came to its end.
+    pub(super) fn settle(&mut self) {
+        if let Some(line) = self.0.take() {
+            let back = line.back.clone();
+            // A connection whose task has ended needs no idle handling.
+            let _ = back.try_send(line);
+        }
+    }
+
+    /// Notes that the connection has switched from HTTP to another protocol.
+    pub(super) fn switched(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        if let Some(line) = &self.0 {
+            line.life.end.cancel();
+        }
+    }
+}
+
+/// HTTP/2 connections to an upstream of one tunnel.
+pub(super) type UpstreamHttp2Pool = Http2Pool<Http2Connection>;
+
+/// A connection to an upstream.
+#[derive(Clone, Debug)]
+pub(super) struct Http2Connection {
+    pub(super) tunnel: Tunnel,
+    /// The key by which the upstream was trusted, if it is known by its key.
+    pub(super) key: Option<Fingerprint>,
+}
+
+impl http2_pool::MultiplexedConnection for Http2Connection {
+    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+        // The body of a request may continue after its answer.
+        taken.max(self.tunnel.load().streams()) < allowed
+    }
+}
+
+/// A stream that may be opened.
+pub(super) type UpstreamStreamPermit = http2_pool::StreamSlot<Http2Connection>;
 
 /// Connections of one worker.
 type WorkerPool = Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>;

@@ -5,18 +5,17 @@
 //! has taken the request's body it has `timeouts.upgrade_first_byte` for its answer; the session has no bound.
 
 use super::{
-    body::UpstreamRequestBody,
     connect::GuardedIo,
     error,
     forward::{check, listen, respond_by, unanswered},
-    http1::Http1Connection,
+    pool::Http1Connection,
+    request_body::UpstreamRequestBody,
     tls::UpstreamTls,
 };
 use crate::{
     error::Error,
     proxy::{
-        StreamContext,
-        counted_body::CountedRequestBody,
+        context::StreamContext,
         direct::{CountedIo, pass},
         forward,
         relay::UpgradedClient,
@@ -66,7 +65,7 @@ pub(in crate::proxy) async fn run(
     let life = opened.life.clone();
     let mut asking = opened.asking();
     let body = if has_body {
-        let upload = CountedRequestBody::new(way, (body, version), life.waiting.clone());
+        let upload = forward::counted(way, (body, version), life.waiting.clone());
         UpstreamRequestBody::new((upload, None), &life, None)
     } else {
         UpstreamRequestBody::default()

@@ -1,116 +1,20 @@
-//! Bodies to and from an upstream to which the gateway itself speaks.
+//! Body of an answer of an upstream to which the gateway itself speaks.
 //!
-//! A request's body is sent as hyper takes it, after the upstream's 100 if the client waits for one. An answer's body holds its
-//! connection until the end, and then returns the connection to the pool. If the body is dropped before, the connection is reset.
+//! The body holds its connection until the end, and then returns the connection to the pool. If the body is dropped before, the
+//! connection is reset.
 
-use super::{
-    error,
-    http1::{ConnState, InUse},
-};
-use crate::{
-    error::Error,
-    proxy::{
-        StreamContext,
-        counted_body::{CountedRequestBody, UploadError},
-        forward::CONTINUE,
-        listener::idle_timer::ActiveRequest,
-        route::Route,
-    },
-};
+use super::{error, pool::InUse};
+use crate::{error::Error, proxy::route::Route};
 use bytes::{Bytes, BytesMut};
 use causeway_tunnel::{StreamError, StreamReceiver, eviction::Eviction};
 use causeway_upstream::http2_pool::StreamPermit;
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{
-    future::Future,
     pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
 };
-use tokio::{
-    sync::oneshot,
-    time::{Sleep, sleep},
-};
 use tokio_util::sync::CancellationToken;
-
-/// A request's body on its way to the upstream.
-#[derive(Default)]
-pub(super) struct UpstreamRequestBody(Option<ActiveUpload>);
-
-struct ActiveUpload {
-    upload: CountedRequestBody,
-    life: Arc<ConnState>,
-    /// Signal that the body waits for before it is sent, and the maximum time of that wait.
-    go: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
-    /// Guard of the client's connection: the body may go on after a complete answer.
-    _busy: Option<ActiveRequest>,
-}
-
-impl UpstreamRequestBody {
-    /// Returns this body, sent on the connection with this state. With `go` it waits for that first.
-    pub(super) fn new(
-        (upload, busy): (CountedRequestBody, Option<ActiveRequest>),
-        life: &Arc<ConnState>,
-        go: Option<oneshot::Receiver<()>>,
-    ) -> Self {
-        upload.goes_on(Some(life.end.clone()));
-        Self(Some(ActiveUpload {
-            upload,
-            life: life.clone(),
-            go: go.map(|go| (go, Box::pin(sleep(CONTINUE)))),
-            _busy: busy,
-        }))
-    }
-
-    /// Moves the body to another connection than it was made for.
-    pub(super) fn moved(mut self, life: &Arc<ConnState>) -> Self {
-        if let Some(uploading) = &mut self.0 {
-            uploading.upload.tells(life.waiting.clone());
-            uploading.upload.goes_on(Some(life.end.clone()));
-            uploading.life = life.clone();
-        }
-        self
-    }
-}
-
-impl Body for UpstreamRequestBody {
-    type Data = Bytes;
-    type Error = UploadError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
-        let Some(uploading) = &mut self.0 else {
-            return Poll::Ready(None);
-        };
-        if let Some((go, bound)) = &mut uploading.go {
-            // If the sender was dropped, the app has answered already.
-            if Pin::new(go).poll(cx).is_pending() {
-                ready!(bound.as_mut().poll(cx));
-            }
-            uploading.go = None;
-        }
-        let frame = ready!(Pin::new(&mut uploading.upload).poll_frame(cx));
-        uploading.life.taken.fetch_add(1, Relaxed);
-        Poll::Ready(frame)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.0
-            .as_ref()
-            .is_none_or(|uploading| uploading.upload.is_end_stream())
-    }
-}
-
-impl Drop for ActiveUpload {
-    fn drop(&mut self) {
-        // hyper does not poll again after the last part.
-        self.life.waiting.some(0);
-        self.upload.goes_on(None);
-    }
-}
 
 /// Reason why an answer does not go on: for the record, and for the client's connection.
 pub(crate) type BodyError = (Error, StreamError);
@@ -165,14 +69,14 @@ impl UpstreamResponseBody {
     pub(super) fn of_stream(
         receive: StreamReceiver,
         place: StreamPermit,
-        way: StreamContext<'_>,
+        (leaving, route): (&CancellationToken, &Route),
     ) -> Self {
         let source = BodySource::Stream {
             receive,
             _place: place,
-            leaving: way.tunnel.leaving().clone(),
+            leaving: leaving.clone(),
         };
-        Self::new(source, way.route)
+        Self::new(source, route)
     }
 
     fn new(source: BodySource, route: &Route) -> Self {

@@ -1,0 +1,122 @@
+//! Body of a request to an upstream to which the gateway itself speaks, and the state of the connection that takes it.
+//!
+//! The body is sent as hyper takes it, after the upstream's 100 if the client waits for one.
+
+use crate::proxy::{
+    counted_body::{CONTINUE, CountedRequestBody, UploadError},
+    listener::idle_timer::ActiveRequest,
+    upload_budget::BufferedBody,
+};
+use bytes::Bytes;
+use causeway_certs::Fingerprint;
+use causeway_tunnel::eviction::Eviction;
+use http_body::{Body, Frame};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+};
+use tokio::{
+    sync::oneshot,
+    time::{Sleep, sleep},
+};
+use tokio_util::sync::CancellationToken;
+
+/// State that a connection's task shares with the request on the connection.
+#[derive(Debug, Default)]
+pub(super) struct ConnState {
+    /// The key by which the upstream was trusted, if it is known by its key.
+    pub(super) key: Option<Fingerprint>,
+    /// Eviction handle of the stream below.
+    pub(super) eviction: Option<Eviction>,
+    /// Ends the connection at once, by a reset.
+    pub(super) end: CancellationToken,
+    /// Number of parts of request bodies that it has taken.
+    pub(super) taken: AtomicUsize,
+    /// Buffered bytes of request bodies.
+    pub(super) waiting: BufferedBody,
+    /// The connection has taken nothing for too long.
+    pub(super) stalled: AtomicBool,
+}
+
+/// A request's body on its way to the upstream.
+#[derive(Default)]
+pub(super) struct UpstreamRequestBody(Option<ActiveUpload>);
+
+struct ActiveUpload {
+    upload: CountedRequestBody,
+    life: Arc<ConnState>,
+    /// Signal that the body waits for before it is sent, and the maximum time of that wait.
+    go: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
+    /// Guard of the client's connection: the body may go on after a complete answer.
+    _busy: Option<ActiveRequest>,
+}
+
+impl UpstreamRequestBody {
+    /// Returns this body, sent on the connection with this state. With `go` it waits for that first.
+    pub(super) fn new(
+        (upload, busy): (CountedRequestBody, Option<ActiveRequest>),
+        life: &Arc<ConnState>,
+        go: Option<oneshot::Receiver<()>>,
+    ) -> Self {
+        upload.goes_on(Some(life.end.clone()));
+        Self(Some(ActiveUpload {
+            upload,
+            life: life.clone(),
+            go: go.map(|go| (go, Box::pin(sleep(CONTINUE)))),
+            _busy: busy,
+        }))
+    }
+
+    /// Moves the body to another connection than it was made for.
+    pub(super) fn moved(mut self, life: &Arc<ConnState>) -> Self {
+        if let Some(uploading) = &mut self.0 {
+            uploading.upload.tells(life.waiting.clone());
+            uploading.upload.goes_on(Some(life.end.clone()));
+            uploading.life = life.clone();
+        }
+        self
+    }
+}
+
+impl Body for UpstreamRequestBody {
+    type Data = Bytes;
+    type Error = UploadError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
+        let Some(uploading) = &mut self.0 else {
+            return Poll::Ready(None);
+        };
+        if let Some((go, bound)) = &mut uploading.go {
+            // If the sender was dropped, the app has answered already.
+            if Pin::new(go).poll(cx).is_pending() {
+                ready!(bound.as_mut().poll(cx));
+            }
+            uploading.go = None;
+        }
+        let frame = ready!(Pin::new(&mut uploading.upload).poll_frame(cx));
+        uploading.life.taken.fetch_add(1, Relaxed);
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0
+            .as_ref()
+            .is_none_or(|uploading| uploading.upload.is_end_stream())
+    }
+}
+
+impl Drop for ActiveUpload {
+    fn drop(&mut self) {
+        // hyper does not poll again after the last part.
+        self.life.waiting.some(0);
+        self.upload.goes_on(None);
+    }
+}
