@@ -48,6 +48,7 @@ use dial::{Connected, Dialer};
 use forward::UpstreamClient;
 use futures_util::future::OptionFuture;
 use http::Request;
+use http1_pool::ConnectionPool;
 use informational::InformationalQueue;
 use response::{ResponseTail, UpstreamResponse};
 use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
@@ -58,7 +59,6 @@ use upstream::{RequestError, Upstream};
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
     client: UpstreamClient,
-    metrics: Arc<Metrics>,
     /// The owner has put another configuration into force.
     replaced: CancellationToken,
 }
@@ -70,11 +70,16 @@ impl Proxy {
         metrics: Arc<Metrics>,
         tasks: Arc<TaskGroup>,
     ) -> Self {
-        let dialer = Dialer::new(policy, timeouts.dial, metrics.clone());
-        let bounds = (&timeouts, most_fields);
-        Self {
-            client: UpstreamClient::new(dialer, bounds, metrics.clone(), tasks),
+        let client = UpstreamClient {
+            dialer: Dialer::new(policy, timeouts.dial, metrics.clone()),
+            kept: ConnectionPool::new(timeouts.upstream_idle),
+            upgrade_bound: timeouts.upgrade,
+            most_fields,
             metrics,
+            tasks,
+        };
+        Self {
+            client,
             replaced: CancellationToken::new(),
         }
     }
@@ -93,7 +98,7 @@ impl Proxy {
     /// Serves a stream from its request to the upstream's answer, unless the stream is evicted because the upstream does not
     /// take the bytes that wait for it, or the policy of the `newest` data path refuses it.
     pub(crate) async fn serve(&self, asked: StreamRequest, newest: impl Fn() -> Arc<Self>) {
-        let mut served = StreamGuard::new(&self.metrics, &asked.kind);
+        let mut served = StreamGuard::new(&self.client.metrics, &asked.kind);
         let eviction = asked.body.eviction();
         let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::evicted));
         tokio::select! {

@@ -15,10 +15,7 @@ use super::{
     response::{ResponseBody, ResponseTail, UpstreamResponse},
     upstream::{RequestError, Upstream, UpstreamIo, broken, caused_by_client, map_error, slow},
 };
-use crate::{
-    config::{Protocol, Timeouts},
-    metrics::Metrics,
-};
+use crate::{config::Protocol, metrics::Metrics};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode, StreamReceiver, error::is_close, headers, request_target::TargetOverflow,
@@ -37,27 +34,9 @@ pub(super) struct UpstreamClient {
     pub(super) upgrade_bound: Duration,
     /// Fields of an answer at most.
     pub(super) most_fields: usize,
-    metrics: Arc<Metrics>,
+    pub(super) metrics: Arc<Metrics>,
     /// Owner of the tasks that drive HTTP/2 connections.
-    tasks: Arc<TaskGroup>,
-}
-
-impl UpstreamClient {
-    pub(super) fn new(
-        dialer: Dialer,
-        (timeouts, most_fields): (&Timeouts, usize),
-        metrics: Arc<Metrics>,
-        tasks: Arc<TaskGroup>,
-    ) -> Self {
-        Self {
-            dialer,
-            kept: ConnectionPool::new(timeouts.upstream_idle),
-            upgrade_bound: timeouts.upgrade,
-            most_fields,
-            metrics,
-            tasks,
-        }
-    }
+    pub(super) tasks: Arc<TaskGroup>,
 }
 
 /// A connection to ask on.

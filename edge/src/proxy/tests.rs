@@ -685,6 +685,7 @@ async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
         let counted = format!("causeway_edge_upstream_dial_failures_total{{cause=\"{cause}\"}} 1");
         let metrics = world
             .way
+            .client
             .metrics
             .encode(causeway_rt::Exposition::OpenMetrics);
         assert!(metrics.contains(&counted), "{metrics}");

@@ -25,35 +25,18 @@ pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 
 /// A request's body, counted.
 pub(super) struct CountedRequestBody {
-    inner: RequestBody,
+    pub(super) inner: RequestBody,
     /// Receive window, if the client speaks HTTP/2.
-    window: Option<u32>,
-    waiting: BufferedBody,
-    record: Arc<AccessRecord>,
-    told: IdentityHeaderFields,
+    pub(super) window: Option<u32>,
+    /// Count of the bytes that wait, to which the body reports its chunks.
+    pub(super) waiting: BufferedBody,
+    pub(super) record: Arc<AccessRecord>,
+    pub(super) told: IdentityHeaderFields,
     /// Bytes and fields of trailers at most.
-    bounds: (usize, usize),
+    pub(super) bounds: (usize, usize),
 }
 
 impl CountedRequestBody {
-    /// Returns the body of the request, which reports its chunks to `waiting`. `window` is the receive window of a client that
-    /// speaks HTTP/2.
-    pub(super) fn new(
-        (inner, window): (RequestBody, Option<u32>),
-        waiting: BufferedBody,
-        record: &Arc<AccessRecord>,
-        (told, bounds): (&IdentityHeaderFields, (usize, usize)),
-    ) -> Self {
-        Self {
-            inner,
-            window,
-            waiting,
-            record: record.clone(),
-            told: told.clone(),
-            bounds,
-        }
-    }
-
     /// How long the body is, if that is known.
     pub(super) fn length(&self) -> Option<u64> {
         self.inner.size_hint().exact()

@@ -147,13 +147,15 @@ pub(super) fn counted(
     (inner, version): (RequestBody, Version),
     waiting: BufferedBody,
 ) -> CountedRequestBody {
-    let window = (version == Version::HTTP_2).then_some(way.connection.window);
     let shared = &way.proxy.shared;
-    let checks = (
-        &way.proxy.listener.told,
-        (shared.header_bytes, shared.max_headers),
-    );
-    CountedRequestBody::new((inner, window), waiting, way.record, checks)
+    CountedRequestBody {
+        inner,
+        window: (version == Version::HTTP_2).then_some(way.connection.window),
+        waiting,
+        record: way.record.clone(),
+        told: way.proxy.listener.told.clone(),
+        bounds: (shared.header_bytes, shared.max_headers),
+    }
 }
 
 /// Waits for the final answer, and forwards interim ones. Releases the body at the upstream's 100, at its answer, or after a

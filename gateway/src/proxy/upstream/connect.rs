@@ -31,7 +31,12 @@ use tokio::{
 
 /// Returns the key of the connections that a stream may use.
 pub(super) fn pool_key(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> ConnectionPoolKey {
-    ConnectionPoolKey::new(way.proxy.worker, (way.id, way.route.target.port), app)
+    ConnectionPoolKey {
+        worker: way.proxy.worker,
+        tunnel: way.id,
+        port: way.route.target.port,
+        app: app.clone(),
+    }
 }
 
 /// A connection that ends in order only if it was not given up.

@@ -35,25 +35,10 @@ use tracing::Span;
 /// Key of interchangeable connections.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionPoolKey {
-    worker: WorkerId,
-    tunnel: TunnelId,
-    port: u16,
-    app: Arc<UpstreamTls>,
-}
-
-impl ConnectionPoolKey {
-    pub(super) fn new(
-        worker: WorkerId,
-        (tunnel, port): (TunnelId, u16),
-        app: &Arc<UpstreamTls>,
-    ) -> Self {
-        Self {
-            worker,
-            tunnel,
-            port,
-            app: app.clone(),
-        }
-    }
+    pub(super) worker: WorkerId,
+    pub(super) tunnel: TunnelId,
+    pub(super) port: u16,
+    pub(super) app: Arc<UpstreamTls>,
 }
 
 impl PartialEq for ConnectionPoolKey {
