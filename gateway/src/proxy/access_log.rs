@@ -1,4 +1,5 @@
-//! Open streams, and the access record that each of them has: filled along the request path, written when the last part of the stream is gone.
+//! Open streams, and the access record that each of them has: filled along the request path, written when the last part of the
+//! stream is gone.
 //!
 //! The record also owns the stream's permit, so that the counted, the logged and the limited stream are the same. A path is
 //! logged without its query, which may contain secrets. Refusals, and each session's begin and end, also leave a line in the

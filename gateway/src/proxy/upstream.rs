@@ -2,8 +2,9 @@
 //!
 //! If the port is one of `upstream_tls`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
 //! a request: `forward` or `upgrade` sends it on an idle connection of the `pool` or a new one (`connect`: CONNECT, and TLS by
-//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `response_body` brings the answer. A CONNECT of the client's
-//! own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to its end.
+//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `response_body` brings the answer. A CONNECT of the
+//! client's own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to
+//! its end.
 
 mod connect;
 mod error;
