@@ -28,6 +28,21 @@ impl Config {
         self
     }
 
+    /// Returns this configuration without the paths that [`Config::completed`] has added.
+    fn without_stored_paths(mut self) -> Self {
+        if let Some(identity) = &mut self.tunnel.identity
+            && identity.signer.is_some()
+        {
+            (identity.chain, identity.key) = (None, None);
+        }
+        for app in self.upstream_tls.values_mut() {
+            if app.signer.is_some() {
+                (app.certificate, app.key) = (None, None);
+            }
+        }
+        self
+    }
+
     /// Returns this configuration with the endpoints that the cluster gives.
     #[must_use]
     pub fn advertising(mut self, found: &DiscoveredEndpoints) -> Self {
@@ -93,7 +108,7 @@ impl Config {
         self.listed = Some(told);
         let mut faults = faults.into_vec();
         if faults.is_empty() {
-            faults = self.validate();
+            faults = self.clone().without_stored_paths().validate();
         }
         if faults.is_empty() {
             Ok(self)
@@ -260,6 +275,17 @@ mod tests {
             (told.http, told.tcp),
             (vec![9051, 10255, 10267], vec![9443, 9443, 10250])
         );
+    }
+
+    #[test]
+    fn ports_are_listed_beside_a_certificate_of_a_signer() {
+        let config = config(&json!({
+            "upstream_tls": { "10250": { "verify": false, "signer": "kubernetes.io/kube-apiserver-client" } },
+        }));
+        let config = config.completed().listing(&listed(&[9051], &[9443]));
+        let apps = config.unwrap().upstream_tls;
+        assert!(apps[&10250].certificate.is_some());
+        assert_eq!(apps[&9443], apps[&10250]);
     }
 
     #[test]
