@@ -90,6 +90,7 @@ mod tls_scan;
 
 mod binary;
 
+mod book;
 mod imports;
 
 mod bad_input;

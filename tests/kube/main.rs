@@ -11,6 +11,7 @@
 mod addresses;
 mod advertise;
 mod api_cache;
+mod book;
 mod certificates;
 mod deploy;
 mod egress;
@@ -114,6 +115,7 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(ports::trials())
         .chain(certificates::trials())
         .chain(advertise::trials())
+        .chain(book::trials())
         .collect();
     [smoke::trials(), first, second, api_cache::trials()]
 }

@@ -268,6 +268,11 @@ impl Process {
         self.output.borrow().clone()
     }
 
+    /// Returns the id of the process.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id().expect("the process runs")
+    }
+
     /// Returns the resource usage that the system reports now.
     pub(crate) fn usage(&self) -> Usage {
         Usage::of(self.child.id().expect("the process runs"))

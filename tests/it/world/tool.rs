@@ -101,6 +101,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
         None if tool == netns::NEED => return netns::possible(),
         None if tool == "coredns" => return coredns().is_some(),
+        None if tool == "kubectl" => return kubectl().is_some(),
         None if tool == "dig" => (tool.as_ref(), &["-v"]),
         None if tool == "haproxy" => (tool.as_ref(), &["-v"]),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
@@ -158,6 +159,12 @@ pub(crate) fn coredns() -> Option<PathBuf> {
     });
     let made = |folder: &PathBuf| folder.metadata().and_then(|data| data.modified()).ok();
     complete.max_by_key(made).and_then(in_folder)
+}
+
+/// kubectl of Debian 12, which `.ci/setup` unpacks into the cache.
+pub(crate) fn kubectl() -> Option<PathBuf> {
+    let program = cache()?.join("kubectl-1.20/usr/bin/kubectl");
+    Some(program).filter(|program| program.exists())
 }
 
 /// A child before its start.

@@ -5,7 +5,7 @@
 
 use std::{
     fs::{self, Permissions},
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     thread,
 };
@@ -20,7 +20,7 @@ use super::{
     replicas::{GATEWAYS, edge, names},
 };
 use crate::{
-    steps, trial,
+    book, steps, trial,
     world::{
         Way, World,
         causeway::BINARY,
@@ -245,19 +245,20 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     let shell = Shell::new(world, "deploy-commands");
     let made = Made::new(world, "clients", GATEWAYS);
     let _names = names(world);
-    shell.run(&block("apply -k overlays/clients")).ok();
-
+    // As the README of the repository has it, in whose folder `deploy` is; then as the one of `deploy` has it.
+    symlink(".", shell.folder.join("deploy")).unwrap();
+    for commands in [
+        book::block("README.md", "kubectl apply -k"),
+        block("apply -k overlays/clients"),
+        block("docker run"),
+    ] {
+        shell.run(&commands).ok();
+        let delete = "delete -n causeway secret causeway-ca --ignore-not-found";
+        world.cluster.kubectl(delete).run().ok();
+    }
+    let unlabel = "label node edge-1 causeway.io/edge-";
+    world.cluster.kubectl(unlabel).run().ok();
     let making = block("openssl req");
-    shell.run(&block("docker run")).ok();
-    let delete = world
-        .cluster
-        .kubectl("delete -n causeway secret causeway-ca");
-    delete.run().ok();
-    world
-        .cluster
-        .kubectl("label node edge-1 causeway.io/edge-")
-        .run()
-        .ok();
     // It waits until the Secret exists.
     made.begin("Deployment", "causeway-gateway", "first", gateway);
     shell.run(&making).ok();

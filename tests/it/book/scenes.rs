@@ -1,0 +1,368 @@
+//! The pages, each as its reader follows it: the blocks in their order, and the conditions that the text names in between.
+
+use super::{blocks::ROOT, page::Page};
+use crate::world::{
+    process::{Ended, Process},
+    tool::kubectl,
+};
+
+/// Starts a gateway as the pages require it.
+async fn gateway(page: &Page, config: &str) -> Process {
+    let file = "cat >/etc/causeway/gateway.yaml <<'EOF'";
+    page.commands(&format!(
+        "mkdir -p /etc/causeway; causeway ca init 2>&1; {file}\n{config}\nEOF"
+    ))
+    .await;
+    start_gateway(page).await
+}
+
+/// Starts the gateway of `/etc/causeway/gateway.yaml`.
+async fn start_gateway(page: &Page) -> Process {
+    let mut gateway = page.start_commands("causeway gateway --config /etc/causeway/gateway.yaml");
+    gateway.said("gateway ready").await;
+    gateway
+}
+
+/// Starts the edge of the node, which joins with a token and serves these ports.
+async fn edge(page: &Page, ports: &str) -> Process {
+    page.commands(&format!(
+        "printf 'gateways: [gw.example.com:10262]\nports: {ports}\n' >/etc/causeway/edge.yaml"
+    ))
+    .await;
+    start_edge(page).await
+}
+
+/// Starts the edge of `/etc/causeway/edge.yaml` with a token.
+async fn start_edge(page: &Page) -> Process {
+    let edge = "CAUSEWAY_JOIN=$(causeway token create --node edge-1) causeway edge --config /etc/causeway/edge.yaml";
+    let mut edge = page.start_commands(edge);
+    edge.said("tunnel registered").await;
+    edge
+}
+
+/// An app on port 9100 of the node, which serves the reader's folder.
+async fn app(page: &Page) -> Process {
+    let app = page.start_commands("exec python3 -m http.server 9100 --bind 127.0.0.1");
+    page.until("curl -sSf -o app.html http://127.0.0.1:9100/")
+        .await;
+    app
+}
+
+const ADVERTISE: &str = "tunnel: { advertise: [gw.example.com:10262] }";
+
+/// Returns the token that a process printed, which is the reader's to paste.
+async fn token(process: &mut Process) -> String {
+    let dots = |line: &str| line.matches('.').count() == 3 && !line.contains(' ');
+    process.line("a token", dots).await
+}
+
+/// `cargo` in place of a build: the binary is built already.
+async fn cargo(page: &Page) {
+    let cargo = r#"case "$*" in
+"run --release -- "*) shift 3; exec causeway "$@" ;;
+"build --release") install -D "$(command -v causeway)" target/release/causeway ;;
+*) exit 9 ;;
+esac"#;
+    page.stand_in("/usr/local/bin/cargo", cargo).await;
+}
+
+/// The demo, and each command that it prints.
+async fn demo(page: &mut Page) -> Ended {
+    cargo(page).await;
+    let mut demo = page.start("cargo run");
+    demo.line("ready", |line| line == "ready").await;
+    let said = demo.written().stdout;
+    let commands: Vec<&str> = said
+        .lines()
+        .filter(|line| line.starts_with("curl "))
+        .collect();
+    assert!(commands.len() > 2, "{said}");
+    for command in commands {
+        assert!(!page.commands(command).await.is_empty(), "{command}");
+    }
+    page.stop_all().await;
+    demo.ended().await.ok()
+}
+
+pub(super) async fn readme(page: &mut Page) {
+    let demo = demo(page).await;
+    page.shows("causeway demo: a gateway", &demo.stdout);
+    let mut gateway = page.start("causeway gateway --tunnel-advertise");
+    gateway.said("gateway ready").await;
+    let token = token(&mut gateway).await;
+    let _app = app(page).await;
+    let mut edge = page.start_with("causeway edge", &token);
+    edge.said("tunnel registered").await;
+    let ran = page.run("--key alice-key.pem").await.stdout;
+    assert!(ran.contains("Directory listing"), "{ran}");
+}
+
+pub(super) async fn first_tunnel(page: &mut Page) {
+    let demo = demo(page).await;
+    page.shows("causeway demo: a gateway", &demo.stdout);
+}
+
+pub(super) async fn two_machines(page: &mut Page) {
+    let mut gateway = page.start("causeway gateway --config");
+    gateway.said("gateway ready").await;
+    let token = token(&mut gateway).await;
+    let mut edge = page.start_with("causeway edge --config", &token);
+    edge.said("tunnel registered").await;
+    page.until("curl -sSf -o app.html http://127.0.0.1:9100/")
+        .await;
+    let ran = page.run("causeway status").await.stdout;
+    assert_eq!(ran.matches("Directory listing").count(), 4, "{ran}");
+    let shown = page.text("NODE    STATE");
+    let heads = [&shown, &ran].map(|text| text.lines().next().unwrap().split_whitespace());
+    let [shown, ran] = heads.map(Vec::from_iter);
+    assert_eq!(ran, shown);
+}
+
+pub(super) async fn company_ca(page: &mut Page) {
+    let company = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj /CN=company";
+    page.commands(&format!(
+        "{company} -keyout ca.key -out ca.crt 2>&1; cp ca.crt company.pem"
+    ))
+    .await;
+    let _gateway = gateway(page, ADVERTISE).await;
+    let _edge = edge(page, "{ 9100: {} }").await;
+    let _app = app(page).await;
+    page.commands("causeway client certificate --name alice --out . 2>&1")
+        .await;
+    page.run("ca csr").await;
+    page.run("openssl x509").await;
+    page.run("ca import chain.pem").await;
+    let call = "curl -sSf --cert alice.pem --key alice-key.pem --connect-to edge-1:9100:127.0.0.1:10263 https://edge-1:9100/";
+    page.until(&format!("{call} --cacert company.pem")).await;
+    page.run("ca import --remove").await;
+    page.until(&format!("! {call} --cacert company.pem")).await;
+    page.commands(&format!("{call} --cacert /var/lib/causeway/ca.pem"))
+        .await;
+}
+
+pub(super) async fn enrol_nodes(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let outputs = page.console("token create --node").await;
+    page.commands("echo 'gateways: [gw.example.com:10262]' >/etc/causeway/edge.yaml")
+        .await;
+    let mut edge = page.start_with("CAUSEWAY_JOIN", outputs[0].trim());
+    edge.said("tunnel registered").await;
+    let ran = page.run("causeway status").await.stdout;
+    assert!(ran.contains("edge-1  connected"), "{ran}");
+}
+
+/// Makes files of an external CA: `leaf NAME SUBJECT-ALTERNATIVE-NAME USAGE`.
+const EXTERNAL_CA: &str = r#"
+mkdir -p /etc/causeway/tls && cd /etc/causeway/tls
+new() { openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes "$@" 2>&1; }
+leaf() {
+  new -subj "/CN=$1" -keyout "$1.key" -out "$1.csr"
+  printf 'subjectAltName=%s\nextendedKeyUsage=%s\nauthorityKeyIdentifier=keyid\n' "$2" "$3" >"$1.ext"
+  openssl x509 -req -in "$1.csr" -CA ca.pem -CAkey ca.key -days 90 -extfile "$1.ext" -out "$1.pem" 2>&1
+}
+new -x509 -days 90 -subj /CN=external -keyout ca.key -out ca.pem
+leaf gateway URI:spiffe://example.com/gateway serverAuth
+leaf listener DNS:edge-1 serverAuth
+leaf edge-1 URI:spiffe://example.com/edge/edge-1 clientAuth
+"#;
+
+pub(super) async fn external_ca(page: &mut Page) {
+    page.commands(EXTERNAL_CA).await;
+    page.write("# gateway\n", "/etc/causeway/gateway.yaml")
+        .await;
+    page.write("# edge-1\n", "/etc/causeway/edge.yaml").await;
+    let _gateway = start_gateway(page).await;
+    page.run("causeway node add").await;
+    let mut edge = page.start("causeway edge --config");
+    edge.said("tunnel registered").await;
+}
+
+pub(super) async fn forwarding_headers(page: &mut Page) {
+    page.commands("ip address add 10.0.0.5/32 dev lo").await;
+    let _gateway = gateway(page, ADVERTISE).await;
+    let _edge = edge(page, "{ 8080: { target: \"127.0.0.1:9100\" } }").await;
+    let _app = app(page).await;
+    page.write("trusted_proxies", "/etc/causeway/gateway.yaml")
+        .await;
+    page.run("causeway reload").await;
+    page.commands("curl -sSf -H 'Host: edge-1' http://10.0.0.5:8080/")
+        .await;
+}
+
+/// In place of an editor: what its user writes.
+const EDITOR: &str = r#"exec sed -i -e 's/^  advertise: \[\]/  advertise: [gw.example.com:10262]/' \
+  -e 's/^gateways: \[\]/gateways: [gw.example.com:10262]/' -e 's/^ports: {}/ports: { 9100: {} }/' "$1""#;
+
+/// In place of systemd: the commands of the units, with a token of the gateway where the page has TOKEN.
+const SYSTEMCTL: &str = r#"case "$*" in
+"enable --now causeway-gateway") causeway gateway --config /etc/causeway/gateway.yaml >gateway.log 2>&1 & ;;
+"enable --now causeway-edge")
+  sed -i "s/TOKEN/$(causeway token create --node edge-1)/" /etc/causeway/edge.env
+  . /etc/causeway/edge.env; export CAUSEWAY_JOIN
+  causeway edge --config /etc/causeway/edge.yaml >edge.log 2>&1 & ;;
+"status causeway-edge") until causeway health --ready --data-dir /var/lib/causeway-edge; do sleep 0.1; done ;;
+*) exit 9 ;;
+esac"#;
+
+/// The units themselves are run by `packaging/test`.
+pub(super) async fn install(page: &mut Page) {
+    cargo(page).await;
+    page.run("cargo build").await;
+    page.commands("causeway completions bash; causeway man man; causeway --version")
+        .await;
+    page.stand_in("packaging/build", "echo ./causeway_0_amd64.deb")
+        .await;
+    let unpack = format!(
+        "[ \"$*\" = 'install -y ./causeway_0_amd64.deb' ] && install -D -t /etc/causeway {ROOT}/packaging/*.yaml"
+    );
+    page.stand_in("/usr/local/bin/apt-get", &unpack).await;
+    page.stand_in("/usr/local/bin/editor", EDITOR).await;
+    page.stand_in("/usr/local/bin/systemctl", SYSTEMCTL).await;
+    page.run("apt-get install").await;
+    page.until("causeway status | grep 'edge-1 *connected'")
+        .await;
+}
+
+pub(super) async fn jwt(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    page.write("issuer:", "/etc/causeway/gateway.yaml").await;
+    page.run("causeway reload").await;
+    let status = "curl -sS -o /dev/null -w '%{http_code}' --cacert /var/lib/causeway/ca.pem --connect-to edge-1:9100:127.0.0.1:10263 https://edge-1:9100/";
+    let _edge = edge(page, "{ 9100: {} }").await;
+    assert_eq!(page.commands(status).await, "401");
+}
+
+pub(super) async fn listeners(page: &mut Page) {
+    page.commands("causeway ca init 2>&1").await;
+    page.write("name: scrape", "/etc/causeway/gateway.yaml")
+        .await;
+    page.run("--check-config").await;
+    let _gateway = start_gateway(page).await;
+    let _edge = edge(page, "{ 9100: {} }").await;
+    let _app = app(page).await;
+    page.commands("curl -sSf -H 'Host: edge-1' http://127.0.0.1:10264/")
+        .await;
+}
+
+pub(super) async fn monitor(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let _edge = edge(page, "{ 9100: {} }").await;
+    let ran = page.run("causeway health").await.stdout;
+    assert!(ran.contains("edge-1  connected"), "{ran}");
+}
+
+pub(super) async fn policy(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let _edge = edge(page, "{ 9100: {} }").await;
+    let rules = "no shells on gold";
+    page.write(rules, "/etc/causeway/policy.yaml").await;
+    page.write(rules, "policy.yaml").await;
+    page.write("expect:", "expectations.yaml").await;
+    page.add("policy: /etc", "/etc/causeway/gateway.yaml").await;
+    page.run("causeway reload").await;
+    page.console("policy check").await;
+}
+
+pub(super) async fn revoke_nodes(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let mut edge = edge(page, "{ 9100: {} }").await;
+    page.console("node revoke").await;
+    edge.said("tunnel ended").await;
+    page.until("! causeway status | grep edge-1").await;
+}
+
+pub(super) async fn rotate_ca(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let _edge = edge(page, "{ 9100: {} }").await;
+    page.run("ca rotate prepare").await;
+    page.until("causeway status | grep 'trusted by 1 of 1 connected edges'")
+        .await;
+    page.run("ca rotate activate").await;
+    page.until("causeway status | grep 'used by 1 of 1 connected edges'")
+        .await;
+    page.run("ca rotate retire").await;
+    page.until("causeway status | grep 'edge-1 *connected'")
+        .await;
+    // A restore needs a directory that no gateway uses.
+    page.stop_all().await;
+    page.run("ca backup").await;
+    let _gateway = start_gateway(page).await;
+}
+
+/// An app that has a kubelet's port and makes its own certificate.
+const KUBELET: &str = "mkdir -p /var/lib/kubelet/pki /etc/kubernetes/pki
+new() { openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj /CN=edge-1 \"$@\" 2>&1; }
+new -keyout kubelet.key -out /var/lib/kubelet/pki/kubelet.crt
+new -keyout /etc/causeway/kubelet-client.key -out /etc/causeway/kubelet-client.crt
+cp /var/lib/kubelet/pki/kubelet.crt /etc/kubernetes/pki/ca.crt";
+
+pub(super) async fn upstreams(page: &mut Page) {
+    let _gateway = gateway(page, ADVERTISE).await;
+    let edge = edge(page, "{ 10250: { scheme: tcp } }").await;
+    page.commands(KUBELET).await;
+    page.commands("causeway client certificate --name alice --out . 2>&1")
+        .await;
+    page.commands("cp /etc/causeway/edge.yaml edge.yaml").await;
+
+    page.write("50051: { scheme: h2c }", "/etc/causeway/edge.yaml")
+        .await;
+    let said = page.run("causeway reload").await.stdout;
+    assert!(
+        said.contains("serves 22, 8080, 9100, 10250, 50051"),
+        "{said}"
+    );
+
+    page.add("pin: true", "/etc/causeway/gateway.yaml").await;
+    page.commands("cp edge.yaml /etc/causeway/; causeway reload")
+        .await;
+    let _kubelet = page.start_commands(
+        "exec openssl s_server -quiet -www -accept 10250 -cert /var/lib/kubelet/pki/kubelet.crt -key kubelet.key",
+    );
+    page.until("curl -sSf -o kubelet.html --cacert /var/lib/causeway/ca.pem --cert alice.pem --key alice-key.pem \
+        --connect-to edge-1:10250:127.0.0.1:10263 https://edge-1:10250/").await;
+    let outputs = page.console("causeway node pins").await;
+    let key = outputs[1].split_whitespace().next().unwrap();
+    assert!(outputs[0].contains(key), "{outputs:?}");
+    assert!(!page.commands("causeway node pins").await.contains(key));
+    drop(edge);
+}
+
+pub(super) async fn api_cache(page: &mut Page) {
+    page.commands(&format!(
+        "install -D -t /etc/causeway/objects {ROOT}/examples/compose/objects/*"
+    ))
+    .await;
+    page.commands("ip address add 10.20.0.11/32 dev lo").await;
+    page.write("manifests:", "manifests.yaml").await;
+    let manifests = std::fs::read_to_string(page.file("manifests.yaml")).unwrap();
+    let _gateway = gateway(page, &format!("{ADVERTISE}\n{manifests}")).await;
+    page.write("members:", "/etc/causeway/edge.yaml").await;
+    page.commands("echo 'gateways: [gw.example.com:10262]' >>/etc/causeway/edge.yaml")
+        .await;
+    let _edge = start_edge(page).await;
+    let kubectl = format!("exec {} \"$@\"", kubectl().expect("it is needed").display());
+    page.stand_in("/usr/local/bin/kubectl", &kubectl).await;
+    page.until("curl -sSf http://127.0.0.1:10270/apis/discovery.k8s.io/v1/endpointslices")
+        .await;
+    let read = page.run("limit=5").await.stdout;
+    assert!(read.contains("web-1"), "{read}");
+    let mut watch = page.start("endpointslices -A -w");
+    watch.said("web-1").await;
+}
+
+/// Commands that make the files that configurations of the book name.
+pub(super) fn configured_files() -> String {
+    let more = r#"
+leaf kubelet DNS:causeway-gateway clientAuth
+mkdir -p /etc/kubernetes/pki /etc/causeway/objects /var/log/causeway
+cp ca.pem /etc/kubernetes/pki/ca.crt
+for name in kubelet.pem kubelet-client.crt; do cp kubelet.pem ../$name; done
+for name in kubelet.key kubelet-client.key; do cp kubelet.key ../$name; done
+causeway client token --name prometheus --file ../clients >token
+echo 'rules: [{ then: allow, who: { users: ["*"] } }]' >/etc/causeway/policy.yaml
+cluster='"clusters": [{ "name": "it", "cluster": { "server": "https://127.0.0.1:6443" } }]'
+user='"users": [{ "name": "it", "user": { "token": "token" } }]'
+context='"contexts": [{ "name": "it", "context": { "cluster": "it", "user": "it" } }], "current-context": "it"'
+for name in kubernetes/kubelet.conf causeway/gateway.kubeconfig; do echo "{ $cluster, $user, $context }" >/etc/$name; done"#;
+    format!("{EXTERNAL_CA}\n{more}")
+}
