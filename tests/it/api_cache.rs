@@ -354,10 +354,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
         version(&shown).await.contains("gitVersion")
     })
     .await;
-    until("the whole configuration is in effect", async || {
-        node.is_well().await
-    })
-    .await;
+    until("all is in effect", async || node.is_well().await).await;
     let plain = Tool::curl().args([format!("http://{}/version", node.at)]);
     assert!(!plain.run().await.status.success());
 

@@ -137,10 +137,7 @@ async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
         gates[of_stays].open();
         gates[of_stays].open();
         let all = kept.into_body().collect().await.unwrap().to_bytes();
-        assert_eq!(
-            all, "first last",
-            "a download that began with another identity is whole"
-        );
+        assert_eq!(all, "first last", "another's download is whole");
     }
 }
 

@@ -146,9 +146,7 @@ fn edges_and_certificates_follow_service_address_and_replicas() {
     assert!(readiness().contains("causeway-tunnels has not been loaded yet"));
     gateway.says("cannot list resource \\\"endpointslices\\\"");
     rights_but_to_count(&world);
-    until("its absence is reported", || {
-        readiness().contains("it is not there")
-    });
+    until("it is missing", || readiness().contains("it is not there"));
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Service",
         "metadata": { "name": "causeway-tunnels", "namespace": "kube-system" },

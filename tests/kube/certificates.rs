@@ -448,9 +448,7 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     assert_eq!(status("edge-1"), "200");
     let free = world.cluster.with_token("free", &token(""));
     ask(&world, &free, "unbound", &Wanted::edge("edge-1"));
-    until("the reason is reported", || {
-        !told(&world, "unbound").is_empty()
-    });
+    until("it is reported", || !told(&world, "unbound").is_empty());
     assert!(told(&world, "unbound")[0].contains("does not name its node"));
 
     // From here on the gateway renews, and the edge makes no further request.
@@ -501,9 +499,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
         "no-edge",
         &Wanted::client("others", "somebody"),
     );
-    until("the reason is reported", || {
-        !told(&world, "another").is_empty()
-    });
+    until("it is reported", || !told(&world, "another").is_empty());
     assert!(told(&world, "another")[0].contains("for node csr-7, and not for csr-6"));
     assert_eq!(got(&world, "another"), (None, false));
     // The gateway does not touch other requesters' requests to that signer.
@@ -718,9 +714,7 @@ fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
     fs::write(&file, outlived("causeway-gateway")).unwrap();
     let gateway = started(&folder, &config);
     let first = ends();
-    until("another certificate is in use", || {
-        ends() > first + 24 * 3600
-    });
+    until("another one is in use", || ends() > first + 24 * 3600);
     let said = gateway.said();
     assert!(
         said.contains("a new certificate from its cluster"),
