@@ -155,7 +155,7 @@ impl Config {
             {
                 let Some(app) = &app else {
                     let message = format!(
-                        "the section apps does not say how to connect to the apps of listener \"{}\"; add its port there",
+                        "upstream_tls has no key for this port, which the listener \"{}\" would serve; add the port to upstream_tls",
                         listener.name
                     );
                     faults.add(format!("https-proxy-ports {port}"), message);
@@ -337,7 +337,7 @@ mod tests {
                 .contains("65536 ports are listed, but edges accept at most 4096")
         );
         let bare = config(&json!({ "upstream_tls": {} })).listing(&listed(&[], &[9443]));
-        assert!(said(&bare.unwrap_err()).contains("apps does not say"));
+        assert!(said(&bare.unwrap_err()).contains("upstream_tls has no key"));
         for (ports, says) in [
             (json!({}), "lists ports but no listener"),
             (
