@@ -4,6 +4,7 @@
 
 use std::fmt::Write;
 
+use causeway_config::RestartKeys;
 use causeway_gateway::Reason;
 use clap::CommandFactory;
 use serde_json::Value;
@@ -14,8 +15,8 @@ use crate::config_loader::{ProcessConfig, keys, plain};
 /// Returns the page as Markdown.
 pub(crate) fn page(page: ReferencePage) -> String {
     match page {
-        ReferencePage::Gateway => configuration::<causeway_gateway::Config>("gateway"),
-        ReferencePage::Edge => configuration::<causeway_edge::Config>("edge"),
+        ReferencePage::Gateway => configuration("gateway", &causeway_gateway::RESTART_KEYS),
+        ReferencePage::Edge => configuration("edge", &causeway_edge::RESTART_KEYS),
         ReferencePage::Commands => commands(),
         ReferencePage::Errors => errors(),
         ReferencePage::Metrics => metrics(),
@@ -32,8 +33,30 @@ pub(crate) fn openapi(side: ConfigKind) -> String {
     format!("{document:#}\n")
 }
 
-/// All keys of a configuration: key, default, meaning.
-fn configuration<C: ProcessConfig>(side: &str) -> String {
+/// Columns of the table of keys.
+const TYPES: &str = "\
+Types:
+
+| type | examples |
+| --- | --- |
+| duration | `500ms`, `5s`, `1m 30s`, `12h`, `7days` |
+| size | `65536` (bytes), `64KiB`, `16MiB`, `2MB` |
+| address | `127.0.0.1:10265`, `[::]:10263`; `unix:/path` if the meaning says so |
+| IP address | `10.0.0.1`, `2001:db8::1` |
+| port | `9100` |
+| list of: … | `[a, b]` |
+| map of … to: … | `{ 9100: … }`; `KEY.*.NAME` are the keys of the values |
+| map | the keys `KEY.NAME` follow |
+
+The column \"change\" says when a changed value takes effect:
+
+- `reload`: at a reload (`causeway reload`, SIGHUP, a changed file).
+- `restart`: at the next start. A reload prints the names of such keys that have changed.
+- For a map, the column is about adding and removing the key. The keys below it have their own value.
+";
+
+/// All keys of a configuration: key, type, default, effect of a change, meaning.
+fn configuration<C: ProcessConfig>(side: &str, restart: &RestartKeys<C>) -> String {
     let mut text = format!(
         "# Configuration of the {side}\n\n\
          This page lists all keys of the {side}'s YAML file. Each key is also a flag and an environment variable, except keys inside of lists and\n\
@@ -44,16 +67,28 @@ fn configuration<C: ProcessConfig>(side: &str) -> String {
          - `causeway config schema {side}` prints the JSON Schema of the file. Save it as `{side}.schema.json`, and begin the YAML file with\n  \
          `# yaml-language-server: $schema={side}.schema.json`. An editor then completes keys, shows their meaning and marks errors.\n\
          - `causeway {side} --check-config` prints all errors with file, line and column.\n\n\
-         | key | default | meaning |\n| --- | --- | --- |\n"
+         {TYPES}\n\
+         | key | type | default | change | meaning |\n| --- | --- | --- | --- | --- |\n"
     );
     for key in keys::<C>() {
         let default = key
             .default
             .as_ref()
             .map(|value: &Value| format!("`{}`", plain(value)));
-        let (name, default) = (&key.name, default.unwrap_or_default());
+        let change = if restart.contains(&key.name) {
+            "restart"
+        } else {
+            "reload"
+        };
         // Writing into a String cannot fail.
-        let _ = writeln!(text, "| `{name}` | {default} | {} |", cell(&key.help));
+        let _ = writeln!(
+            text,
+            "| `{}` | {} | {} | {change} | {} |",
+            key.name,
+            key.kind,
+            default.unwrap_or_default(),
+            cell(&key.help)
+        );
     }
     text
 }
@@ -173,6 +208,8 @@ fn cell(text: &str) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
+    use serde_json::json;
+
     use super::*;
     #[cfg(feature = "k8s")]
     use clap::ValueEnum;
@@ -186,6 +223,89 @@ mod tests {
             ReferencePage::Errors => "errors.md",
             ReferencePage::Metrics => "metrics.md",
         }
+    }
+
+    /// Sets the value at a key, in one entry of each list and map on the path.
+    fn set(config: &mut Value, key: &str, value: Value) {
+        let mut place = config;
+        for step in key.split('.') {
+            let (name, in_list) = step.strip_suffix("[]").map_or((step, false), |n| (n, true));
+            place = &mut place[if name == "*" { "9100" } else { name }];
+            if in_list {
+                if place.is_null() {
+                    *place = json!([{}]);
+                }
+                place = &mut place[0];
+            }
+        }
+        *place = value;
+    }
+
+    /// Returns two values of a type.
+    fn values(kind: &str) -> Option<[Value; 2]> {
+        Some(match kind {
+            "duration" => [json!("71s"), json!("72s")],
+            "size" | "number" | "port" => [json!(7001), json!(7002)],
+            "address" => [json!("127.0.0.1:7001"), json!("127.0.0.1:7002")],
+            "IP address" => [json!("10.0.0.1"), json!("10.0.0.2")],
+            "boolean" => [json!(false), json!(true)],
+            "text" => [json!("a"), json!("b")],
+            _ if kind.starts_with('`') => {
+                let mut words = kind.split(", ").map(|word| json!(word.trim_matches('`')));
+                [words.next()?, words.next()?]
+            }
+            _ => values(kind.strip_prefix("list of: ")?)?.map(|value| json!([value])),
+        })
+    }
+
+    /// Compares two configurations that differ in one key, for each key, and returns how many keys could be set.
+    fn check_restart_keys<C: ProcessConfig>(restart: &RestartKeys<C>, base: &Value) -> usize {
+        let mut count = 0;
+        for key in keys::<C>() {
+            let Some(values) = values(&key.kind) else {
+                continue;
+            };
+            let configs = values.map(|value| {
+                let mut config = json!({});
+                let parents = base.as_object().unwrap().iter();
+                for (parent, content) in parents.filter(|(parent, _)| key.name.starts_with(*parent))
+                {
+                    set(&mut config, parent.trim_end_matches('.'), content.clone());
+                }
+                set(&mut config, &key.name, value);
+                serde_json::from_value::<C>(config)
+            });
+            let [Ok(one), Ok(two)] = configs else {
+                continue;
+            };
+            let changed = restart.changed(&one, &two);
+            assert_eq!(
+                restart.contains(&key.name),
+                !changed.is_empty(),
+                "{}: {changed:?}",
+                key.name
+            );
+            count += 1;
+        }
+        count
+    }
+
+    #[test]
+    fn a_reload_warns_of_each_changed_key_that_needs_a_restart() {
+        let base = json!({
+            "upstream_tls.*.": { "signer": "a/b" },
+            "listeners[].": { "name": "l", "protocol": "https", "listen": "127.0.0.1:1" },
+            "listeners[].client_auth.jwt[].": { "issuer": "https://i", "audiences": ["a"], "jwks": "/k" },
+        });
+        let count = check_restart_keys(&causeway_gateway::RESTART_KEYS, &base);
+        assert!(count > 125, "{count}");
+        let base = json!({
+            "identity.": { "chain": "c", "key": "k", "ca": "a" },
+            "api_cache.tls.": { "certificate": "c", "key": "k" },
+            "api_cache.yurthub.": { "listen": "10.0.0.1:1", "certificate": "c", "key": "k", "ca": "a" },
+        });
+        let count = check_restart_keys(&causeway_edge::RESTART_KEYS, &base);
+        assert!(count > 55, "{count}");
     }
 
     /// With `CAUSEWAY_TEST_BLESS` set the pages are written instead of compared.

@@ -10,7 +10,7 @@ mod external_identity;
 mod reload;
 
 pub use error::Error;
-pub use reload::{PendingReload, ReloadSummary, Reloader};
+pub use reload::{PendingReload, RESTART_KEYS, ReloadSummary, Reloader};
 
 use crate::{
     config::{Config, ReloadSender, announced_ports::AnnouncedPortPolicy},

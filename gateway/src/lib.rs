@@ -19,8 +19,8 @@ pub mod server;
 pub use config::Config;
 pub use error::{Error, Reason};
 pub use server::{
-    BindError, Bound, Gateway, ListenerDiff, PendingReload, ReloadSummary, Reloader, Watchdog,
-    check,
+    BindError, Bound, Gateway, ListenerDiff, PendingReload, RESTART_KEYS, ReloadSummary, Reloader,
+    Watchdog, check,
 };
 
 #[cfg(test)]

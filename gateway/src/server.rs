@@ -17,7 +17,7 @@ mod watchdog;
 pub use error::BindError;
 pub use listeners::ListenerDiff;
 use reload::Reloadable;
-pub use reload::{PendingReload, ReloadSummary, Reloader};
+pub use reload::{PendingReload, RESTART_KEYS, ReloadSummary, Reloader};
 pub use watchdog::Watchdog;
 
 use crate::{

@@ -18,6 +18,8 @@ pub(crate) struct ConfigKey {
     pub(crate) form: ValueForm,
     /// Description of the key.
     pub(crate) help: String,
+    /// Type of the value, for people.
+    pub(crate) kind: String,
     /// Default value in JSON.
     pub(crate) default: Option<Value>,
     /// It has a flag and a variable of its own.
@@ -105,6 +107,7 @@ fn collect(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<ConfigKe
         keys.push(ConfigKey {
             form: form(schema),
             help: text("description"),
+            kind: kind(schema),
             default: schema
                 .get("default")
                 .filter(|value| !value.is_null())
@@ -181,6 +184,37 @@ fn form(schema: &Value) -> ValueForm {
         return ValueForm::Text;
     }
     ValueForm::Scalar
+}
+
+/// Returns the type of a value in the words of the reference.
+fn kind(schema: &Value) -> String {
+    let words = words(schema);
+    if !words.is_empty() {
+        let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();
+        return words.join(", ");
+    }
+    match schema["format"].as_str() {
+        Some("human-duration") => return "duration".into(),
+        Some("size") => return "size".into(),
+        Some("listen") => return "address".into(),
+        Some("ip") => return "IP address".into(),
+        Some("uint16") => return "port".into(),
+        _ => {}
+    }
+    if allows(schema, "array") {
+        return format!("list of: {}", kind(&schema["items"]));
+    }
+    if let Some(inner) = entries(schema) {
+        let key = schema.get("patternProperties").map_or("text", |_| "port");
+        return format!("map of {key} to: {}", kind(inner));
+    }
+    let simple = [
+        ("object", "map"),
+        ("boolean", "boolean"),
+        ("integer", "number"),
+    ];
+    let known = simple.iter().find(|(name, _)| allows(schema, name));
+    known.map_or("text", |(_, word)| word).into()
 }
 
 /// Returns a default value as it would stand in the file.

@@ -22,6 +22,7 @@ use causeway_certs::{
     EdgeIdentity, TrustDomain,
     verify::{ServerOnlyTls, YurtHubServerTls},
 };
+use causeway_config::{RestartKey, RestartKeys};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::control_stream::AnnouncedPorts;
 use rustls_pki_types::UnixTime;
@@ -232,7 +233,7 @@ impl Reloader {
             token: TokenSource::of(config),
             // An invalid listener certificate is reported and keeps its old value; the rest of the reload continues.
             faces: ApiCacheTls::read(&listening(&self.0.began, config), &self.0.leaves.load()),
-            at_restart: at_restart(&self.0.began, config),
+            at_restart: RESTART_KEYS.changed(&self.0.began, config),
             parts: &self.0,
         })
     }
@@ -327,32 +328,47 @@ fn listening(began: &Config, now: &Config) -> Config {
     config
 }
 
-/// Of the top keys: which an edge that runs does not take up.
-fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
-    let keys = [
-        ("data_dir", began.data_dir != now.data_dir),
-        ("node", began.node != now.node),
-        ("gateways", began.gateways != now.gateways),
-        (
-            "identity",
-            began.identity.is_some() != now.identity.is_some(),
-        ),
-        ("kubernetes", began.kubernetes != now.kubernetes),
-        ("proxy", began.proxy != now.proxy),
-        ("no_proxy", began.no_proxy != now.no_proxy),
-        ("admin", began.admin != now.admin),
-        ("labels", began.labels != now.labels),
-        ("addresses", began.addresses != now.addresses),
-        ("pool", began.pool != now.pool),
-        ("api_cache", non_reloadable(began) != non_reloadable(now)),
-        ("tunnels", began.tunnels != now.tunnels),
-        ("limits", began.limits != now.limits),
-        ("timeouts", began.timeouts != now.timeouts),
-        ("backoff", began.backoff != now.backoff),
-        ("log", began.log != now.log),
-    ];
-    let differs = keys.into_iter().filter(|(_, differs)| *differs);
-    differs.map(|(key, _)| key).collect()
+/// The keys of which a reload only says that they have changed.
+pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
+    whole("data_dir", |one, two| one.data_dir != two.data_dir),
+    whole("node", |one, two| one.node != two.node),
+    whole("gateways", |one, two| one.gateways != two.gateways),
+    RestartKey {
+        name: "identity",
+        reloads: &["identity.chain", "identity.key", "identity.ca"],
+        differs: |one, two| one.identity.is_some() != two.identity.is_some(),
+    },
+    whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
+    whole("proxy", |one, two| one.proxy != two.proxy),
+    whole("no_proxy", |one, two| one.no_proxy != two.no_proxy),
+    whole("admin", |one, two| one.admin != two.admin),
+    whole("labels", |one, two| one.labels != two.labels),
+    whole("addresses", |one, two| one.addresses != two.addresses),
+    whole("pool", |one, two| one.pool != two.pool),
+    RestartKey {
+        name: "api_cache",
+        reloads: &[
+            "api_cache.tls.certificate",
+            "api_cache.tls.key",
+            "api_cache.yurthub.certificate",
+            "api_cache.yurthub.key",
+            "api_cache.yurthub.ca",
+        ],
+        differs: |one, two| non_reloadable(one) != non_reloadable(two),
+    },
+    whole("tunnels", |one, two| one.tunnels != two.tunnels),
+    whole("limits", |one, two| one.limits != two.limits),
+    whole("timeouts", |one, two| one.timeouts != two.timeouts),
+    whole("backoff", |one, two| one.backoff != two.backoff),
+    whole("log", |one, two| one.log != two.log),
+]);
+
+const fn whole(name: &'static str, differs: fn(&Config, &Config) -> bool) -> RestartKey<Config> {
+    RestartKey {
+        name,
+        reloads: &[],
+        differs,
+    }
 }
 
 /// The reader's keys without the paths that each reload reads.

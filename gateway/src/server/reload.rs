@@ -22,8 +22,14 @@ use crate::{
     state::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints, NodesWriter},
 };
 use causeway_certs::{HostName, NodeName};
+use causeway_config::{RestartKey, RestartKeys};
 use causeway_tunnel::control_stream::{AnnouncedPorts, GatewayMessage};
-use std::{collections::BTreeSet, fmt, net::SocketAddr, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::SocketAddr,
+    sync::Arc,
+};
 use tokio::sync::watch;
 
 /// Handle to the parts of a running gateway that can change. Cheap to clone.
@@ -120,7 +126,7 @@ impl Reloader {
             revoked: config.tunnel.unwelcome(),
             node_zones: config.zones(),
             zones: zones(&parts.began, config)?,
-            at_restart: at_restart(&parts.began, config),
+            at_restart: RESTART_KEYS.changed(&parts.began, config),
             parts,
         })
     }
@@ -207,55 +213,111 @@ fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
     zones.map_err(BindError::Name)
 }
 
-fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
-    // Only the advertised addresses and the contents of the TLS files of the tunnel port can change at run time.
-    let tunnel = |config: &Config| config::Tunnel {
+/// The keys of which a reload only says that they have changed.
+pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
+    whole("data_dir", |one, two| one.data_dir != two.data_dir),
+    whole("workers", |one, two| one.workers != two.workers),
+    RestartKey {
+        name: "tunnel",
+        // Of the tunnel port only these change at run time, and the contents of its TLS files.
+        reloads: &[
+            "tunnel.advertise",
+            "tunnel.gateways",
+            "tunnel.replicas",
+            "tunnel.revoked",
+        ],
+        differs: |one, two| tunnel(one) != tunnel(two),
+    },
+    RestartKey {
+        name: "tunnel.identity",
+        reloads: &[
+            "tunnel.identity.chain",
+            "tunnel.identity.key",
+            "tunnel.identity.client_ca",
+            "tunnel.identity.any_node",
+        ],
+        differs: |one, two| requested_identity(one) != requested_identity(two),
+    },
+    whole("upstream_tls.*.signer", |one, two| {
+        upstream_certificates(one) != upstream_certificates(two)
+    }),
+    whole("upstream_tls.*.user", |one, two| {
+        upstream_certificate_differs(one, two, |one, two| one.user != two.user)
+    }),
+    whole("upstream_tls.*.approve", |one, two| {
+        upstream_certificate_differs(one, two, |one, two| one.approve != two.approve)
+    }),
+    RestartKey {
+        name: "redirect",
+        reloads: &["redirect.listeners", "redirect.ports", "redirect.pods"],
+        differs: |one, two| table(one) != table(two),
+    },
+    whole("admin", |one, two| one.admin != two.admin),
+    whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
+    whole("api_cache", |one, two| one.api_cache != two.api_cache),
+    RestartKey {
+        name: "dns",
+        reloads: &["dns.listen", "dns.zones", "dns.addresses", "dns.ttl"],
+        differs: |one, two| one.dns.is_absent() != two.dns.is_absent(),
+    },
+    whole("dns.listen", |one, two| {
+        let of = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
+        of(one).zip(of(two)).is_some_and(|(one, two)| one != two)
+    }),
+    whole("limits", |one, two| one.limits != two.limits),
+    whole("timeouts", |one, two| one.timeouts != two.timeouts),
+    whole("access_log", |one, two| one.access_log != two.access_log),
+    whole("audit_log", |one, two| one.audit_log != two.audit_log),
+    whole("log", |one, two| one.log != two.log),
+]);
+
+const fn whole(name: &'static str, differs: fn(&Config, &Config) -> bool) -> RestartKey<Config> {
+    RestartKey {
+        name,
+        reloads: &[],
+        differs,
+    }
+}
+
+/// Returns the part of `tunnel` that does not change at run time.
+fn tunnel(config: &Config) -> config::Tunnel {
+    config::Tunnel {
         advertise: Vec::new(),
         gateways: Vec::new(),
         replicas: None,
         revoked: Vec::new(),
         identity: None,
         ..config.tunnel.clone()
-    };
-    let table = |config: &Config| config.redirect.clone().map(|redirect| redirect.table);
-    let given = |config: &Config| config.tunnel.identity.is_some();
-    let asked = |config: &Config| {
-        let identity = config.tunnel.identity.as_ref();
-        identity.map(|identity| (identity.signer.clone(), identity.trust_domain.clone()))
-    };
-    let clients = |config: &Config| {
-        let of = |(port, app): (&u16, &config::UpstreamTls)| {
-            Some((*port, app.signer.clone()?, app.user.clone(), app.approve))
-        };
-        config
-            .upstream_tls
-            .iter()
-            .filter_map(of)
-            .collect::<Vec<_>>()
-    };
-    let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
-    let keys = [
-        ("data_dir", began.data_dir != now.data_dir),
-        ("workers", began.workers != now.workers),
-        ("tunnel", tunnel(began) != tunnel(now)),
-        (
-            "tunnel.identity",
-            given(began) != given(now) || asked(began) != asked(now),
-        ),
-        ("upstream_tls.*.signer", clients(began) != clients(now)),
-        ("redirect", table(began) != table(now)),
-        ("admin", began.admin != now.admin),
-        ("kubernetes", began.kubernetes != now.kubernetes),
-        ("api_cache", began.api_cache != now.api_cache),
-        ("dns.listen", answers(began) != answers(now)),
-        ("limits", began.limits != now.limits),
-        ("timeouts", began.timeouts != now.timeouts),
-        ("access_log", began.access_log != now.access_log),
-        ("audit_log", began.audit_log != now.audit_log),
-        ("log", began.log != now.log),
-    ];
-    let differs = keys.into_iter().filter(|(_, differs)| *differs);
-    differs.map(|(key, _)| key).collect()
+    }
+}
+
+/// Returns the certificate that the gateway requests for its tunnel port, if there is an external CA.
+fn requested_identity(config: &Config) -> Option<(Option<&String>, Option<&String>)> {
+    let identity = config.tunnel.identity.as_ref()?;
+    Some((identity.signer.as_ref(), identity.trust_domain.as_ref()))
+}
+
+/// Returns the ports for which the gateway requests a client certificate, with its signer.
+fn upstream_certificates(config: &Config) -> BTreeMap<u16, &String> {
+    let ports = config.upstream_tls.iter();
+    ports
+        .filter_map(|(port, upstream)| Some((*port, upstream.signer.as_ref()?)))
+        .collect()
+}
+
+/// Whether a requested client certificate differs.
+fn upstream_certificate_differs(
+    one: &Config,
+    two: &Config,
+    differs: fn(&config::UpstreamTls, &config::UpstreamTls) -> bool,
+) -> bool {
+    let both = upstream_certificates(one).into_keys();
+    let mut both = both.filter(|port| upstream_certificates(two).contains_key(port));
+    both.any(|port| differs(&one.upstream_tls[&port], &two.upstream_tls[&port]))
+}
+
+fn table(config: &Config) -> Option<&String> {
+    config.redirect.as_ref().map(|redirect| &redirect.table)
 }
 
 /// Text for people, in one line.
