@@ -355,6 +355,19 @@ mod tests {
     }
 
     #[test]
+    fn editors_find_the_schema_of_each_example() {
+        for side in ["gateway", "edge"] {
+            let first = format!("# yaml-language-server: $schema={side}.schema.json\n");
+            let is_fixture =
+                |file: &std::path::PathBuf| file.to_string_lossy().contains("fixtures");
+            for file in shipped(side).iter().filter(|file| !is_fixture(file)) {
+                let text = std::fs::read_to_string(file).unwrap();
+                assert!(text.starts_with(&first), "{}", file.display());
+            }
+        }
+    }
+
+    #[test]
     fn json_schema_rejects_unknown_keys_and_wrong_types() {
         let validate = validator::<causeway_gateway::config::Config>();
         let invalid = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
