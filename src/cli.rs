@@ -286,6 +286,8 @@ pub(crate) enum ReferencePage {
     Errors,
     /// Metrics
     Metrics,
+    /// Ports and connections
+    Ports,
 }
 
 #[cfg(test)]

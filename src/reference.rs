@@ -1,6 +1,11 @@
-//! The generated pages of the reference: configuration keys, commands, error reasons, metrics.
+//! The generated pages of the reference: configuration keys, commands, error reasons, metrics, ports.
 //!
 //! Each page lies below `docs/reference`; a test keeps it equal to what the code says.
+
+mod ports;
+#[cfg(test)]
+#[cfg(feature = "k8s")]
+mod rbac;
 
 use std::fmt::Write;
 
@@ -20,6 +25,7 @@ pub(crate) fn page(page: ReferencePage) -> String {
         ReferencePage::Commands => commands(),
         ReferencePage::Errors => errors(),
         ReferencePage::Metrics => metrics(),
+        ReferencePage::Ports => ports::page(),
     }
 }
 
@@ -222,6 +228,7 @@ mod tests {
             ReferencePage::Commands => "commands.md",
             ReferencePage::Errors => "errors.md",
             ReferencePage::Metrics => "metrics.md",
+            ReferencePage::Ports => "ports.md",
         }
     }
 
@@ -315,6 +322,7 @@ mod tests {
         let pages = ReferencePage::value_variants().iter();
         let pages = pages.map(|each| (file(*each), page(*each)));
         let documents = [
+            ("rbac.md", rbac::page()),
             ("openapi-gateway.json", openapi(ConfigKind::Gateway)),
             ("openapi-edge.json", openapi(ConfigKind::Edge)),
         ];

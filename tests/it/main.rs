@@ -14,6 +14,7 @@ mod sites;
 
 mod dns;
 
+mod data_dirs;
 mod drains;
 mod records;
 
