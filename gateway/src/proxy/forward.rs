@@ -1,6 +1,6 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
-//! The head is sent first, the body after it ([`start_upload`]), so that an answer that comes before the body is read passes at
+//! The head is sent first, the body after it (`start_upload`), so that an answer that comes before the body is read passes at
 //! once. A client that goes away drops this future or its body, and with it the stream: a reset.
 
 use crate::{
