@@ -223,7 +223,7 @@ async fn a_tcp_app_speaks_first_and_answers_after_the_half_close() {
 #[tokio::test]
 async fn a_tcp_app_echoes_and_resets() {
     let app = App::tcp(Script::new().echo()).await;
-    let mut socket = talk(&app, "there and back").await;
+    let mut socket = talk(&app, "in both directions").await;
     socket.shutdown().await.unwrap();
     assert_eq!(rest(socket).await.unwrap(), "in both directions");
 

@@ -15,7 +15,7 @@ async fn server(script: &str) -> (Running, String) {
 
 #[tokio::test]
 async fn a_child_gets_its_input_and_gives_its_output() {
-    let ran = Tool::new("cat").input("to and fro").run().await.ok();
+    let ran = Tool::new("cat").input("in both directions").run().await.ok();
     assert_eq!(ran.text(), "in both directions");
     let ran = Tool::new("sh")
         .args(["-c", "echo \"$WHY\" >&2; exit 7"])
@@ -113,7 +113,7 @@ async fn the_grpc_scripts_agree() {
 async fn the_h2c_app_answers_curl() {
     super::need!("curl", "python:h2");
     let (mut server, address) = server("h2c_server.py").await;
-    let curl = Tool::curl().args(["--http2-prior-knowledge", "-d", "there and back"]);
+    let curl = Tool::curl().args(["--http2-prior-knowledge", "-d", "in both directions"]);
     let curl = curl.args([format!("http://{address}/")]);
     assert_eq!(curl.run().await.ok().text(), "in both directions");
     assert_eq!(server.json().await["event"], "opened");
